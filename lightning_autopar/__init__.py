@@ -6,7 +6,7 @@ It does make the name ``"autopar"`` known to Lightning, for where ``TORCH_DEVICE
 
 from lightning_autopar import _autoload
 
-TYPE_CHECKING = False  # typing's own, without the price of importing typing in every process that imports torch
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without the time to import typing in every process that imports torch
 if TYPE_CHECKING:
     from typing import Any
 

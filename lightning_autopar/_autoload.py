@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # typing's own, without the price of importing typing in every process that imports torch
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without the time to import typing in every process that imports torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
@@ -26,14 +26,14 @@ _DESCRIPTION = "plans by itself how the model runs on the devices that are free"
 
 
 def make_strategy(**options: Any) -> Any:
-    """What the name stands for in ``lightning.pytorch``: our code is imported here, when somebody uses the name, and not before."""
+    """Makes the strategy when somebody uses the name in ``lightning.pytorch``; only then is our code imported."""
     from lightning_autopar.strategies.auto import AutoParallelStrategy
 
     return AutoParallelStrategy(**options)
 
 
 def refuse(**options: Any) -> Any:
-    """What the name stands for in ``pytorch_lightning``.
+    """Refuses the name in ``pytorch_lightning``.
 
     Raises:
         ValueError: always. ``lightning`` installs both packages, each with classes of its own, and a strategy of one fails in the
@@ -63,10 +63,10 @@ def install() -> None:
 
 
 def when_executed(name: str, action: Callable[[ModuleType], None]) -> Callable[[], None]:
-    """Call ``action`` with a module once it has been executed; at once where it has been. What it raises, the import raises.
+    """Call ``action`` with a module as soon as it has been executed, or now if it has been. If ``action`` raises, so does the import.
 
     Args:
-        name: of the module; nothing is imported for it.
+        name: the module's; it isn't imported by this.
         action: called once at most.
 
     Returns:
@@ -88,7 +88,7 @@ def when_executed(name: str, action: Callable[[ModuleType], None]) -> Callable[[
 def _register(module: ModuleType) -> None:
     """Never raises: it runs inside the import of Lightning, which must not fail because of us."""
     try:
-        registry = getattr(module, "StrategyRegistry", None)  # None in a module that is still being imported
+        registry = getattr(module, "StrategyRegistry", None)  # None while the module is still being imported
         if registry is not None and NAME not in registry:
             registry.register(NAME, _FACTORIES[module.__name__], description=_DESCRIPTION)
     except Exception:
@@ -96,14 +96,14 @@ def _register(module: ModuleType) -> None:
 
 
 def _tell(what: str) -> None:
-    """By logging, as a warning would be an exception under ``python -W error``."""
+    """Logs it: a warning would be an exception under ``python -W error``."""
     import logging
 
     logging.getLogger("lightning_autopar").warning("strategy=%r %s", NAME, what, exc_info=True)
 
 
 class _Finder:
-    """Finds some modules as the other finders do, and has something done after they were executed.
+    """Finds some modules by the other finders, and runs an action after each was executed.
 
     Args:
         actions: what to do, by the module's name; by default to register with Lightning's strategies.
@@ -115,7 +115,7 @@ class _Finder:
         self._searching: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        # Another package's hook may ask all finders in turn, as this one does: without the set the two would ask each other for ever.
+        # Another package's finder may ask all finders in turn, as this one does: without the set the two would ask each other for ever.
         if name not in self._actions or name in self._searching:
             return None
         self._searching.add(name)
@@ -125,7 +125,7 @@ class _Finder:
                 spec: ModuleSpec | None = find_spec(name, path, target) if find_spec is not None and finder is not self else None
                 if spec is not None:
                     if hasattr(spec.loader, "exec_module"):
-                        loader: Any = _Loader(spec.loader, self._actions[name])  # importlib asks for its two methods alone
+                        loader: Any = _Loader(spec.loader, self._actions[name])  # importlib calls only its two methods
                         spec.loader = loader
                     return spec
             return None
@@ -134,7 +134,7 @@ class _Finder:
 
 
 class _Loader:
-    """Executes a module by its own loader, then does what is to be done; the module keeps no trace of it."""
+    """Executes a module by its own loader, then runs the action; the module keeps no trace of it."""
 
     def __init__(self, loader: Any, action: Callable[[ModuleType], None]) -> None:
         self._loader, self._action = loader, action

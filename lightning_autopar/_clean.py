@@ -31,11 +31,11 @@ from lightning_autopar._fork import ChildFailed, read_message, run_forked, unfor
 
 T = TypeVar("T")
 
-#: What takes longer to travel than a check is worth.
+#: The most bytes to send: more would take longer than a check is worth.
 _MOST_BYTES = 1 << 30
-#: A fresh Python imports torch and Lightning first.
+#: How long a fresh Python may take to start: it imports torch and Lightning first.
 _START_SECONDS = 120.0
-#: torch is imported before this process's path counts, which may hold files by the names of what torch looks for (``cuda``, ``types``).
+#: torch is imported before this process's path is set, which may hold files with names that torch imports (``cuda``, ``types``).
 _START = """
 import sys
 sys.path[:] = filter(None, sys.path)
@@ -51,7 +51,7 @@ serve()
 
 
 class CannotTravel(RuntimeError):
-    """What is to be checked can't be brought to a clean process.
+    """The objects to check can't be sent to a clean process.
 
     Args:
         reason: why, as the end of a sentence.
@@ -66,8 +66,9 @@ def run_clean(function: Callable[..., T], *args: Any, timeout_seconds: float) ->
     """Call ``function(*args)`` in a child of a clean process and return its result; as :func:`._fork.run_forked`.
 
     Args:
-        function: what to run; of a module, not a local one, and without GPUs.
-        args: its arguments. Where this process isn't clean they are pickled, what the script or notebook itself defines by value.
+        function: what to run: a module's function, not a local one, that uses no GPUs.
+        args: its arguments. Where this process isn't clean they are pickled; classes and functions of the script or notebook itself by
+            value.
         timeout_seconds: end the child after so long.
 
     Raises:
@@ -81,13 +82,13 @@ def run_clean(function: Callable[..., T], *args: Any, timeout_seconds: float) ->
         return _kept().run(_pickled((function, args)), function.__module__, timeout_seconds)  # type: ignore[no-any-return]
     except CannotTravel as error:
         raise CannotTravel(
-            f"{reason}, and the module, its trainer or its data can't be brought to one that hasn't ({error.reason}); call fit in a fresh "
+            f"{reason}, and the module, its trainer or its data can't be sent to one that hasn't ({error.reason}); call fit in a fresh "
             "process, in a notebook after the kernel was restarted"
         ) from error
 
 
 class _Limited(io.BytesIO):
-    """A file that doesn't grow beyond what may travel."""
+    """A file that refuses to grow beyond the most bytes to send."""
 
     def write(self, data: Any) -> int:
         if self.tell() + len(memoryview(data).cast("B")) > _MOST_BYTES:
@@ -96,7 +97,7 @@ class _Limited(io.BytesIO):
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotations
-    """Tensors travel as the CPU's. What belongs to this process's group (Lightning leaves a mesh on the module) is nothing elsewhere."""
+    """Pickles tensors as CPU tensors. Objects of this process's group (Lightning leaves a mesh on the module) become None."""
 
     def reducer_override(self, target: Any) -> Any:
         if isinstance(target, (dist.ProcessGroup, DeviceMesh)):
@@ -107,13 +108,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotati
             here = target if type(target) is not Tensor or target.device.type in ("cpu", "meta") else target.detach().cpu()
             try:
                 return here.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-            except Exception:  # another rank has its values: what needs them there fails, and tells
+            except Exception:  # another rank has its values: code that needs them there fails with an error
                 return _valueless, (tuple(target.shape), target.dtype)
         return super().reducer_override(target)
 
 
 def _nothing() -> None:
-    """In the place of what isn't there."""
+    """Stands for an object that can't be sent."""
 
 
 def _valueless(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -121,7 +122,7 @@ def _valueless(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _gone() -> weakref.ref[Any]:
-    """A reference to what is no more."""
+    """Stands for a weak reference whose object is gone."""
     return weakref.ref(type("_Gone", (), {})())
 
 
@@ -129,7 +130,7 @@ def _pickled(value: Any) -> bytes:
     file = _Limited()
     try:
         _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    except Exception as error:  # whatever the user's objects raise
+    except Exception as error:  # the user's objects may raise anything
         raise CannotTravel(_words(error)) from error
     return file.getvalue()
 
@@ -142,7 +143,7 @@ def _words(error: BaseException) -> str:
 
 
 class _Kept:
-    """The fresh Python. It ends with this process, which holds the other end of its input."""
+    """The fresh Python. It ends when this process does, which holds the other end of its input."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -153,11 +154,11 @@ class _Kept:
 
     @property
     def runs(self) -> bool:
-        """Whether it can be asked."""
+        """Whether it can take calls."""
         return self._process.poll() is None
 
     def run(self, payload: bytes, module: str, timeout_seconds: float) -> Any:
-        """What the pickled call of a module's function gives."""
+        """Run a pickled call of a module's function there; returns its result."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
@@ -166,7 +167,7 @@ class _Kept:
                 write_message(self._process.stdin.fileno(), True, payload)
                 late = max(time.monotonic(), self._started + _START_SECONDS) + timeout_seconds + _START_SECONDS
                 message = read_message(self._process.stdout.fileno(), late)
-            except BaseException:  # an interrupt: its answer would be taken for the next one's
+            except BaseException:  # after an interrupt, its answer would be read as the next call's
                 self.end()
                 raise
             if message is None:
@@ -190,7 +191,7 @@ _process: _Kept | None = None
 
 
 def _kept() -> _Kept:
-    """This process's own; a forked child's parent's isn't."""
+    """The one of this process; a forked child doesn't use its parent's."""
     global _process
     if _process is None or _process.pid != os.getpid() or not _process.runs:
         _process = _Kept()
@@ -203,19 +204,19 @@ def _kept() -> _Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class _Unread:
-    """That a call couldn't be unpickled there."""
+    """Says that a call couldn't be unpickled there."""
 
     reason: str
 
 
 def serve() -> None:
-    """What the fresh Python does: fork a child for each call that comes in, and hand on what it gives, until there are no more."""
+    """The fresh Python's loop: fork a child for each call that comes in, and return its result, until the input ends."""
     answers = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     while (about := read_message(0, None)) is not None and (call := read_message(0, None)) is not None:
         module, timeout_seconds, environment = pickle.loads(about[1])
         if module.startswith(f"{__package__}."):
-            importlib.import_module(module)  # once, rather than in each child
+            importlib.import_module(module)  # imported once, rather than in each child
         try:
             result = run_forked(_call, call[1], environment, timeout_seconds=timeout_seconds)
             write_message(answers, not isinstance(result, _Unread), pickle.dumps(result))

@@ -41,7 +41,7 @@ T = TypeVar("T")
 _HEADER = struct.Struct("!?Q")
 _PR_SET_PDEATHSIG = 1
 _CHUNK_BYTES = 1 << 20
-#: Once a child has answered it has nothing left to do; one that lingers so long is killed.
+#: A child that still lives so long after its answer is killed.
 _GOODBYE_SECONDS = 5.0
 _TRY_SECONDS = 60.0
 
@@ -52,8 +52,8 @@ class ChildFailed(RuntimeError):
     Args:
         reason: one sentence: the exception's last line, the signal that ended it, or the time it took.
         child_traceback: the traceback as the child printed it; empty if it left none.
-        crashed: whether the child ended in the middle of it, by a signal or by an exit.
-        timed_out: whether it was ended because it took too long.
+        crashed: whether the child ended before its answer, by a signal or by an exit.
+        timed_out: whether it was killed because it took too long.
     """
 
     def __init__(self, reason: str, child_traceback: str = "", *, crashed: bool = False, timed_out: bool = False) -> None:
@@ -67,7 +67,7 @@ class ChildFailed(RuntimeError):
 def unforkable() -> str | None:
     """Why no forked child of this process can use a GPU or run a backward pass, as the end of a sentence; None where it can.
 
-    No function of torch tells, so a child tries.
+    torch has no function that tells, so a child tries.
     """
     if torch.cuda.is_initialized():
         return "this process has used a GPU already"
@@ -89,10 +89,10 @@ def _try() -> str | None:
 
 
 def begin_child(*, gpus: bool) -> None:
-    """What each process that this package forks does first, while it has a single thread.
+    """To be called first in each process that this package forks, while it has a single thread.
 
     Args:
-        gpus: whether it may use GPUs. One that may not sees none, so that a backward pass on the CPU makes no context on each of them.
+        gpus: whether the child may use GPUs. If not, it sees none, so that a backward pass on the CPU makes no context on each of them.
     """
     gc.freeze()  # a full collection would visit all that the parent has imported, and copy those pages into this process
     if not gpus:
@@ -104,13 +104,13 @@ def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | 
     """Call ``function(*args)`` in a forked child and return its result.
 
     The function runs in a fresh thread of the child. The child leaves by ``os._exit``, hence nothing that the parent registered with
-    ``atexit`` runs in it. It dies with the parent, and by Ctrl-C. What it prints to its standard output goes nowhere.
+    ``atexit`` runs in it. It dies with the parent, and by Ctrl-C. Its standard output is discarded.
 
     Args:
         function: what to run; needn't be picklable, as the child has the parent's memory.
         args: its arguments.
         timeout_seconds: kill the child after so long; None waits for ever.
-        gpus: whether the function may use GPUs; else it sees none.
+        gpus: whether the function may use GPUs; if not, it sees none.
 
     Returns:
         The function's result, a pickled copy.
@@ -127,7 +127,7 @@ def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | 
     parent = os.getpid()
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Python 3.12 warns of threads at every fork; the fresh thread in the child is the answer to that.
+        # Python 3.12 warns of threads at every fork; that is why the function runs in a fresh thread of the child.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -173,30 +173,30 @@ def _be_child(parent: int, writer: int, gpus: bool, function: Callable[..., Any]
 
 
 def _print_nothing() -> None:
-    """What the user's code prints while it is only looked at is no part of the run, which prints it again; what it warns of is heard."""
+    """Discard what the user's code prints while it is examined: the run prints it again. Warnings are still shown."""
     nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as the process lives
     os.dup2(nowhere.fileno(), 1)
     sys.stdout = nowhere
 
 
 def _answer(writer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Run the function and write what came of it."""
+    """Run the function and write its result or its failure."""
     try:
         payload = pickle.dumps(function(*args), protocol=pickle.HIGHEST_PROTOCOL)
         succeeded = True
     except BaseException as error:  # a SystemExit in the user's code is a failure here, too
-        # What a child of its own failed with has its own words.
+        # The failure of the child's own child has its reason already.
         reason = error.reason if isinstance(error, ChildFailed) else traceback.format_exception_only(type(error), error)[-1].strip()
         payload = pickle.dumps((reason, traceback.format_exc()))
         succeeded = False
     try:
         write_message(writer, succeeded, payload)
     except BrokenPipeError:
-        return  # the parent gave up waiting
+        return  # the parent has stopped waiting
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux); leave at once where that has happened already."""
+    """Ask the kernel to kill this process when its parent ends (Linux); leave at once if the parent has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -204,7 +204,7 @@ def _die_with(parent: int) -> None:
 
 
 def _forget_handlers() -> None:
-    """Give back every signal that Python code of the parent handles, so that Ctrl-C and SIGTERM end the child."""
+    """Reset every signal that the parent's Python code handles, so that Ctrl-C and SIGTERM end the child."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -221,7 +221,7 @@ def write_message(writer: int, succeeded: bool, payload: bytes) -> None:
 
 
 def read_message(reader: int, deadline: float | None) -> tuple[bool, bytes] | None:
-    """What another process wrote; None if it ended, or the time passed, before the last byte.
+    """The message that another process wrote; None if it ended, or the time passed, before the last byte.
 
     The length comes first: a process that the child started may keep the pipe open long after the child.
     """

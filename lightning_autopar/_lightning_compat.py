@@ -96,7 +96,7 @@ __all__ = [
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
-    """As Lightning's, also of what has no code to compare with the parent's: an object that can be called, a mock, a builtin's partial."""
+    """Lightning's function, which also handles methods without code to compare: a callable object, a mock, a partial of a builtin."""
     try:
         return _is_overridden(method_name, instance, parent)
     except (AttributeError, TypeError):
@@ -120,8 +120,8 @@ _CONNECTOR_FIELDS = (
 def requested_devices() -> Any:
     """What the user passed as ``Trainer(devices=…)``, read while the Trainer is being built.
 
-    The connector keeps the parsed value only, in which ``devices=2`` (any two) and ``devices=[0, 1]`` (those two) look the same on CUDA.
-    Its constructor's own argument still tells; this can go when the connector keeps it.
+    The connector keeps only the parsed value, in which ``devices=2`` (any two) and ``devices=[0, 1]`` (those two) look the same on CUDA.
+    Its constructor's argument still shows the difference; this can go when the connector keeps it.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -133,11 +133,11 @@ def requested_devices() -> Any:
 
 @contextmanager
 def requests_changed(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    """While open, every Trainer that is built takes other values for what it was asked to run on.
+    """While open, every Trainer that is built takes other values for the arguments that say what it runs on.
 
     Args:
         change: gets the arguments of ``_AcceleratorConnector`` by name (``devices``, ``accelerator``, ``strategy``, ``num_nodes``, …) and
-            gives those to take instead.
+            returns those to take instead.
     """
 
     class Changed(_AcceleratorConnector):
@@ -162,15 +162,15 @@ def installed(
     keep_sampler: bool,
     external: Any = None,
 ) -> Iterator[None]:
-    """Make ``engine`` the trainer's strategy, with the accelerator and precision plugin that belong to it; undo it on leaving.
+    """While open, ``engine`` is the trainer's strategy, with its accelerator and precision plugin.
 
-    The connector does the same in its constructor (``_init_strategy``, ``_check_and_init_precision``, ``_lazy_init_strategy``). Swapped
-    rather than wrapped, since Lightning asks for the strategy's class in many places.
+    The connector does the same in its constructor (``_init_strategy``, ``_check_and_init_precision``, ``_lazy_init_strategy``). It replaces
+    the strategy rather than wrapping it, since Lightning checks the strategy's class in many places.
 
     Args:
         devices: the engine's torch devices in rank order.
-        keep_sampler: leave Lightning's own distributed sampler on (each rank draws batches of its own).
-        external: the cluster environment of processes that somebody else started, if any.
+        keep_sampler: keep Lightning's own distributed sampler (each rank draws batches of its own).
+        external: the cluster environment of the processes that a launcher started, if any.
     """
     connector = trainer._accelerator_connector
     before = {name: getattr(connector, name) for name in _CONNECTOR_FIELDS}
@@ -191,7 +191,7 @@ def installed(
         engine._launcher = None
         engine._lightning_module = module
         for loop in (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            loop._results.clear()  # what an earlier run logged refers to that run's engine, which counts as another argument of log
+            loop._results.clear()  # earlier values refer to their own run's engine, which log() compares
         yield
     finally:
         for name, value in before.items():
@@ -200,13 +200,12 @@ def installed(
 
 @contextmanager
 def hyperparameters_added(trainer: Trainer, values: Mapping[str, Any]) -> Iterator[None]:
-    """While open, loggers get these hyperparameters together with the user's, where Lightning logs those (``_log_hyperparams``).
-
-    In one call, since TensorBoard shows a run's first hyperparameters only, and writes ``hparams.yaml`` once.
+    """While open, loggers get these hyperparameters together with the user's, when Lightning logs those (``_log_hyperparams``). Both go in
+    one call, since TensorBoard shows only a run's first hyperparameters, and writes ``hparams.yaml`` once.
 
     Args:
         trainer: whose loggers; ``Trainer(enable_autolog_hparams=False)`` gets none.
-        values: under names that the user's don't have.
+        values: under names that none of the user's has.
     """
     before = trainer_module._log_hyperparams
 
@@ -230,7 +229,7 @@ def hyperparameters_added(trainer: Trainer, values: Mapping[str, Any]) -> Iterat
 
 @contextmanager
 def _with_hyperparameters(logger: Any, values: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
-    """While open, the logger's ``log_hyperparams`` adds these; gives what logs them alone."""
+    """While open, the logger's ``log_hyperparams`` adds these; yields a function that logs only them."""
     original = logger.log_hyperparams
 
     def log_hyperparams(params: Any, *args: Any, **kwargs: Any) -> None:
@@ -238,7 +237,7 @@ def _with_hyperparameters(logger: Any, values: Mapping[str, Any]) -> Iterator[Ca
         original({**params, **values}, *args, **kwargs)
 
     def log_alone() -> None:
-        # TensorBoard's would write a metric "hp_metric", which a run without hyperparameters doesn't have.
+        # TensorBoard's logger would write a metric "hp_metric", which a run without hyperparameters doesn't have.
         placeholder = vars(logger).get("_default_hp_metric")
         if placeholder is not None:
             logger._default_hp_metric = False
@@ -250,17 +249,17 @@ def _with_hyperparameters(logger: Any, values: Mapping[str, Any]) -> Iterator[Ca
     try:
         yield log_alone
     finally:
-        vars(logger).pop("log_hyperparams", None)  # of one that is there twice it is gone already
+        vars(logger).pop("log_hyperparams", None)  # already gone for a logger that is listed twice
 
 
 def _has_hyperparameters(trainer: Trainer) -> bool:
-    """Whether ``_log_hyperparams`` calls the loggers: the module or the DataModule has saved some."""
+    """Whether ``_log_hyperparams`` calls the loggers: the module or the DataModule has saved hyperparameters."""
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
     return bool(trainer.lightning_module._log_hyperparams or (datamodule is not None and datamodule._log_hyperparams))
 
 
 def attach_data(trainer: Trainer, arguments: dict[str, Any]) -> None:
-    """Attach the loaders or the DataModule to the trainer as ``_fit_impl`` and its siblings do first of all."""
+    """Attach the loaders or the DataModule to the trainer, which ``_fit_impl`` and its siblings do first."""
     model = arguments.get("model") or trainer.lightning_module
     datamodule = arguments.get("datamodule")
     names = ("train_dataloaders", "val_dataloaders") if "train_dataloaders" in arguments else ("dataloaders",)
@@ -271,17 +270,17 @@ def attach_data(trainer: Trainer, arguments: dict[str, Any]) -> None:
         stage = {"validate": "val", "test": "test", "predict": "predict"}[str(trainer.state.fn.value if trainer.state.fn else "")]
         loaders = {f"{stage}_dataloaders": loaders["dataloaders"]}
     if any(loader is not None for loader in loaders.values()) and datamodule is not None:
-        return  # the loop itself refuses it, with Lightning's own words
+        return  # the loop itself refuses it, with Lightning's message
     trainer._data_connector.attach_data(model, datamodule=datamodule, **loaders)
 
 
 def call_on_exception(trainer: Trainer, error: BaseException, *, finalize: bool) -> None:
-    """Run what ``_call_and_handle_interrupt`` runs when a run ends by an exception (``_interrupt``).
+    """Call the hooks that ``_call_and_handle_interrupt`` calls when a run ends by an exception (``_interrupt``).
 
     Args:
         trainer: with the engine in place.
         error: the exception, for the ``on_exception`` hooks.
-        finalize: whether the loggers are told as well; where the exception goes on to Lightning, it tells them.
+        finalize: whether to finalize the loggers too; where the exception goes on to Lightning, it does that.
     """
     trainer.state.status = TrainerStatus.INTERRUPTED
     call._call_callback_hooks(trainer, "on_exception", error)
@@ -293,7 +292,7 @@ def call_on_exception(trainer: Trainer, error: BaseException, *, finalize: bool)
 
 
 def progress_of(trainer: Trainer) -> dict[str, Any]:
-    """Loop counters, state and metrics: what a reader of the trainer sees after a run, as picklable values."""
+    """Loop counters, state and metrics that code sees on the trainer after a run, as picklable values."""
     loops = {name: getattr(trainer, name).state_dict() for name in ("fit_loop", "validate_loop", "test_loop", "predict_loop")}
     loops["fit_loop"].get("state_dict", {}).pop("combined_loader", None)
     connector = trainer._logger_connector
@@ -309,7 +308,7 @@ def progress_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def restore_progress(trainer: Trainer, progress: dict[str, Any]) -> None:
-    """Put :func:`progress_of` of another process into this trainer."""
+    """Put the values of another process's :func:`progress_of` into this trainer."""
     for name, state in progress["loops"].items():
         loop = getattr(trainer, name)
         loop.load_state_dict(state)
@@ -339,11 +338,11 @@ def _data_loops(trainer: Trainer) -> dict[str, Any]:
 
 @contextmanager
 def loaders_of_one_device(trainer: Trainer, around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """While open, the user's hooks for loaders hear of no other ranks, be it from torch or from the trainer.
+    """While open, the user's hooks for loaders see no other ranks, neither through torch nor through the trainer.
 
     Args:
         trainer: whose hooks they are.
-        around: makes what is open around each call of a hook.
+        around: makes the context manager around each call of a hook.
     """
     said = {"world_size": 1, "global_rank": 0, "local_rank": 0, "num_nodes": 1, "num_devices": 1}
     kind: Any = type(trainer)
@@ -374,7 +373,7 @@ def loaders_of_one_device(trainer: Trainer, around: Callable[[], AbstractContext
 
 
 def loader_sources(trainer: Trainer) -> dict[str, Any]:
-    """The loaders that the user passed to the trainer (``_DataLoaderSource.instance``), by property; not those of hooks."""
+    """The loaders that the user passed to the trainer (``_DataLoaderSource.instance``), by property; without those that hooks return."""
     sources = {name: loop._data_source for name, loop in _data_loops(trainer).items()}
     return {
         f"trainer.{name}": source.instance for name, source in sources.items() if source.instance is not None and not source.is_module()
@@ -382,7 +381,7 @@ def loader_sources(trainer: Trainer) -> dict[str, Any]:
 
 
 def loaders_apart(combined: CombinedLoader) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Its loaders, and what puts one thing for each into the shape that the user gave them (a list of numbers is one loader)."""
+    """The loaders, and a function that puts one value for each into the user's structure (a list of numbers is one loader)."""
     return combined.flattened, lambda each: tree_unflatten(each, combined._spec)
 
 
@@ -393,13 +392,13 @@ def combined_loaders(trainer: Trainer, unwrap: Callable[[Any], Any]) -> dict[str
         combined = loop._combined_loader
         if combined is not None:
             flattened, shaped = loaders_apart(combined)
-            # fit's own number of batches travels with its counters
+            # fit's number of batches is among its counters
             found[name] = (shaped([unwrap(each) for each in flattened]), combined_mode(combined), getattr(loop, "_max_batches", None))
     return found
 
 
 def restore_loaders(trainer: Trainer, found: dict[str, tuple[Any, str, Any]]) -> None:
-    """Put what :func:`combined_loaders` gave into this trainer; the next run builds its own (``_DataConnector.attach_dataloaders``)."""
+    """Put the values of :func:`combined_loaders` into this trainer; the next run builds its own (``_DataConnector.attach_dataloaders``)."""
     for name, loop in _data_loops(trainer).items():
         if name in found:
             loaders, mode, max_batches = found[name]
@@ -437,7 +436,7 @@ def run_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def arguments_from(snapshot: Path, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments by name, to go on from a snapshot instead of what they say."""
+    """Those arguments by name, with the snapshot in place of their checkpoint."""
     return {**run_arguments(function, args, kwargs), "ckpt_path": str(snapshot), "weights_only": False}
 
 
@@ -450,12 +449,12 @@ def loader_source(trainer: Trainer, stage: str) -> Any:
 
     source = getattr(trainer, f"{stage}_loop")._data_source
     if source.instance is None or (stage != "fit" and not source.is_defined()):
-        return None  # without one for fit, Lightning's own default hook says so
+        return None  # if fit has none, Lightning's default hook raises
     return _request_dataloader(source)
 
 
 def bare_optimizer(optimizer: Any) -> Any:
-    """The user's own optimizer, of the one that Lightning may have put around it."""
+    """The user's own optimizer, inside of the one that Lightning may have wrapped around it."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
@@ -482,14 +481,12 @@ def parse_optimizers(conf: Any) -> tuple[list[Any], list[Any]]:
 
 
 class NoLoss:
-    """What a strategy's ``training_step`` returns where all ranks know that there is no loss; see :func:`let_steps_be_skipped`."""
+    """Returned by a strategy's ``training_step`` when all ranks know that there is no loss; see :func:`let_steps_be_skipped`."""
 
 
 def let_steps_be_skipped(trainer: Trainer) -> Callable[[], None]:
-    """Have automatic optimization take :class:`NoLoss` for a step that returned None; returns what undoes it.
-
-    With several ranks it refuses None itself, since a rank that skips alone would leave the others waiting
-    (``_AutomaticOptimization._training_step``).
+    """Let automatic optimization treat :class:`NoLoss` as a step that returned None; returns what undoes it. With several ranks Lightning
+    refuses None, since a rank that skips alone would leave the others waiting (``_AutomaticOptimization._training_step``).
     """
     optimization = trainer.fit_loop.epoch_loop.automatic_optimization
     original: Any = optimization.output_result_cls
@@ -513,10 +510,9 @@ def let_steps_be_skipped(trainer: Trainer) -> Callable[[], None]:
 
 @contextmanager
 def without_word_of_signals(trainer: Trainer) -> Iterator[None]:
-    """While open, rank 0 doesn't tell the others before each batch whether it was sent SIGTERM.
-
-    It takes a collective and has the host wait for its GPU twice (``_TrainingEpochLoop._broadcast_sigterm_tensor``, since Lightning 2.6).
-    Only for processes whose signals somebody else takes.
+    """While open, rank 0 doesn't tell the others before each batch whether it got SIGTERM. That takes a collective, and the host waits
+    twice for its GPU (``_TrainingEpochLoop._broadcast_sigterm_tensor``, since Lightning 2.6). Only for processes that aren't to handle
+    signals themselves.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
@@ -530,11 +526,11 @@ def without_word_of_signals(trainer: Trainer) -> Iterator[None]:
 
 
 def mute_hooks(names: Collection[str], *, heard_by: type) -> Callable[[], None]:
-    """Leave out hooks of these names, in this process, until what is returned is called (``trainer/call.py``'s functions for hooks).
+    """Don't run hooks of these names in this process, until the returned function is called (``trainer/call.py``'s functions for hooks).
 
     Args:
         names: of hooks of callbacks, module and DataModule.
-        heard_by: callbacks of this class have them called all the same.
+        heard_by: callbacks of this class still get the calls.
     """
     before = {
         name: getattr(call, name) for name in ("_call_callback_hooks", "_call_lightning_module_hook", "_call_lightning_datamodule_hook")
@@ -566,7 +562,7 @@ def mute_hooks(names: Collection[str], *, heard_by: type) -> Callable[[], None]:
 
 
 def no_hyperparameters(trainer: Trainer) -> Callable[[], None]:
-    """Don't log the hyperparameters again (``_log_hyperparams`` in ``Trainer._run``); returns what undoes it."""
+    """Stop ``_log_hyperparams`` in ``Trainer._run`` from logging the hyperparameters again; returns what undoes it."""
     before = trainer.enable_autolog_hparams
     trainer.enable_autolog_hparams = False
 
@@ -579,13 +575,13 @@ def no_hyperparameters(trainer: Trainer) -> Callable[[], None]:
 def latest_metrics(trainer: Trainer) -> dict[str, Any]:
     """``callback_metrics`` as of the latest batch's end (``_LoggerConnector.on_batch_end``).
 
-    The public property computes them anew, which is a collective where a metric is among them: no rank may ask for itself alone.
+    The public property computes them anew; with a metric among them that is a collective, so a single rank mustn't read it.
     """
     return trainer._logger_connector._callback_metrics
 
 
 def loop_position(trainer: Trainer) -> dict[str, Any]:
-    """What the loops of a training run keep between two batches beside what their ``state_dict`` holds."""
+    """The values that the loops of a training run keep between two batches and that aren't in their ``state_dict``."""
     fit_loop, connector = trainer.fit_loop, trainer._logger_connector
     return {
         "should_stop": trainer.should_stop,
@@ -602,9 +598,8 @@ def loop_position(trainer: Trainer) -> dict[str, Any]:
 
 
 def set_loop_position(trainer: Trainer, position: dict[str, Any], counters: dict[str, Any]) -> None:
-    """Put the loops just before the next batch of an epoch that has begun, whichever it is; when they are about to begin.
-
-    Lightning's own guess where a checkpoint was saved (``update_restart_stage``) knows the places of its hooks only.
+    """When the loops are about to begin, put them just before the next batch of an epoch that has begun, wherever that is. Lightning's own
+    guess where a checkpoint was saved (``update_restart_stage``) knows only the places of its hooks.
 
     Args:
         position: of :func:`loop_position`.
@@ -620,7 +615,7 @@ def set_loop_position(trainer: Trainer, position: dict[str, Any], counters: dict
     epoch_loop._restart_stage = epoch_loop.val_loop._restart_stage = RestartStage.NONE
 
     def reset() -> None:
-        """``_TrainingEpochLoop.reset`` of an epoch that goes on: it keeps its counters."""
+        """``_TrainingEpochLoop.reset`` for an epoch that goes on: it keeps its counters."""
         del epoch_loop.reset
 
     epoch_loop.reset = reset  # type: ignore[method-assign]

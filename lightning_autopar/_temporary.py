@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-#: What the profiler and the allocator write to stderr whenever memory is profiled, and nobody can turn off (torch 2.13, kineto).
+#: Words in lines that the profiler and the allocator always write to stderr while memory is profiled (torch 2.13, kineto).
 _NOISE = (
     b"USDT:",
     b"External init callback must run in same thread",
@@ -24,7 +24,7 @@ _NOISE = (
 
 @contextmanager
 def without_noise(lines: tuple[bytes, ...] = _NOISE) -> Iterator[None]:
-    """While open, stderr goes to a file; what it holds then is passed on, without the lines that hold any of these words."""
+    """While open, stderr goes to a file; then its lines are passed on, without those that contain any of these words."""
     sys.stderr.flush()
     real = os.dup(2)
     with tempfile.TemporaryFile() as file:
@@ -42,14 +42,14 @@ def without_noise(lines: tuple[bytes, ...] = _NOISE) -> Iterator[None]:
 
 
 class Exits(ExitStack):
-    """What is to be undone at an end. Who copies a trainer or a callback of a run copies this with it, and a copy has nothing to undo."""
+    """What must be undone at an end. If a trainer or a callback of a run is copied, the copy of this has nothing to undo."""
 
     def __reduce__(self) -> tuple[type[Exits], tuple[()]]:
         return Exits, ()
 
 
 class Calls(list[Callable[[], None]]):
-    """Whom a run calls. A copy, as of :class:`Exits`, calls nobody."""
+    """The callbacks that a run calls. A copy calls none, as for :class:`Exits`."""
 
     def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
         return Calls, ()

@@ -46,9 +46,9 @@ def plan(
     Args:
         module: a LightningModule; it isn't changed, and no GPU is touched.
         batch: a batch as its ``training_step`` gets it, on the CPU.
-        devices: what there is, or would be: ``"2xcpu:4GiB"``, ``"8xH100-80GB"``; by default the variable AUTOPAR_DEVICES, or else this
-            machine's GPUs, or its CPU.
-        precision: as the Trainer's.
+        devices: the devices that there are, or that you consider: ``"2xcpu:4GiB"``, ``"8xH100-80GB"``; by default the variable
+            AUTOPAR_DEVICES, or else this machine's GPUs, or its CPU.
+        precision: as for the Trainer.
         allow: the engines to choose from; all by default.
         memory_limit: the most to use of each device, in bytes or as ``"20GiB"``.
         memory_margin: the share of each device's free memory that is left alone.
@@ -57,7 +57,7 @@ def plan(
 
     Raises:
         NothingFits: if no plan fits, with the report.
-        ValueError: if an argument can't be.
+        ValueError: if an argument isn't allowed.
     """
     inventory = probe(devices, accelerator=_accelerator())
     rates = None if any(device.kind == "catalogue" for device in inventory.devices) else calibrated(inventory)
@@ -89,5 +89,5 @@ def _trace(module: LightningModule, batch: Any, precision: str | int | None, tar
     first = FirstBatch(batch=batch, batch_size=batch_size_of(batch))
     try:
         return trace(module, None, first, stage="fit", precision=precision, target=target)
-    except ValueError as error:  # what was asked for can't be: no failure of the child
+    except ValueError as error:  # an argument isn't allowed: no failure of the child
         return error

@@ -16,11 +16,11 @@ from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.plans import Engine, Plan, all_engines, offered_engines
 from lightning_autopar.text import format_bytes, parse_memory
 
-#: A CUDA context alone takes hundreds of times as much; a bare number below it is a size without its unit.
+#: The least memory limit: a CUDA context alone takes hundreds of times as much, so a bare number below this lacks its unit.
 _LEAST_MEMORY = 1 << 20
 
 Objective = Literal["speed", "memory"]
-#: Refusals that a user may overrule, as nothing but the promise speaks against such plans.
+#: Refusals that a user may overrule: such plans run, but break the promise of the same run.
 REFUSALS = ("batch_norm", "buffers", "kept")
 #: A relative difference of losses up to this is floating-point reassociation.
 SPLIT_TOLERANCE = 1e-5
@@ -28,7 +28,7 @@ _BESIDES = ("micro_batches", "pipeline_parts", "shares", "replicas", "recompute"
 
 
 def excludable() -> frozenset[str]:
-    """What a run can rule out: an engine, a part of one; every plan with several devices; what plans of any engine may do besides."""
+    """The names that a run can rule out: engines, parts of engines, every plan with several devices, and features of any engine's plans."""
     return frozenset((*all_engines(), *(part for entry in all_engines().values() for part in entry.parts), "multi", *_BESIDES))
 
 
@@ -40,18 +40,18 @@ class SplitFinding:
         difference: by how much the loss of the split batch differs from the whole batch's, relative to it; NaN where
             either isn't finite.
         reason: why it can't be split, or couldn't be probed, or differs: one sentence.
-        splittable: whether the batch can be taken apart into samples.
-        probed: whether the losses were compared. If not, the difference is unknown where there is a reason, and of no
-            interest where there is none: the step has no loss to compare.
-        part_reason: why a batch can't be worked off in parts one after the other, though ranks may have one each; None where it can.
-        counted: FQNs of the buffers that the step changes whatever the batch, which each part of a batch would change once more.
-        log_rules: how ranks' logged values may make the whole batch's, by hook and name, likelier ways first; none for a value that is
-            nothing of the kind.
-        kept_rules: how what parts of a batch leave on the module makes what the whole batch would, by step and path.
-        notes: further sentences for whoever reads of a plan that splits the batch.
+        splittable: whether the batch can be split into samples.
+        probed: whether the losses were compared. If not, and there is a reason, the difference is unknown; without a reason the step has no
+            loss to compare.
+        part_reason: why one rank can't run a batch in parts one after the other, though ranks may each run one part; None where it can.
+        counted: FQNs of the buffers that the step changes whatever the batch, so that each part of a batch would change them again.
+        log_rules: how the ranks' logged values may combine into the whole batch's, by hook and name, likelier rules first; none for a value
+            that no rule fits.
+        kept_rules: how the values that a batch's parts leave on the module combine into the whole batch's, by step and path.
+        notes: further sentences for a report on a plan that splits the batch.
         uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
-        drawn_apart: names of the step's operations that draw random numbers inside of their kernels, so that each rank, and each part
-            of a batch, draws its own: as many and as random, but not one device's.
+        drawn_apart: names of the step's operations that draw random numbers inside of their kernels, so that each rank, and each part of a
+            batch, draws numbers of its own: as random, but not those of one device.
     """
 
     difference: float = 0.0
@@ -74,21 +74,21 @@ class Constraints:
     Args:
         allow: engines that may be chosen.
         max_devices: at most so many devices at once; None for all there are.
-        min_devices: at least so many, where so many processes were started already.
-        memory_limit_bytes: at most so much of each device; None for all that is free.
+        min_devices: at least so many, as so many processes were started already.
+        memory_limit_bytes: at most so many bytes of each device; None for all that is free.
         memory_margin: share of each device's free memory (or of the limit) that is left alone, 0 to below 1.
         objective: ``"speed"``: fewest seconds a step; ``"memory"``: fewest bytes on the fullest device.
         exact: whether a plan may be chosen that is not known to compute the whole batch's loss.
         pinned: the plan to take; nothing else is considered.
-        excluded: what this run can't use, of :func:`excludable`, with the sentence that says why; ``"multi"`` stands for every plan with
-            several devices.
+        excluded: the names of :func:`excludable` that this run can't use, with the sentence that says why; ``"multi"`` stands for every
+            plan with several devices.
         uncuttable: FQNs of the blocks with which no stage of a pipeline may begin, with the sentence that says why.
         notes: what a reader should know of any plan of an engine, a sentence each, by the engine's name.
         split: what was found out about splitting the batch; None where there was nothing to find out.
         despite: refusals that are overruled, of ``REFUSALS``.
         split_batch: whether ranks share the batch; if not, each takes a whole one, as in Lightning's own strategies.
         precision: Lightning's name of the precision, for the speed of devices.
-        residuals: what earlier runs of the module were measured to take, by which predictions are corrected.
+        residuals: measurements of the module's earlier runs, which correct the predictions.
         allocator: settings of torch's allocator on the devices.
 
     Raises:
@@ -129,13 +129,13 @@ class Constraints:
             raise AssertionError(f"excluded names {unknown[0]!r}, which is neither an engine nor a feature")
 
     def budget_bytes(self, device: Device) -> int:
-        """What a plan may use of a device: what is free, or the limit if that is less, less the margin."""
+        """The bytes of a device that a plan may use: the free ones, or the limit if that is less; minus the margin."""
         limit = device.free_bytes if self.memory_limit_bytes is None else min(device.free_bytes, self.memory_limit_bytes)
         return int(limit * (1 - self.memory_margin))
 
 
 def overruled(name: str, sentence: str) -> str:
-    """The note of a plan that is taken though a refusal speaks against it."""
+    """The note of a plan that is taken although a refusal was overruled."""
     return f"despite=[{name!r}]: {sentence}, so that this is another run than one device's"
 
 
@@ -160,7 +160,7 @@ def check_memory_limit(limit: int | str) -> int:
 
 
 def check_allow(allow: str | Sequence[str]) -> tuple[Engine, ...]:
-    """The engines of a user's ``allow``, each once, in order; a single name may stand by itself.
+    """The engines of a user's ``allow``, each once, in order; a single name needn't be in a list.
 
     Raises:
         ValueError: if it is empty or names an unknown engine, saying which there are.

@@ -27,11 +27,11 @@ from lightning_autopar.timing.step import Step
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What planning asks about.
+    """What planning asks an engine about.
 
     Args:
         footprint: what a step needs, at the whole batch.
-        inventory: the devices that there are.
+        inventory: all devices.
         constraints: what a plan must keep to.
     """
 
@@ -46,9 +46,9 @@ class Searching:
 
     Args:
         appraiser: predicts plans (``planning/appraisal``).
-        speed: of each device by id, in steps a second.
+        speed: each device's, by its id, in steps a second.
         rates: of single operations; data sheets' where there are none.
-        limit: seconds of a batch that a plan must stay below to be of interest, as they are by then.
+        limit: gives the seconds a batch that a plan must stay below to be of interest; they fall while the search goes on.
     """
 
     appraiser: Any
@@ -59,17 +59,17 @@ class Searching:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank of a plan, as bytes are asked for.
+    """One rank of a plan, whose bytes are asked for.
 
     Args:
         footprint: of the module, at the whole batch.
         plan: of the engine that is asked.
-        number: the rank's.
+        number: the rank's, from 0.
         rows: samples of the batch that it takes.
         device: on which it runs.
         precision: Lightning's name.
-        moments: gives the moments of the step on the rank's share of the batch, with the plan's blocks recomputed; worked out when it is
-            called, once for all engines.
+        moments: gives the moments of the step on the rank's share of the batch, with the plan's blocks recomputed. It computes them once,
+            when it is first called, for all engines.
     """
 
     footprint: Footprint
@@ -87,7 +87,7 @@ class Rank:
 
     @property
     def share(self) -> float:
-        """Its part of the batch."""
+        """The rank's part of the batch."""
         return self.rows / self.footprint.batch_size if self.footprint.batch_size else 1.0
 
     @property
@@ -102,9 +102,9 @@ class FirstStep:
     """A step of the run that planning is for, as an engine looks at it.
 
     Args:
-        trainer: with the module attached; it is read alone.
+        trainer: with the module attached; it is only read.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        batch: the first one, a ``FirstBatch``.
+        batch: the step's first batch, a ``FirstBatch``.
         validation: gives the first batch of the validation within a fit; None where there is none.
         footprint: of the step.
         split: what splitting the batch changes; None where nobody has tried.
@@ -128,14 +128,14 @@ class FirstStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What an engine has found out about a step. It travels from the child that has looked.
+    """What an engine has found out about a step; the forked child that has looked sends it.
 
     Args:
         refusals: what is ruled out, by names of ``constraints.excludable``, with the sentence that says why; None where it isn't.
-        notes: what a reader should know of any plan of the engine, a sentence each.
+        notes: what a reader should know about any plan of the engine, a sentence each.
         uncuttable: FQNs of the blocks with which no stage may begin, with the sentence that says why.
-        counted: FQNs of the buffers that a training step changes, which it would do once for each part of a batch.
-        untried: what of each plan is left to :meth:`Engine.rehearse`, as the reason; None where nothing is.
+        counted: FQNs of the buffers that a training step changes, and would change once for each part of a batch.
+        untried: why a part of each plan's checks is left to :meth:`Engine.rehearse`; None where nothing is.
         value: what the strategy of a plan of the engine gets as ``RunPlan.finding``; opaque to all but the engine.
     """
 
@@ -148,20 +148,21 @@ class Finding:
 
 
 class Engine(ABC):
-    """One way to run plans. An engine writes :meth:`plans`, :meth:`bytes`, :meth:`step` and :meth:`strategy`; the rest has an answer here,
-    which is that of an engine whose ranks each have the whole module.
+    """One way to run plans. An engine defines :meth:`plans`, :meth:`bytes`, :meth:`step` and :meth:`strategy`. The other methods answer
+    here for an engine each of whose ranks has the whole module.
 
     Attributes:
-        name: the one in the table and in ``Plan.engine``.
+        name: its name in the table and in ``Plan.engine``.
         several: whether its plans run on several devices.
-        splits: whether the ranks of a plan share the samples of a batch, so that it has to have as many as ranks.
+        splits: whether the ranks of a plan share the samples of a batch, which then needs at least one sample a rank.
         shares: whether a plan's ranks may have uneven shares of a batch.
         whole: whether each rank has the whole state, so that a checkpoint is written as it is.
         builds_on_each: whether each rank builds a module of ``configure_model`` in host memory.
         replays: whether the search replays the allocations of its plans' first rank, which speaks for all that have as many samples.
-        plainer: the engine with which the report compares its plan where that is taken, and what is said first.
+        plainer: a simpler engine, and the words that begin the comparison: the report compares a chosen plan of this engine with that
+            engine's.
         another_library: whether its plans are taken only where they are clearly faster than others.
-        loop: whose the trainer's loop is as measured, where another engine's is as long; None for its own.
+        loop: the engine whose measured trainer's loop is as long as this one's; None to measure its own.
         takes_remedies: whether the search may add recomputed blocks, micro-batches and uneven shares to its plans.
     """
 
@@ -188,11 +189,11 @@ class Engine(ABC):
 
     @abstractmethod
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
-        """What a rank holds at its fullest moments: of a step, before the first one, of a validation, of a checkpoint."""
+        """What a rank holds at its fullest moments: in a step, before the first step, in a validation, while a checkpoint is written."""
 
     @abstractmethod
     def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
-        """The step, which answers its seconds by part, and what each rank does when."""
+        """The step, which gives its seconds by part, and what each rank does when."""
 
     @abstractmethod
     def strategy(self, run: Any, *, forked: bool) -> Any:
@@ -207,7 +208,7 @@ class Engine(ABC):
         """Raise ValueError where the values of a plan's fields don't go together; asked whenever a plan is made."""
 
     def words(self, plan: Plan) -> dict[str, str]:
-        """The words of a plan's title by the field that they tell of, in their order; an engine puts its own in their place."""
+        """The words of a plan's title, in order, each by the field that it describes; an engine inserts its own."""
         told = {"devices": self.name if plan.world_size == 1 else f"{self.name} ×{plan.world_size}"}
         if plan.replicas > 1:
             told["replicas"] = f"{plan.replicas} replicas"
@@ -230,11 +231,11 @@ class Engine(ABC):
         return next(iter(self.plans(question, devices)))
 
     def refused_parts(self, question: Question, devices: Sequence[Device]) -> Iterable[tuple[Plan, str]]:
-        """Of what some of its plans do that this run can't: a plan that does it, and the sentence that says why not."""
+        """What only some of its plans do and this run can't: for each, a plan that does it, and the sentence that says why not."""
         return ()
 
     def against(self, plan: Plan, question: Question) -> str | None:
-        """What a pinned plan of this engine does that can't be done here, as the end of a sentence that begins with it."""
+        """Which feature of a pinned plan of this engine isn't possible here, as the end of a sentence that begins with the plan."""
         return None
 
     def sample(self, devices: Sequence[Device], blocks: Sequence[str], micro_batches: int) -> Plan:
@@ -242,27 +243,27 @@ class Engine(ABC):
         return Plan(engine=self.name, devices=tuple(device.id for device in devices))
 
     def sample_value(self, module: Any, batch: Any, blocks: Sequence[str]) -> Any:
-        """What :meth:`look` would find out for the strategy of such a plan, by the module and two samples."""
+        """What :meth:`look` would find out for the strategy of such a plan, from the module and two samples."""
         return None
 
     def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
-        """Why what a Trainer is about to do can't be done by this engine, by its options, callbacks and module; None where it may.
+        """Why this engine can't do what a Trainer is about to do, judged by the Trainer's options, callbacks and module; None where it can.
 
         Args:
-            trainer: with the module attached; it is read alone.
-            kinds: of its callbacks: the name of each class that one is of, and the callback's own.
+            trainer: with the module attached; it is only read.
+            kinds: the classes of its callbacks, bases included: each class's name, and the name of the callback that is of it.
         """
         return None
 
     def look(self, first: FirstStep) -> Finding:
-        """What the first batch and the Trainer's options say of this engine. Asked only where a plan of it may be taken.
+        """What the first batch and the Trainer's options say about this engine. Called only where its plans are allowed.
 
         A check that it can't make is no check that passed: such plans are ruled out by a sentence, or left to :meth:`rehearse`.
         """
         return Finding()
 
     def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
-        """Whether :meth:`look` has left something to :meth:`rehearse` in such a plan."""
+        """Whether :meth:`look` left a check of such a plan to :meth:`rehearse`."""
         return finding.untried is not None
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
@@ -276,51 +277,50 @@ class Engine(ABC):
         raise AssertionError(f"nothing of a plan of {self.name} is left to try")
 
     def ruled_out(self, plan: Plan) -> tuple[str, ...]:
-        """What is ruled out where :meth:`rehearse` fails, by names of ``constraints.excludable``."""
+        """The names of ``constraints.excludable`` that planning rules out after :meth:`rehearse` failed."""
         return (self.part(plan),)
 
     def part(self, plan: Plan) -> str:
-        """Under which name of ``constraints.excludable`` such a plan is ruled out by itself."""
+        """The name of ``constraints.excludable`` that rules out such plans alone."""
         return self.name
 
     def notes(self, constraints: Constraints) -> tuple[str, ...]:
-        """What a reader should know of any of its plans, a sentence each."""
+        """What a reader should know about each of its plans, a sentence each."""
         return constraints.notes.get(self.name, ())
 
     def searched(self, search: Searching, devices: Sequence[Device], shown: bool) -> Iterable[Plan]:
-        """Plans on these devices that can't be told without bytes and seconds, remedies included; the best ones that memory suffices for.
+        """Plans on these devices that only a search by bytes and seconds finds, remedies included: the best ones that fit into memory.
 
         Args:
             search: what predicts them.
             devices: of one kind.
-            shown: whether there is to be one to be read, where none is of interest.
+            shown: whether to give one for the report even where none is of interest.
         """
         return ()
 
     def polished(self, search: Searching, plan: Plan) -> Plan:
-        """The best plan so far, one of this engine's, with what only this engine can make better."""
+        """The best plan so far, which is of this engine, after the improvements that only this engine knows."""
         return plan
 
     def alike(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
-        """A number for each rank: ranks of one number hold the same of as many samples."""
+        """A number for each rank: ranks with the same number hold the same if they have as many samples."""
         return (0,) * plan.world_size
 
     def communicators(self, plan: Plan) -> tuple[int, ...]:
-        """How many devices each of NCCL's communicators has that one device of the plan is in.
-
-        All ranks have one; a mesh of replicas and of what each of them consists of has one for each dimension.
+        """The sizes, in devices, of the NCCL communicators that one device of the plan belongs to: one of all ranks, and with replicas of
+        several devices one for each dimension of the mesh.
         """
         mesh = (plan.replicas, plan.devices_per_replica) if plan.replicas > 1 else ()
         return (plan.world_size, *mesh)
 
     def host_bytes(self, footprint: Footprint, plan: Plan, *, precision: str, on_cpu: bool) -> tuple[int, int]:
-        """What all ranks offload to host memory together: bytes of pageable and of page-locked memory."""
+        """Bytes of host memory that all ranks together offload to: pageable, and page-locked."""
         return 0, 0
 
     def player(
         self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]
     ) -> Player | None:
-        """What plays a rank's tape on the modelled allocator; None where that can't be played.
+        """The player of a rank's tape on the modelled allocator; None where the tape can't be played.
 
         Args:
             machine: the rank's device.

@@ -20,14 +20,14 @@ Engine = str
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry:
-    """An engine, as whoever has not imported it knows it.
+    """What is known of an engine without importing it.
 
     Args:
         path: where its class is, as ``"package.module:Class"``.
-        offered: whether planning takes its plans unless ``allow`` says otherwise; else only where ``allow`` names it.
-        package: the package without which it can't be run, and the extra of this one that brings it.
-        takes: fields of a plan that plans of this engine may have, of those that not all have.
-        parts: names of what some of its plans do that a run may rule out by itself.
+        offered: whether planning takes its plans by default; if not, only where ``allow`` names it.
+        package: the package that it needs to run, and our extra that installs that package.
+        takes: the fields, of those that not every engine has, that its plans may have.
+        parts: names of features of some of its plans that a run may rule out alone.
     """
 
     path: str
@@ -37,7 +37,7 @@ class EngineEntry:
     parts: tuple[str, ...] = ()
 
 
-#: The engines by name, in the order in which they are preferred where all else is equal.
+#: The engines by name; where all else is equal, the earlier one is preferred.
 ENGINES: dict[Engine, EngineEntry] = {
     "single": EngineEntry(path="lightning_autopar.strategies.ddp.engine:Single"),
     "ddp": EngineEntry(path="lightning_autopar.strategies.ddp.engine:DDP", takes=("shares",)),
@@ -55,10 +55,10 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Offload = Literal["optimizer", "parameters"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
-#: How many stages a rank of a pipeline has: several under these schedules, one under the others.
+#: How many stages a pipeline's rank has under these schedules; under others it has one.
 INTERLEAVED: tuple[Schedule, ...] = ("interleaved_1f1b",)
 ZERO_STAGES = (1, 2, 3)
-#: Fields of a plan that not every engine has, and what they are where it hasn't.
+#: Fields of a plan that not every engine has, and their values for other engines.
 _OWN: Mapping[str, Any] = {
     "replicas": 1,
     "shares": (),
@@ -68,7 +68,7 @@ _OWN: Mapping[str, Any] = {
     "cuts": (),
     "schedule": None,
 }
-#: Under which other packages register engines, each an :class:`EngineEntry` by its name.
+#: The group of entry points under which other packages register engines, each an :class:`EngineEntry` by its name.
 GROUP = "lightning_autopar.engines"
 
 
@@ -79,27 +79,27 @@ class Plan:
     Args:
         engine: what executes it.
         devices: ids of the devices (a GPU's NVML UUID, ``"cpu:0"``), in rank order; one rank a device.
-        reshard_after_forward: FSDP only: whether a block's gathered parameters are freed between forward and backward. Of a pipeline that
-            shards they are kept, as its stages run many micro-batches.
-        shard: FQNs of the modules that are sharded as units of their own, besides the root: of FSDP over the devices of a replica, of a
+        reshard_after_forward: FSDP only: whether a block's gathered parameters are freed between forward and backward. A pipeline that
+            shards keeps them, as its stages run many micro-batches.
+        shard: FQNs of the modules that are sharded as units of their own, besides the root: by FSDP over the devices of a replica, by a
             pipeline over its replicas.
         recompute: FQNs of the blocks whose activations are recomputed in backward.
-        micro_batches: parts of a rank's batch that run one after the other, gradients added up; of a pipeline those in flight.
+        micro_batches: parts of a rank's batch that run one after the other, with their gradients added up; for a pipeline those in flight.
         replicas: how many copies of the model the devices hold. Fsdp: 1 is one copy sharded over all, more is hybrid sharding. Pipeline:
             how many pipelines run side by side. Rank ``r`` belongs to replica ``r // (world_size / replicas)``.
-        shares: ddp and fsdp: of each rank, how much of a batch it gets beside the others; empty where all get as much. The samples are
-            dealt out in turns, see :func:`deal`.
+        shares: ddp and fsdp: how much of a batch each rank gets in proportion to the others; empty where all get equally much. The samples
+            are dealt out in turns, see :func:`deal`.
         zero_stage: ZeRO only: 1 shards the optimizer's state, 2 the gradients as well, 3 the parameters, too.
         offload: what lies in host memory between uses, in the order of ``OFFLOADS``: ``"optimizer"`` (its state and its step),
             ``"parameters"``. ZeRO: stage 3 can offload parameters. FSDP: both or none, as its ``CPUOffloadPolicy`` moves parameters,
             gradients and the optimizer together.
         optimizer_on_disk: ZeRO only, with the optimizer offloaded: whether its state (not the parameters, nor their copies that it steps)
-            lies in a file on a local disk, of which host memory holds what is being stepped.
+            lies in a file on a local disk; host memory holds only the part that is being stepped.
         cuts: pipeline only: FQNs of the blocks with which the second and every later stage begins.
         schedule: pipeline only. The interleaved one has several stages a rank: stage ``s`` runs on pipeline rank ``s mod ranks``.
             ``"1f1b"`` needs as many micro-batches as stages at least.
         reasons: why each automatic choice was made, a sentence each.
-        options: what an engine of another package has besides, plain values by name; a mapping will do.
+        options: further plain values by name, for an engine of another package; may be given as a mapping.
 
     Raises:
         ValueError: if no engine could run it, with the value, what is allowed and what to do.
@@ -140,7 +140,7 @@ class Plan:
         loaded(self.engine).check(self)
 
     def _check_replicas(self) -> None:
-        """Micro-batches and copies of the model."""
+        """Check micro-batches and copies of the model."""
         for name, value in (("micro_batches", self.micro_batches), ("replicas", self.replicas)):
             if not _is_whole(value) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, but is {value!r}")
@@ -151,7 +151,7 @@ class Plan:
             )
 
     def _check_shares(self) -> None:
-        """One whole number a rank, made as small as they can be; even ones are none."""
+        """Check for one whole number a rank, and reduce them; equal shares become none."""
         if not self.shares:
             return
         if len(self.shares) != self.world_size or not all(_is_whole(share) and share >= 1 for share in self.shares):
@@ -161,7 +161,7 @@ class Plan:
         object.__setattr__(self, "shares", () if even else tuple(share // common for share in self.shares))
 
     def _check_offload(self) -> None:
-        """What is offloaded, and put in order."""
+        """Check what is offloaded, and put it in order."""
         if unknown := [what for what in self.offload if what not in OFFLOADS]:
             raise ValueError(f"unknown offload {unknown[0]!r}; choose from {', '.join(OFFLOADS)}")
         if len(set(self.offload)) != len(self.offload):
@@ -183,30 +183,30 @@ class Plan:
 
     @property
     def devices_per_replica(self) -> int:
-        """How many devices hold one copy of the model together; of a pipeline its ranks."""
+        """How many devices together hold one copy of the model; for a pipeline, its ranks."""
         return self.world_size // self.replicas
 
     @property
     def data_ranks(self) -> int:
-        """How many parts a batch has, one after the other within a rank not counted: a pipeline's ranks all get their replica's."""
+        """Into how many parts ranks split a batch, micro-batches not counted: all ranks of a pipeline get their replica's part."""
         return self.world_size if loaded(self.engine).splits else self.replicas
 
     def data_rank(self, rank: int) -> int:
-        """Which of the :attr:`data_ranks` parts of a batch a rank works on."""
+        """The number of the part, of :attr:`data_ranks`, that a rank works on."""
         return rank if loaded(self.engine).splits else rank // self.devices_per_replica
 
     @property
     def stages(self) -> int:
-        """In how many parts the module runs, one after the other: 1 where it isn't a pipeline."""
+        """How many stages the module has: 1 where it isn't a pipeline."""
         return len(self.cuts) + 1
 
     @property
     def dealing(self) -> tuple[int, ...]:
-        """Whose a batch's samples are, in turns: sample ``i`` is data rank ``dealing[i % len(dealing)]``'s."""
+        """Which data rank gets which sample, in turns: sample ``i`` goes to data rank ``dealing[i % len(dealing)]``."""
         return deal(self.shares) if self.shares else tuple(range(self.data_ranks))
 
     def rows(self, batch_size: int) -> tuple[int, ...]:
-        """How many samples of a batch each rank gets; of a pipeline each replica's ranks share what the replica gets alike."""
+        """How many samples of a batch each rank gets; in a pipeline, the replica's samples divided evenly among its ranks."""
         turns = self.shares or (1,) * self.data_ranks
         whole, rest = divmod(batch_size, sum(turns))
         counts = tuple(whole * share for share in turns)
@@ -234,7 +234,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan of a mapping as :meth:`to_dict` gives it.
+        """The plan from a mapping that :meth:`to_dict` made.
 
         Raises:
             ValueError: on an unknown or missing field, or a value that no plan can have.
@@ -255,10 +255,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, source: str | Path) -> Plan:
-        """The plan of a JSON text, or of the file that a path names.
+        """The plan from a JSON text, or from the file that a path names.
 
         Raises:
-            ValueError: if the file can't be read or what it holds is no plan.
+            ValueError: if the file can't be read or doesn't hold a plan.
         """
         text = str(source)
         if isinstance(source, Path) or not text.lstrip().startswith("{"):
@@ -282,7 +282,7 @@ def registered() -> Mapping[Engine, EngineEntry]:
     """The engines of other packages.
 
     Raises:
-        ValueError: if what a package registers is no entry, or has the name of another engine.
+        ValueError: if a package registers something else, or an engine with another's name.
     """
     from importlib.metadata import entry_points
 
@@ -332,19 +332,18 @@ def loaded(name: str) -> Any:
 
 @lru_cache
 def order_of(name: str) -> int:
-    """An engine's place in the table: among plans that are alike the first one's is taken."""
+    """An engine's place in the table: among equal plans, the first engine's is taken."""
     return list(all_engines()).index(name)
 
 
 @lru_cache(maxsize=256)
 def deal(shares: tuple[int, ...]) -> tuple[int, ...]:
-    """Ranks in turns, each as often as its share, spread as evenly as can be: (1, 2) gives (1, 0, 1).
-
-    Any first part of it has each rank's share of it to within one, so that a short last batch is shared alike, and what a sample's rank is
-    depends on its place in the batch alone. (Smooth weighted round-robin, as in nginx's upstream module.)
+    """Ranks in turns, each as often as its share, spread as evenly as possible: (1, 2) gives (1, 0, 1). Every prefix has each rank's share
+    to within one turn, so that a short last batch is shared alike, and a sample's rank depends only on its place in the batch. (Smooth
+    weighted round-robin, as in nginx's upstream module.)
     """
     total, turns = sum(shares), []
-    # Ranks of one share take turns in their order, so that only the next of each share is to be looked at.
+    # Ranks with equal shares take turns in order, so only the next rank of each share needs a look.
     alike = {share: [rank for rank, its in enumerate(shares) if its == share] for share in dict.fromkeys(shares)}
     taken = dict.fromkeys(alike, 0)
     for turn in range(1, total + 1):
@@ -367,5 +366,5 @@ def count_dealt(dealing: tuple[int, ...], batch_size: int) -> tuple[int, ...]:
 
 
 def _is_whole(value: object) -> bool:
-    """Whether it is a whole number, which true and false aren't."""
+    """Whether it is a whole number; true and false aren't."""
     return isinstance(value, int) and not isinstance(value, bool)

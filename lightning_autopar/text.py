@@ -66,7 +66,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_of(size_bytes: float, whole_bytes: float) -> str:
-    """``"3.1 / 3.8 GiB"``: the unit once, where both have the same."""
+    """``"3.1 / 3.8 GiB"``: the unit only once where both have the same."""
     amount, unit = format_bytes(size_bytes).split()
     whole = format_bytes(whole_bytes)
     return f"{amount} / {whole}" if whole.endswith(f" {unit}") else f"{amount} {unit} / {whole}"
@@ -76,7 +76,7 @@ def format_seconds(seconds: float) -> str:
     """``0.0123`` → ``"12.3 ms"``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} µs"
-    if seconds < 0.9995:  # above, three digits of milliseconds would be 1000
+    if seconds < 0.9995:  # from here on, three digits of milliseconds would be 1000
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:
         return f"{seconds:.3g} s"
@@ -85,12 +85,12 @@ def format_seconds(seconds: float) -> str:
 
 #: Control and format characters (escape sequences, changes of direction), halves of characters, and ends of lines.
 _UNFIT = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-#: For each of these.
+#: What stands for each of these.
 _INSTEAD = "\N{REPLACEMENT CHARACTER}"
 
 
 def printable(text: str, most: int = 500) -> str:
-    """The text on one line, without what would move a cursor, set a title or turn the direction of writing.
+    """The text on one line, without characters that move a cursor, set a title or change the direction of writing.
 
     Args:
         text: anybody's.

@@ -123,7 +123,7 @@ def test_what_cannot_be_brought_there_leaves_the_plans_out_by_a_sentence(unclean
     assert strategy.report.footprint.traced
     reasons = {candidate.plan.engine: candidate.reason or "" for candidate in strategy.report.candidates}
     for reason in (reasons["ddp"], reasons["fsdp"], reasons["pipeline"]):
-        assert f"{UNCLEAN}, and the module, its trainer or its data can't be brought to one that hasn't" in reason
+        assert f"{UNCLEAN}, and the module, its trainer or its data can't be sent to one that hasn't" in reason
         assert "cannot pickle '_thread.lock' object" in reason
         assert "in a notebook after the kernel was restarted" in reason
 

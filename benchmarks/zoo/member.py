@@ -25,7 +25,7 @@ class Member:
         family: who wrote it: ``"Hugging Face"`` or ``"by hand"``.
         build: makes the module, always with the same weights.
         batch: makes a batch of ``ROWS`` samples, always the same for a number.
-        mean: whether the loss is a mean over the samples. Where it isn't, any tool that works a batch off in parts computes another loss,
+        mean: whether the loss is a mean over the samples. Where it isn't, any tool that runs a batch in parts computes another loss,
             and what stages give is compared with one process that works it off in the same parts.
         quick: part of the small set.
     """

@@ -38,14 +38,14 @@ from lightning_autopar.strategies.elastic.watcher import MoveRequest, RunView
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.text import format_bytes, format_seconds
 
-#: So many plans may be made in a row beyond what the share of time allows, so that a quiet run answers a change at once.
+#: How many plans may be made in a row beyond the share of time, so that a quiet run reacts to a change at once.
 _IN_A_ROW = 4
-#: A plan's devices count as slowed from where a step takes so many times what it usually took there, until it takes less than that.
+#: A plan's devices count as slowed when a step takes the first factor times its usual time there, until it takes less than the second.
 _SLOWED, _SLOW_NO_MORE = 1.5, 1.2
 _SLOW_AFTER_SECONDS = 60.0
-#: How much of a look's step counts in what is usual.
+#: The weight of a look's step in the usual time.
 _USUAL_SHARE = 0.1
-#: Of the host's memory: a change by more is a reason to plan again.
+#: The share of the host's memory whose change is a reason to plan again.
 _NOTABLE_HOST_SHARE = 0.05
 
 
@@ -56,7 +56,7 @@ class Answer:
     Args:
         decision: what came out; None where nothing fits.
         inventory: the devices that it was made for.
-        known_seconds: raw seconds of a batch that were asked for, by plan.
+        known_seconds: cached raw seconds of a batch, by plan.
     """
 
     decision: Decision | None
@@ -74,7 +74,7 @@ class Answer:
         return set() if self.decision is None else set(self.decision.run_plan.plan.devices)
 
     def stale(self, inventory: Inventory, devices: set[str] | None = None) -> bool:
-        """Whether the devices have changed since, or the host's memory has by much; or those devices that are named."""
+        """Whether the devices, or the given ones, have changed since, or the host's memory has changed much."""
         events = device_events(self.inventory, inventory)
         if devices is not None:
             return any(event.device in devices for event in events)
@@ -82,7 +82,7 @@ class Answer:
         return bool(events) or change > _NOTABLE_HOST_SHARE * inventory.host_total_bytes
 
     def raw_seconds(self, plan: Plan, *, split_batch: bool) -> float:
-        """Predicted seconds of a batch on those devices, asked once."""
+        """Predicted seconds of a batch on those devices, computed once."""
         assert self.decision is not None, "only where something fits is anything compared"
         if plan not in self.known_seconds:
             self.known_seconds[plan] = raw_batch_seconds(plan, self.decision.report, split_batch=split_batch)
@@ -90,7 +90,7 @@ class Answer:
 
 
 class Steps:
-    """What steps usually take under one plan on devices that look as they do, and whether they take longer of late."""
+    """The usual seconds of steps under one plan on devices in their present state, and whether steps take longer now."""
 
     def __init__(self) -> None:
         self._of: object = None
@@ -106,7 +106,7 @@ class Steps:
         return self._looks > 0
 
     def slower(self, step_seconds: float | None, of: object, now: float, patience: int) -> float:
-        """How many times longer than usual a step takes; 1 unless that has been so for long.
+        """How many times longer than usual a step takes; 1 unless it has lasted.
 
         Args:
             step_seconds: of late; None where nothing was measured.
@@ -138,9 +138,8 @@ class Steps:
 
 @dataclass(kw_only=True)
 class Budget:
-    """What planning takes of a core: a share of the time since the run began, and a few plans beyond it.
-
-    Over a time T it takes at most ``share * T`` and four plans; those that can't wait aren't kept from it, but count.
+    """What planning may take of a core: a share of the time since the run began, and a few plans beyond it. Over a time T it takes at most
+    ``share * T`` and four plans; urgent ones are always allowed, but count.
     """
 
     began: float = 0.0
@@ -148,28 +147,28 @@ class Budget:
     longest_seconds: float = 0.0
 
     def begin(self, now: float) -> None:
-        """The time counts from here on."""
+        """The time starts here."""
         self.began = now
 
     def allows(self, now: float, share: float) -> bool:
-        """Whether there may be another one, that takes as long as the longest so far."""
+        """Whether another planning is allowed that takes as long as the longest so far."""
         return self.taken_seconds + self.longest_seconds <= share * (now - self.began) + _IN_A_ROW * self.longest_seconds
 
     def spent(self, seconds: float) -> None:
-        """Note what one has taken."""
+        """Record the seconds of a planning."""
         self.taken_seconds += seconds
         self.longest_seconds = max(self.longest_seconds, seconds)
 
 
-#: What planning may take of a core while a run is parked, which needs none.
+#: The share of a core for planning while the run is parked, and needs no core itself.
 _PARKED_SHARE = 0.05
-#: A move that has to be and fails is tried again after so long, then after twice that and so on, up to the longest.
+#: When an urgent move that failed is tried again: after this time, then after twice that and so on, up to the longest.
 _RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 5.0, 120.0
-#: How long a device that the run left is taken to be as slow as it was.
+#: How long a device that the run left is assumed to be still as slow.
 _SLOW_SECONDS = 600.0
-#: The same words aren't said again for so long.
+#: How long the same message isn't repeated.
 _SAID_SECONDS = 600.0
-#: The oldest moments of a timeline are dropped from so many on.
+#: The most moments of a timeline; beyond it the oldest are dropped.
 _MOST_MOMENTS = 10_000
 
 
@@ -229,7 +228,7 @@ class Watch:
         self._rules, self._max_overhead = Rules(), 0.0
 
     def look(self, run: RunView, now: float, rules: Rules, max_overhead: float) -> MoveRequest | None:
-        """As :meth:`lightning_autopar.callbacks.elastic.ElasticReplan.look`, by its rules."""
+        """Like :meth:`lightning_autopar.callbacks.elastic.ElasticReplan.look`, by its rules."""
         self._rules, self._max_overhead = rules, max_overhead
         self._notice(run, now)
         inventory = self._felt(run, _without_own_work(run.inventory(), run), now)
@@ -250,9 +249,8 @@ class Watch:
         return self._asked_move
 
     def _felt(self, run: RunView, inventory: Inventory, now: float) -> Inventory:
-        """The inventory with its devices slowed where the run's steps take longer than they usually did, for whatever reason.
-
-        Which of a plan's devices it is can't be told, so it is all of them. Those that the run left are taken to be so for a while.
+        """The inventory with slowed devices if the run's steps take longer than usual, for any reason. It isn't known which of a plan's
+        devices causes it, so all of them are slowed. Devices that the run left count as slowed for a while.
         """
         plan = run.decision.run_plan.plan
         if not run.parked:
@@ -273,7 +271,7 @@ class Watch:
         return replace(inventory, devices=devices)
 
     def _notice(self, run: RunView, now: float) -> None:
-        """What became of the run since the last look."""
+        """Record what has happened to the run since the last look."""
         plan, asked_move = run.decision.run_plan.plan, self._asked_move
         if self._plan is None:
             self._moved_at, self._was_parked = run.moved_at, run.parked
@@ -285,7 +283,7 @@ class Watch:
             elif self._was_parked:
                 self._history = self._history.resumed(at)
             else:
-                # What somebody else asked for, or a failure forced, isn't the run going back and forth.
+                # A move that others asked for, or a failure forced, doesn't count as going back and forth.
                 urgent = asked_move is None or asked_move.urgent
                 self._history = self._history.moved(self._plan, plan, at, self._rules, urgent=urgent)
             self._moved_at, self._was_parked = run.moved_at, run.parked
@@ -296,14 +294,14 @@ class Watch:
             wait = min(_LONGEST_RETRY_SECONDS, _RETRY_SECONDS * 2.0 ** (self._refused - 1)) if self._refused > 1 else 0.0
             self._again_at = now + wait
         elif asked_move is not None:
-            # It wasn't done; asked again at once it would fail again.
+            # The move wasn't done; at once it would fail again.
             self._history = replace(self._history, looks=0, since=now, moved_at=now)
         if self._plan is None or not same_plan(plan, self._plan):
             self._answer = Answer(decision=run.decision, inventory=_without_own_work(run.decision.report.inventory, run))
         self._plan = plan
 
     def _events(self, run: RunView, inventory: Inventory) -> tuple[DeviceEvent, ...]:
-        """What happened since the last look, told."""
+        """Report what has happened since the last look."""
         plan = run.decision.run_plan.plan
         before = _without_own_work(self._before or run.decision.report.inventory, run)
         events = device_events(before, inventory, plan.devices)
@@ -357,7 +355,7 @@ class Watch:
         return verdict, None if answer is None else answer.decision
 
     def _replan(self, run: RunView, inventory: Inventory) -> Answer:
-        """Plan for these devices, and note what that took."""
+        """Plan for these devices, and record the seconds that it took."""
         began = time.perf_counter()
         decision = None
         if inventory.devices:
@@ -373,12 +371,12 @@ class Watch:
 
     @staticmethod
     def _current(run: RunView, answer: Answer) -> Candidate:
-        """The plan that runs with its latest prediction."""
+        """The running plan with its latest prediction."""
         best = answer.best
         return best if best is not None and same_plan(best.plan, run.decision.run_plan.plan) else run.decision.candidate
 
     def _pace(self, run: RunView, best: Candidate, answer: Answer) -> TimeScale | None:
-        """Seconds a batch now and then; None where nothing was measured."""
+        """Seconds a batch now and under the best plan; None where nothing was measured."""
         assert answer.decision is not None, "there is a best plan"
         plan, report, step_seconds = run.decision.run_plan.plan, answer.decision.report, run.step_seconds
         there = {device.id for device in report.inventory.devices}
@@ -388,14 +386,14 @@ class Watch:
         raw = partial(answer.raw_seconds, split_batch=split)
         pace = pace_of(plan, best.plan, report, step_seconds, factors=self._factors, split_batch=split, raw=raw)
         if self._quiet_looks >= self._rules.patience:
-            # What was measured a moment after a change is still of before.
+            # A measurement right after a change is still from before it.
             self._factors[plan_kind(plan, report.inventory)] = pace.factor
         return pace
 
     # -- what is told ------------------------------------------------------------------------------------------------------------------
 
     def _tell(self, run: RunView, verdict: Verdict, decision: Decision | None, now: float) -> None:
-        """A verdict with its reason: once, and again where it is another one."""
+        """Log a verdict with its reason: once, and again when it changes."""
         target = () if decision is None or verdict.code in ("same", "nothing") else decision.run_plan.plan.devices
         key = (verdict.action, verdict.code, target)
         if verdict.action == "stay" and now - self._said.get(key, -math.inf) < _SAID_SECONDS:
@@ -413,7 +411,7 @@ class Watch:
         moment = DeviceLook(at=time.time(), kind=kind, word=word, text=text, device=device, plan=plan.title(), devices=devices)
         self.timeline.append(moment)
         del self.timeline[:-_MOST_MOMENTS]
-        if word not in ("move", "park", "resume"):  # the agent says what it does
+        if word not in ("move", "park", "resume"):  # the agent logs what it does
             rank_zero_info(f"autopar: {text}")
 
 
@@ -427,10 +425,7 @@ def _on_host(decision: Decision, current: Candidate) -> int:
 
 
 def _as_measured(inventory: Inventory, candidate: Candidate, measured: Mapping[str, int]) -> Inventory:
-    """The inventory with less free where the plan that ran took more than predicted: less by as much.
-
-    Planning knows only what it predicts.
-    """
+    """The inventory with as much less free as the running plan took more than predicted: planning itself only knows its predictions."""
     beyond = {
         device: measured.get(device, 0) - max(size.allocated, size.reserved)
         for device, size in candidate.bytes.items()
@@ -445,10 +440,8 @@ def _as_measured(inventory: Inventory, candidate: Candidate, measured: Mapping[s
 
 
 def _without_own_work(inventory: Inventory, run: RunView) -> Inventory:
-    """The inventory without what the run's own work shows on its devices.
-
-    The utilisation of a GPU that the run is on is mostly its own, and the driver doesn't tell whose: what is known of the others' is what
-    was seen when the plan was made.
+    """The inventory without the run's own work on its devices. The utilisation of the run's GPUs is mostly its own, and the driver doesn't
+    tell whose it is: others' utilisation is known only from when the plan was made.
     """
     if run.parked:
         return inventory

@@ -17,23 +17,23 @@ from lightning_autopar.strategies.elastic.watcher import MoveRequest, RunView
 
 
 class ElasticReplan(Callback):
-    """Watches the devices during ``fit``, and has the run move to a better plan, or off a device that it can't stay on.
+    """Watches the devices during ``fit``, and moves the run to a better plan, or off a device on which it can't stay.
 
     A run whose device is gone, in error, or too full for it leaves at once, to the best plan that fits; where none does it is parked, and
     resumes by itself. It moves of its own accord where that gains more than it costs. Decisions are logged with their reasons, and kept
-    with what happened to the devices in ``timeline``. It needs ``Trainer(strategy="autopar")``; elsewhere it does nothing but say so.
+    with what happened to the devices in ``timeline``. It needs ``Trainer(strategy="autopar")``; under another strategy it only warns.
 
     Args:
         interval_seconds: How often to look at the devices.
         min_gain: The share of a step's time that another plan must save for the run to move to it of its own accord.
-        patience: At how many looks in a row a better plan must be there.
+        patience: At how many looks in a row there must be a better plan.
         min_seconds_between_moves: The least time from a move to the next one of the run's own accord; it doubles each time that the run
             goes back to where it was.
         price_factor: How many times its price a move must be expected to save.
         max_overhead: The share of time that planning again may take of a core.
 
     Raises:
-        ValueError: if an argument can't be, with the value, the bound and the remedy.
+        ValueError: if an argument isn't allowed, with the value, the bound and the remedy.
     """
 
     def __init__(
@@ -64,19 +64,19 @@ class ElasticReplan(Callback):
 
     @property
     def timeline(self) -> list[DeviceLook]:
-        """What happened to the devices, and what was decided, from the first run under the agent on; in the main process alone."""
+        """What happened to the devices, and what was decided, from the first run under the agent on; only in the main process."""
         return self._watch.timeline
 
     @property
     def _watch(self) -> Watch:
-        """What was seen. It isn't kept in this object, whose attributes travel between the run's processes and back."""
+        """What was seen. It isn't kept in this object, whose attributes are sent between the run's processes."""
         return _WATCHES.setdefault(self, Watch())
 
     def look(self, run: RunView, now: float | None = None) -> MoveRequest | None:
-        """Look at the devices, and say what the agent should do; None to go on. The agent calls it, in the main process.
+        """Look at the devices; returns what the agent should do, None to go on. The agent calls it, in the main process.
 
         Args:
-            run: how the run stands; another object is another run.
+            run: the run's state; another object means another run.
             now: as ``time.monotonic`` counts; the present unless given.
 
         Raises:
@@ -88,7 +88,7 @@ class ElasticReplan(Callback):
         return watch.look(run, time.monotonic() if now is None else now, self.rules, self.max_overhead)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say so where nobody will ever look."""
+        """Warn if nothing will ever call :meth:`look`."""
         if isinstance(trainer.strategy, EngineMixin) or self._said_where:
             return
         self._said_where = True

@@ -12,23 +12,22 @@ from lightning_autopar.strategies.elastic.saver import SnapshotSettings
 
 
 class CheckpointMigrate(Callback):
-    """Saves the run between batches, so that it can go on under any plan, and goes on from there after a failure.
-
-    With it, ``fit`` under autopar trains in worker processes whatever the plan. A worker that dies, runs out of memory or hangs costs
-    what was done since the last snapshot; SIGTERM saves on disk before the process leaves; the next start of the same script goes on from
-    there. Snapshots lie in memory where they fit. The run is the same as without: no sample is left out or seen twice.
+    """Saves the run between batches, so that it can go on under any plan, and after a failure goes on from there. With it, ``fit`` under
+    autopar trains in worker processes under every plan. A worker that dies, runs out of memory or hangs costs the work since the last
+    snapshot; SIGTERM saves on disk before the process leaves; the next start of the same script goes on from there. Snapshots lie in memory
+    where they fit. The run is the same as without: no sample is left out or seen twice.
 
     Args:
-        snapshot_seconds: From one snapshot to the next. By default as often as ``overhead`` allows, by what they take.
+        snapshot_seconds: From one snapshot to the next. By default as often as ``overhead`` allows for the time that they take.
         overhead: The share of the time that snapshots may take, more than 0 and at most 0.5.
         folder: Where snapshots go that don't fit into memory or must survive the machine. By default ".autopar" in the trainer's
             ``default_root_dir``.
         hang_seconds: When no batch has begun for so long, workers count as hung, are ended, and the run goes on from its last snapshot.
-            More than the longest that anything between two batches takes.
+            Give more than the longest time between two batches.
         failures: So many failures at the same step end the run with the exception of the last one.
 
     Raises:
-        ValueError: if an argument can't be, with the value, the bound and the remedy.
+        ValueError: if an argument isn't allowed, with the value, the bound and the remedy.
     """
 
     def __init__(

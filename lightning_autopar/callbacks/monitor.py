@@ -20,20 +20,20 @@ class PlanMonitor(Callback):
 
     It warns where a device took more than the plan had allowed for. The figures go to all of the trainer's loggers as
     ``autopar/rank0/measured_bytes/parameters`` and so on. At the first step of each plan they get ``autopar/world_size``,
-    ``autopar/predicted_step_seconds`` and ``autopar/predicted_peak_bytes``, and where an elastic run has changed its plan
+    ``autopar/predicted_step_seconds`` and ``autopar/predicted_peak_bytes``, and if an elastic run has changed its plan
     ``autopar/plan_changes``, ``autopar/pause_seconds``, and the change in words: in TensorBoard as a text, elsewhere as the hyperparameter
-    ``autopar/change_1`` and so on. (The first plan is among the hyperparameters also without this callback.) After the run
-    ``comparisons`` holds the figures, one for each rank. Under another strategy than autopar it does nothing but say so.
+    ``autopar/change_1`` and so on. (The first plan is among the hyperparameters also without this callback.) After the run ``comparisons``
+    holds the figures, one for each rank. Under another strategy than autopar it only warns.
     """
 
     def __init__(self) -> None:
         self.comparisons: tuple[Comparison, ...] = ()
         self._said = False
-        #: Of which run what was logged: its folder, and the number of its changes of plan. As of the snapshot, in a later plan's workers.
+        #: What was logged of which run: its folder, and the number of its changes of plan. In a later plan's workers, as in the snapshot.
         self._logged: tuple[str, int] | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say so where there is no plan. Once a run: workers of later plans go on with what this object holds."""
+        """Warn if there is no plan, once a run: workers of later plans go on with this object's state."""
         self._logged = None
         if not isinstance(trainer.strategy, EngineMixin) or trainer.strategy.run_plan.candidate is None:
             if not self._said:
@@ -54,7 +54,7 @@ class PlanMonitor(Callback):
         now = {"autopar/world_size": float(engine.run_plan.plan.world_size), **predictions(engine.run_plan.candidate)}
         latest = changes.arrive(trainer.global_step) if changes.changes else None
         for logger in _loggers(trainer):
-            # A CSV file was cut back to the snapshot that this plan went on from: what came after it is logged anew.
+            # A CSV file was cut back to the snapshot from which this plan goes on: later values are logged anew.
             again = isinstance(logger, CSVLogger) and latest is not None
             arrivals = changes.arrivals().values() if again else [] if latest is None else [latest]
             for arrival in (each for each in arrivals if each.number > logged):
@@ -85,7 +85,7 @@ class PlanMonitor(Callback):
 
 
 def _log_change(logger: Logger, changes: PlanChanges, arrival: Arrival) -> None:
-    """A change of plan, at the step at which it was over."""
+    """Log a change of plan, at the step at which it was over."""
     figures = {"autopar/plan_changes": float(arrival.number)}
     if arrival.pause_seconds is not None:
         figures["autopar/pause_seconds"] = arrival.pause_seconds

@@ -12,9 +12,9 @@ from lightning_autopar.constraints import check_allow, check_memory_limit
 from lightning_autopar.devices.discover import DEVICES_VARIABLE
 from lightning_autopar.strategies.processes.script import Script
 
-#: What Lightning's Trainer takes as devices, rather than a spec.
+#: Values that Lightning's Trainer takes as devices, and that aren't a spec.
 _TRAINER_DEVICES = re.compile(r"auto|-1|\d+|\d+(,\d+)*,?")
-#: Options of ``plan`` and ``run`` that are easily written after the script.
+#: Options of ``plan`` and ``run`` that users may write after the script by mistake.
 _OPTIONS = {"--allow", "--batch", "--devices", "--exact", "--json", "--memory-limit", "--memory-margin", "--objective", "--picture"}
 _OPTIONS |= {"--plan", "--priority", "--wait"}
 
@@ -25,7 +25,7 @@ def add_devices(command: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_strategy_options(command: argparse.ArgumentParser) -> None:
-    """Add what the strategy can be told from outside of the script; each counts more than what the script says."""
+    """Add the strategy's options; each overrides what the script says."""
     options = command.add_argument_group("the strategy's options, which count more than the script's")
     options.add_argument("--allow", metavar="ENGINES", help="the engines to choose from, such as single,ddp")
     options.add_argument("--batch", choices=("global", "per_device"), help="split the script's batch, or give each device one of its own")
@@ -48,7 +48,7 @@ def add_turn_options(command: argparse.ArgumentParser) -> None:
 
 
 def add_script(command: argparse.ArgumentParser) -> None:
-    """Add the script and its own arguments, which nothing of ours stands behind."""
+    """Add the script and its own arguments, after which none of our options come."""
     command.add_argument(
         "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="a module to run, as python -m, and its arguments"
     )
@@ -58,7 +58,7 @@ def add_script(command: argparse.ArgumentParser) -> None:
 
 
 def script_of(options: argparse.Namespace) -> Script:
-    """The script that was named.
+    """The named script.
 
     Raises:
         ValueError: if none was, or there is no such file.
@@ -72,7 +72,7 @@ def script_of(options: argparse.Namespace) -> Script:
 
 
 def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Those that were given, as arguments of ``AutoParallelStrategy``.
+    """The given options, as arguments of ``AutoParallelStrategy``.
 
     Raises:
         ValueError: if an engine is unknown, a size is none, the plan's file holds none, or the time to wait is none.
@@ -95,7 +95,7 @@ def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def misplaced_options(script: Script) -> str | None:
-    """A sentence where the script was handed options of ours, which it may not know; None where it wasn't."""
+    """A sentence if the script got options of ours, which it may not know; None if it didn't."""
     given = [word for word in script.arguments if word.partition("=")[0] in _OPTIONS]
     if not given:
         return None
@@ -112,14 +112,14 @@ def option_words(options: argparse.Namespace) -> list[str]:
 
 
 def split_devices(devices: str | None) -> tuple[str | None, str | None]:
-    """``--devices`` as a spec of what there is, and as what the Trainer takes; one of them, or none."""
+    """``--devices`` as a spec, and as the Trainer's argument; one of them, or none."""
     if devices is not None and _TRAINER_DEVICES.fullmatch(devices.strip()):
         return None, devices.strip()
     return devices, None
 
 
 def check_picture(path: str | None) -> None:
-    """Refuse what ``--picture`` names before the script runs, rather than hours later.
+    """Refuse a wrong ``--picture`` before the script runs, rather than hours later.
 
     Raises:
         ValueError: if the file's ending names neither a picture nor a page.

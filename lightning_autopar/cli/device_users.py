@@ -24,7 +24,7 @@ _MOST_COMMAND = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceUser:
-    """A process on a device, or a run that holds it by word alone.
+    """A process on a device, or a run that says that it holds it.
 
     Args:
         pid: as the driver counts; of a run without processes there, its agent's.
@@ -33,8 +33,8 @@ class DeviceUser:
         used_bytes: what it holds of the device; None where unknown.
         run: the id of the run that it belongs to.
         owner: whose run that is.
-        leased_bytes: what that run was promised of the device, or is predicted to take where nothing was promised.
-        process: whether it is a process that the driver sees, rather than a run's word.
+        leased_bytes: what that run was promised of the device, or is predicted to take if nothing was promised.
+        process: whether it is a process that the driver sees, and not only a run's claim.
     """
 
     pid: int
@@ -96,7 +96,7 @@ def _user(process: DeviceProcess, device: Device, runs: Sequence[RunStatus]) -> 
             name = there.username()
             ancestors = {process.pid, *(parent.pid for parent in there.parents())}
             run = next((each for each in runs if is_here(each) and each.pid in ancestors), None)
-            if run is None:  # a container's, which shows its process by the number that it has there
+            if run is None:  # a container's run, which shows its process id there
                 inner = {inner_pid(each) for each in ancestors}
                 there_too = [each for each in runs if each.user == name and device.id in each.devices and not is_here(each)]
                 run = next((each for each in there_too if each.pid in inner), None)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lightning_autopar.timing.curves import Calibration
 
 
-#: Of matrices with this smallest dimension; the widest that was measured.
+#: The smallest dimension of the matrices whose rate is shown: the widest that was measured.
 _SMALLEST = 512
 _LARGE_BYTES = 1 << 20
 
@@ -49,7 +49,7 @@ class Speeds:
     Args:
         flops_per_second: in large products of fp32 matrices.
         bytes_per_second: in large additions.
-        issue_seconds: of one operation's issuing in a forward.
+        issue_seconds: for issuing one operation in a forward.
     """
 
     flops_per_second: float | None
@@ -72,7 +72,7 @@ class Speeds:
 
 
 def speeds(calibration: Calibration, device: Device) -> Speeds:
-    """What a device was measured to reach."""
+    """The measured speeds of a device."""
     key = device_key(device)
     product, added, issue = (
         _curve(calibration, key, *which) for which in ((f"matmul/{_SMALLEST}", "fp32"), ("add", "fp32"), ("issue/forward", ""))
@@ -107,7 +107,7 @@ def _curve(calibration: Calibration, subject: str, thing: str, dtype: str) -> Cu
 
 _DONE, _FAILED = 0, 2
 _BAR = 20
-#: So much busier is worth a colour.
+#: The share of utilisation from which on it is coloured.
 _BUSY, _FULL = 0.5, 0.9
 _DEVICES_EXAMPLES = """\
 examples:
@@ -193,7 +193,7 @@ def calibrate_devices(spec: str | None, *, as_json: bool) -> int:
 
 
 def _accelerator() -> Literal["cuda", "cpu"]:
-    """Whether there is a GPU that torch can use; without NVML and a driver's library there is none, and torch needn't be imported."""
+    """Whether there is a GPU that torch can use; without NVML and a driver's library there is none, and torch isn't imported."""
     from lightning_autopar.devices import nvml
 
     try:
@@ -207,7 +207,7 @@ def _accelerator() -> Literal["cuda", "cpu"]:
 
 
 def _plan_bytes(device: Device, inventory: Inventory) -> int:
-    """What a plan may use of a device, with the strategy's own margin; none of one that nothing new should run on."""
+    """The bytes of a device that a plan may use, with the strategy's default margin; 0 if nothing new should run there."""
     return Constraints().budget_bytes(device) if device in usable(inventory).devices else 0
 
 
@@ -260,7 +260,7 @@ def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[s
             )
         )
     for detail in _details(inventory, users, leases):
-        # A long command is cut on a terminal, and nowhere else.
+        # A long command is cut only on a terminal.
         console.print(detail, no_wrap=True, overflow="ellipsis" if console.is_terminal else "ignore", crop=console.is_terminal)
     if calibration:
         console.print(f"measured on {calibration.day}:")
@@ -272,7 +272,7 @@ def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[s
 
 
 def _details(inventory: Inventory, users: dict[str, Sequence[DeviceUser]], leases: Sequence[Lease]) -> Iterator[Text]:
-    """What each device is, what is wrong with it, who is on it, and who was promised something of it."""
+    """Each device's name, errors, processes and leases."""
     from rich.text import Text
 
     for device in inventory.devices:
@@ -293,7 +293,7 @@ def _details(inventory: Inventory, users: dict[str, Sequence[DeviceUser]], lease
 
 
 def _bar(share: float, console: Console) -> Text:
-    """How full something is, in blocks where the terminal's encoding has them."""
+    """A bar of how full something is, in block characters if the terminal's encoding has them."""
     from rich.text import Text
 
     full, empty = ("█", "░") if console.encoding.lower().startswith("utf") else ("#", ".")

@@ -30,8 +30,8 @@ class DryRun:
 
     Args:
         function: what the script was about to do: ``"fit"``, or ``"validate"``, ``"test"``, ``"predict"`` where it never came to fit.
-        report: every plan for that, also where none fits.
-        replaced: the strategy that the script names itself, if it names another one than ours.
+        report: every plan for that, even if none fits.
+        replaced: the script's strategy, if it names another one than ours.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
         batch: whether plans split a batch, or give each device batches of its own.
         elastic: whether a callback moves the run by itself, as ElasticReplan does.
@@ -57,7 +57,7 @@ class ScriptFailed(Exception):
 
 
 class _Planned(BaseException):
-    """Leaves the user's script, past its ``except Exception``."""
+    """Ends the user's script; its ``except Exception`` doesn't catch this."""
 
 
 def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[str], None] = lambda function: None) -> DryRun:
@@ -73,7 +73,7 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
 
     Raises:
         ScriptFailed: if the script ended or failed before any call of the trainer.
-        ValueError: if there is no such script, or the Trainer's devices can't be had here.
+        ValueError: if there is no such script, or the Trainer's devices aren't here.
     """
     found: list[DryRun] = []
     failure: BaseException | None = None
@@ -100,7 +100,7 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
 
 @contextmanager
 def _planning(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None]) -> Iterator[None]:
-    """Every Trainer gets our strategy, and plans instead of running."""
+    """While open, every Trainer gets our strategy, and plans instead of running."""
     built: list[Replacement] = []
 
     def launch(launcher: AutoLauncher, function: Callable[..., Any], *args: Any, trainer: Trainer, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ def _planning(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None
         found.append(DryRun(function=name, report=report, replaced=replaced, batches=batches, batch=rule, elastic=elastic))
         if name != "fit":
             return []
-        strategy.mute(trainer)  # no hook of a callback or DataModule is told of an exception: there was no run
+        strategy.mute(trainer)  # no exception hook of a callback or DataModule is called: there was no run
         raise _Planned
 
     original = AutoLauncher.launch

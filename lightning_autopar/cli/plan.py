@@ -59,12 +59,12 @@ def plan_script(options: argparse.Namespace) -> int:
     """``lightning-autopar plan``; returns the exit code.
 
     Raises:
-        ValueError: if there is no such script, or what is asked for can't be.
+        ValueError: if there is no such script, or an option isn't valid.
     """
     script, wanted_options = script_of(options), strategy_options(options)
     spec, trainer_devices = split_devices(options.devices)
     check_picture(options.picture)
-    # Standard output is the report's alone: what the script prints goes where messages go.
+    # Standard output has only the report: what the script prints goes to stderr.
     with contextlib.redirect_stdout(sys.stderr), progress() as show:
         show("importing Lightning")
         from lightning_autopar.cli.dry_run import ScriptFailed, dry_run

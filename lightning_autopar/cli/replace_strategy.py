@@ -19,7 +19,7 @@ from lightning_autopar._lightning_compat import requests_changed
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 
 _ARGUMENTS = "_autopar_arguments"
-#: What a strategy is given that belongs to the run, not to the way it is spread: the Trainer gets it instead.
+#: Arguments of strategies that belong to the run, not to its distribution: the Trainer gets them instead.
 _PASSED_ON = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 _OWN_GROUPS = "autopar sets up its process groups itself"
 _NO_SUCH_WAY = "no plan does that: what is computed differs"
@@ -58,10 +58,10 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What somebody wants of our strategy, beside what the script says.
+    """The options for our strategy, in addition to what the script says.
 
     Args:
-        devices: a spec of what there is, in place of the Trainer's devices; None for those.
+        devices: a spec, in place of the Trainer's devices; None for those.
         trainer_devices: in place of the Trainer's devices, as the Trainer takes it; None for what the script says.
         options: arguments of :class:`AutoParallelStrategy`.
     """
@@ -73,7 +73,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced:
-    """A strategy that ours took the place of.
+    """A strategy that ours has replaced.
 
     Args:
         name: as the script names it: ``"ddp"``, ``"FSDPStrategy"``.
@@ -96,7 +96,7 @@ class Replaced:
         return {"name": self.name, "settings": dict(self.settings), "dropped": dict(self.dropped), "notes": list(self.notes)}
 
     def lines(self) -> list[str]:
-        """What is to be told, a line each."""
+        """The lines to print."""
         lines = [f"autopar takes the place of the script's strategy {self}"]
         lines += [f"  dropped: {name}={self.settings[name]} ({words})" for name, words in self.dropped.items()]
         return [*lines, *(f"  note: {note}" for note in self.notes)]
@@ -134,7 +134,7 @@ def strategies_replaced(
 
 
 def _replaced(request: dict[str, Any], wanted: Wanted) -> tuple[dict[str, Any], Replacement]:
-    """Another request for the accelerator connector, with our strategy."""
+    """The accelerator connector's arguments, with our strategy."""
     asked = request.get("strategy", "auto")
     if isinstance(asked, AutoParallelStrategy):
         made = AutoParallelStrategy(**wanted.options)
@@ -152,7 +152,7 @@ def _replaced(request: dict[str, Any], wanted: Wanted) -> tuple[dict[str, Any], 
         request = {**request, "devices": wanted.trainer_devices}
     if wanted.devices is not None:
         ours.plan_for(wanted.devices)
-        # What the script asks for needn't be here; what is planned for is in the spec.
+        # The script's devices needn't be here; the spec has the ones to plan for.
         request = {**request, "accelerator": "cpu", "devices": 1, "num_nodes": 1}
     return request, Replacement(strategy=ours, replaced=replaced)
 
@@ -163,11 +163,11 @@ def _fields_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def _told(asked: str | Strategy) -> Replaced:
-    """What a strategy is and was given."""
+    """The name and the arguments of a strategy."""
     if isinstance(asked, str):
         name = asked.lower()
         known = StrategyRegistry[name]["init_params"] if name in StrategyRegistry else {}
-        said = {key: value for key, value in known.items() if key != "start_method"}  # of "ddp" it says nothing that the name doesn't
+        said = {key: value for key, value in known.items() if key != "start_method"}  # for "ddp" it repeats the name
         return Replaced(name=asked, settings=_shown(said), dropped={key: _why(key) for key in said})
     given = _arguments(asked)
     dropped = {key: _why(key) for key in given if key not in _PASSED_ON}
@@ -193,7 +193,7 @@ def _kind_notes(asked: Strategy) -> tuple[str, ...]:
 
 
 def _passed_on(asked: str | Strategy, request: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What a strategy holds for the Trainer is given to the Trainer, and precision by its name where the plugin is the strategy's own."""
+    """Pass on to the Trainer what the strategy holds for it; precision by name if the plugin is the strategy's own."""
     given = {} if isinstance(asked, str) else {name: value for name, value in _arguments(asked).items() if value is not None}
     plugins = request.get("plugins") or []
     plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
@@ -215,7 +215,7 @@ def _passed_on(asked: str | Strategy, request: dict[str, Any]) -> tuple[dict[str
 
 
 def _batch_notes(asked: str | Strategy, request: Mapping[str, Any], ours: AutoParallelStrategy) -> list[str]:
-    """What a step's batch was, where it was more than the loader's."""
+    """A note on a step's batch, if it was more than one batch of the loader."""
     alone = isinstance(asked, SingleDeviceStrategy) or (isinstance(asked, str) and asked.startswith("single_"))
     count = _device_count(request)
     if alone or count == 1 or ours.settings.batch == "per_device":
@@ -228,7 +228,7 @@ def _batch_notes(asked: str | Strategy, request: Mapping[str, Any], ours: AutoPa
 
 
 def _device_count(request: Mapping[str, Any]) -> int:
-    """How many devices the Trainer asks for on each node, as far as can be told before it is built."""
+    """How many devices the Trainer asks for on each node, as far as is known before it is built."""
     devices = request.get("devices", "auto")
     if isinstance(devices, str) and "," in devices:
         devices = [part for part in devices.split(",") if part.strip()]
@@ -244,7 +244,7 @@ def _device_count(request: Mapping[str, Any]) -> int:
 
 
 def _remember_arguments() -> None:
-    """From now on each strategy keeps what it is made with; most of Lightning's keep only what they make of it."""
+    """From now on, each strategy keeps its constructor's arguments; most of Lightning's keep only derived values."""
     if Strategy.__new__ is not object.__new__:
         return
 
@@ -258,7 +258,7 @@ def _remember_arguments() -> None:
 
 
 def _arguments(strategy: Strategy) -> dict[str, Any]:
-    """What a strategy was made with, by name; nothing where it was made before anybody remembered."""
+    """A strategy's constructor arguments, by name; empty if it was made before they were kept."""
     args, kwargs = vars(strategy).get(_ARGUMENTS, ((), {}))
     signature = inspect.signature(type(strategy).__init__)
     bound = dict(signature.bind(strategy, *args, **kwargs).arguments)

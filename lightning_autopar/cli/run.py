@@ -88,7 +88,7 @@ def run_script(options: argparse.Namespace) -> int:
             wanted = Wanted(devices=spec, trainer_devices=trainer_devices, options=wanted_options)
             until_the_end.enter_context(strategies_replaced(built, wanted, on_replace=_tell))
 
-        # Not before the script imports it: what it sets in its environment first must count.
+        # Not before the script imports it: environment variables that the script sets first must count.
         until_the_end.callback(when_executed("lightning.pytorch", replace_from_now_on))
         until_the_end.callback(when_executed("pytorch_lightning.trainer.connectors.accelerator_connector", _refuse_the_other))
         start_again = [sys.executable, "-m", "lightning_autopar", "run", *option_words(options)]
@@ -106,7 +106,7 @@ def run_script(options: argparse.Namespace) -> int:
 
 
 def _run(script: Script) -> int:
-    """The exit code that Python would leave with; what the script dies of is printed as Python prints it."""
+    """Run the script; returns the exit code that Python would have. An exception is printed as Python prints it."""
     try:
         script.run()
     except SystemExit as error:
@@ -127,7 +127,7 @@ def _run(script: Script) -> int:
 
 
 def _refuse_the_other(module: Any) -> None:
-    """A Trainer of ``pytorch_lightning`` can't have our strategy, and says so when it is built."""
+    """Make a Trainer of ``pytorch_lightning``, which can't use our strategy, raise an error when it is built."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         refuse()
@@ -139,7 +139,7 @@ _told: set[str] = set()
 
 
 def _tell(replacement: Replacement) -> None:
-    """Say what is replaced: each thing once, on rank 0, by no logger that could be turned down."""
+    """Print what is replaced: each thing once, on rank 0, and not by a logger, which could be turned off."""
     if replacement.replaced is None or not _is_first_rank():
         return
     words = "\n".join(replacement.replaced.lines())
@@ -149,13 +149,13 @@ def _tell(replacement: Replacement) -> None:
 
 
 def _is_first_rank() -> bool:
-    """Whether nobody else of the run speaks for it; known where Lightning has been imported, and true where it hasn't."""
+    """Whether this process reports for the run; known once Lightning has been imported, and true before."""
     utilities = sys.modules.get("lightning.fabric.utilities.rank_zero")
     return not getattr(getattr(utilities, "rank_zero_only", None), "rank", None)
 
 
 def _draw(path: str, built: list[Replacement]) -> None:
-    """The latest run as a picture.
+    """Draw the latest run as a picture.
 
     Raises:
         ValueError: if it can't be drawn, or nothing ran.
@@ -182,7 +182,7 @@ def _write_summary(path: str, script: Script, built: list[Replacement], code: in
 
 
 def _summary(each: Replacement) -> dict[str, Any]:
-    """One Trainer: what was replaced, and its latest run beside its prediction; without a run the latter are null."""
+    """The summary of one Trainer: what was replaced, and its latest run with its prediction; null without a run."""
     strategy = each.strategy
     candidate = None if strategy.report is None else strategy.report.best_candidate
     return {
@@ -196,6 +196,6 @@ def _summary(each: Replacement) -> dict[str, Any]:
 
 
 def _course(history: RunHistory) -> dict[str, Any]:
-    """What an elastic run went through."""
+    """The history of an elastic run."""
     spans = [{**vars(span), "devices": list(span.devices), "predicted_bytes": dict(span.predicted_bytes)} for span in history.spans]
     return {"spans": spans, "events": [vars(mark) for mark in history.marks]}

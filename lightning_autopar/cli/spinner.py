@@ -11,9 +11,8 @@ from typing import Any
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """While open, show what is being done by calling what is given with it.
-
-    What anybody else writes to the standard streams goes before: it takes the line, and the spinner comes back with the next words.
+    """While open, shows the text that is passed to the yielded function. Other output to the standard streams comes first: it takes the
+    line, and the spinner returns with the next text.
     """
     if not sys.stderr.isatty():
         yield lambda words: None
@@ -21,7 +20,7 @@ def progress() -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    # A stream of its own: children are forked while the spinner turns in a thread, and must not inherit a lock that it holds.
+    # A separate stream: children are forked while the spinner's thread runs, and must not inherit a lock that it holds.
     with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8") as own:
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
         console = Console(file=own)
@@ -53,7 +52,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 class _Before:
-    """A stream before whose words something is done."""
+    """A stream that calls a function before each write."""
 
     def __init__(self, stream: Any, first: Callable[[], None]) -> None:
         self._stream, self._first = stream, first

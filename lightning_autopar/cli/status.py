@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Device
 
 _DONE = 0
-#: A run shows itself every few seconds; silent for longer it is in a long step, hangs, or was stopped.
+#: A run updates its status every few seconds; if it is silent for longer, it is in a long step, hangs, or was stopped.
 _SILENT_SECONDS = 60.0
-#: In a narrower terminal the reasons stand below the table, and in one that is narrower still each run has some lines rather than a row.
+#: In a terminal narrower than the first, reasons are below the table; narrower than the second, each run has several lines instead of a
+#: row.
 _WIDE, _MIDDLE = 200, 140
-#: Of a GPU's or a MIG device's UUID.
+#: The characters shown of a GPU's or a MIG device's UUID.
 _DEVICE_CHARACTERS = 12
 #: Between two looks of --watch.
 WATCH_SECONDS = 2.0
@@ -61,14 +62,14 @@ class Box:
     notes: tuple[str, ...]
 
     def strangers(self) -> Iterator[tuple[Device, list[DeviceUser]]]:
-        """The devices with processes that are no run's, each with these."""
+        """The devices that have processes of no run, with these processes."""
         for device, users in self.devices:
             found = [user for user in users if user.run is None]
             if found:
                 yield device, found
 
     def used_bytes(self, status: RunStatus, device: str) -> int | None:
-        """What a run takes of a device: by the driver where it tells the run's processes, else by the run's own word."""
+        """The bytes of a device that a run takes: by the driver if it shows the run's processes, else by the run's own status."""
         users = next((users for each, users in self.devices if each.id == device), ())
         its = [user for user in users if user.process and (user.run, user.owner) == (status.run_id, status.user)]
         seen = [user.used_bytes for user in its if user.used_bytes is not None]
@@ -102,7 +103,7 @@ def look() -> Box:
     devices: tuple[Device, ...] = ()
     notes: tuple[str, ...] = ()
     with contextlib.suppress(nvml.NvmlUnavailable):  # no GPUs, and so no strangers on them
-        # All of the host's, whatever this process may use.
+        # All devices of the host, even those that this process may not use.
         devices, _, notes = nvml.read_devices(environment={})
         notes = () if not devices else notes
     seen = tuple((device, users_of(device, found)) for device in devices)
@@ -134,7 +135,7 @@ def show_status(*, as_json: bool, watch_seconds: float | None) -> int:
     except KeyboardInterrupt:
         if watch_seconds is None:
             raise
-    except BrokenPipeError:  # whoever read has seen enough; Python would say so once more at its end
+    except BrokenPipeError:  # the reader has closed the pipe; Python would report that once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return _DONE
 
@@ -190,7 +191,7 @@ def _page(box: Box, console: Console, every_seconds: float | None = None) -> Ren
         parts.extend(_blocks(box))
     for device, strangers in box.strangers():
         used_bytes = device.total_bytes - device.free_bytes
-        told = all(user.name is not None for user in strangers)  # in a container even a run's own may be among those that aren't
+        told = all(user.name is not None for user in strangers)  # in a container, even a run's own processes may be among these
         whose = "no run's" if told else "no run's, or it can't be told from here whose"
         parts.append(
             Text.assemble(
@@ -214,7 +215,7 @@ def _table(box: Box, *, wide: bool) -> Table:
         table.add_column(title, justify="right" if right else "left", no_wrap=title not in ("plan", "script", ""))
     for status in box.runs:
         sizes = [_sizes(status, kind) for kind in (_used(box, status), status.leased_bytes, status.predicted_bytes)]
-        # As Text, since a script's or a device's name may hold what rich reads as markup.
+        # As Text, since a script's or a device's name may contain rich's markup.
         table.add_row(
             Text(status.run_id, style="bold" if _is_own(status) else ""),
             Text(status.user),
@@ -229,7 +230,7 @@ def _table(box: Box, *, wide: bool) -> Table:
 
 
 def _blocks(box: Box) -> Iterator[RenderableType]:
-    """Each run in some lines."""
+    """Each run in several lines."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -264,7 +265,7 @@ def _used(box: Box, status: RunStatus) -> dict[str, int]:
 
 
 def _sizes(status: RunStatus, sizes: Mapping[str, int]) -> str:
-    """Of each device on a line of its own."""
+    """The sizes of each device, on a line of its own."""
     return "\n".join(format_bytes(sizes[device]) if device in sizes else "" for device in _places(status))
 
 
@@ -282,12 +283,12 @@ def _pace(status: RunStatus) -> str:
 
 
 def _ends(status: RunStatus, now: float) -> str:
-    """In how long it is expected to end; nothing where that is unknown, or the expectation is past."""
+    """In how long it is expected to end; empty if that is unknown or past."""
     return "" if status.ends_at is None or status.ends_at < now else _ago(status.ends_at - now)
 
 
 def _why(status: RunStatus, now: float) -> str:
-    """Why it is where it is, or what it waits for; and that it says nothing any more."""
+    """Why it is where it is, or what it waits for; and whether it is silent."""
     words: Iterable[str] = (status.waits_for if status.state == "queued" else "", status.reason)
     if is_here(status) and is_stopped(status.pid):
         words = (f"stopped, and goes on with kill -CONT {status.pid}", *words)
@@ -302,7 +303,7 @@ def _is_own(status: RunStatus) -> bool:
 
 
 def short_device(device: str) -> str:
-    """So much of a UUID as tells devices of a host apart, and as ``yield --device`` takes."""
+    """The part of a UUID that tells a host's devices apart, and that ``yield --device`` takes."""
     return device[:_DEVICE_CHARACTERS] if device.startswith(("GPU-", "MIG-")) else device
 
 

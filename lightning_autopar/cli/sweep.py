@@ -64,7 +64,7 @@ def sweep_scripts(options: argparse.Namespace) -> int:
     """``lightning-autopar sweep``; returns the exit code.
 
     Raises:
-        ValueError: if the sweep says what can't be, or runs already.
+        ValueError: if the sweep isn't valid, or runs already.
     """
     from lightning_autopar.sharing.sweep.children import Children, noted_signals
     from lightning_autopar.sharing.sweep.controller import Controller, first_schedule, prospects
@@ -147,7 +147,7 @@ def _shown() -> Iterator[tuple[Callable[[Controller], None], Callable[[str], Non
     from rich.text import Text
 
     console = Console(stderr=True)
-    # Drawn by this thread alone: processes are forked meanwhile.
+    # Only this thread draws: processes are forked meanwhile.
     with Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False) as live:
         yield (
             lambda controller: live.update(_progress(controller), refresh=True),
@@ -156,7 +156,7 @@ def _shown() -> Iterator[tuple[Callable[[Controller], None], Callable[[str], Non
 
 
 def _progress(controller: Controller) -> Table:
-    """What runs and waits, and how many are over."""
+    """The running and waiting runs, and how many are over."""
     from rich.table import Table
     from rich.text import Text
 
@@ -221,7 +221,7 @@ def _print_schedule(runs: Sequence[SweepRun], first: Schedule, devices: Sequence
 
 
 def _unknown(runs: Sequence[SweepRun]) -> str:
-    """Whose length nobody knows."""
+    """The runs whose length is unknown, in words."""
     names = [run.name for run in runs if run.word == "waiting" and not run.known]
     return f"; nobody knows how long {', '.join(names)} will take, which counts as long as the longest" if names else ""
 
@@ -239,7 +239,7 @@ def _length(seconds: float) -> str:
 
 
 def _short(path: Path) -> str:
-    """As seen from here, where it lies below."""
+    """The path relative to this folder, if it lies below."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 

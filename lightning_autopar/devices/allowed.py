@@ -21,26 +21,25 @@ log = logging.getLogger(__name__)
 #: The environment variable that names the file.
 ALLOWED_VARIABLE = "AUTOPAR_DEVICES_FILE"
 _REMEDY = "write one device id a line, as lightning-autopar devices --json has them"
-#: A larger file isn't one of devices.
+#: A larger file isn't a list of devices.
 _MOST_CHARACTERS = 1_000_000
 
-#: What each file said last in this process, and which troubles were told.
+#: The last contents of each file in this process, and the warnings that were given.
 _last: dict[str, frozenset[str]] = {}
 _told: set[str] = set()
 
 
 def with_allowed(inventory: Inventory, environment: Mapping[str, str] | None = None) -> Inventory:
-    """The inventory without the devices that this process may not use. Those that can only be planned for are nobody's to allow.
-
-    Once the file was taken it may be missing, malformed or name no device that is here: then what it said last holds, with one warning,
-    or there is no device.
+    """The inventory without the devices that this process may not use. Devices that can only be planned for aren't checked. After the file
+    was valid once, it may be missing, malformed or name no device that is here: then its last valid contents count, with one warning, or no
+    device is left.
 
     Args:
         inventory: of all devices.
         environment: where the variable is looked up; by default this process's.
 
     Raises:
-        ValueError: if the file can't be read, or names no device that is here, and never did before.
+        ValueError: if the file can't be read, or names no device that is here, and was never valid before.
     """
     path = (os.environ if environment is None else environment).get(ALLOWED_VARIABLE, "").strip()
     if not path or all(device.kind == "catalogue" for device in inventory.devices):
@@ -59,10 +58,10 @@ def with_allowed(inventory: Inventory, environment: Mapping[str, str] | None = N
 
 
 def _allowed(path: str) -> frozenset[str]:
-    """What the file says, or said last.
+    """The file's ids, or its last valid ones.
 
     Raises:
-        ValueError: if it can't be taken, and never was.
+        ValueError: if it isn't valid, and never was.
     """
     try:
         found = _read(Path(path))
@@ -82,7 +81,7 @@ def _allowed(path: str) -> frozenset[str]:
 
 
 def write_allowed(path: str | Path, devices: Iterable[str]) -> None:
-    """Replace the file in one piece, so that whoever reads it sees the old or the new one."""
+    """Replace the file at once, so that a reader sees either the old or the new one."""
     path = Path(path)
     number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with open(number, "w", encoding="utf-8") as file:

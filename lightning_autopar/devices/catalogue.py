@@ -57,13 +57,13 @@ class KnownDevice:
         total_bytes: memory as CUDA reports it.
         flops: peak floating-point operations per second, a multiply-add counting two, by dtype: ``"fp64"``, ``"fp32"``, ``"tf32"``,
             ``"bf16"``, ``"fp16"``. A dtype that its matrix units don't know is absent.
-        measured: the rate that large matrix products were measured to sustain, by dtype; absent where no measurement is known.
+        measured: the measured rate that large matrix products sustain, by dtype; absent where no measurement is known.
         multiprocessors: streaming multiprocessors (compute units on AMD).
         l2_bytes: the cache that all of them share.
         memory_bytes_per_second: bandwidth of its memory.
         nvlink_bytes_per_second: NVLink (Infinity Fabric on AMD) of all its links together, one direction; None without.
         nvlink_links: how many links that is.
-        mesh: whether each link leads to one other device for good, so that fewer devices share fewer links (no switch between them).
+        mesh: whether each link always leads to one other device, so that fewer devices share fewer links (no switch between them).
         pcie_bytes_per_second: PCIe, one direction.
         peer_access: whether the driver lets it read another's memory over PCIe.
         network_bytes_per_second: of the network adapter that each device has for itself in the maker's reference system; None where
@@ -100,7 +100,7 @@ class KnownDevice:
         return self.flops.get(dtype, self.flops["fp32"])
 
     def sustained_flops(self, dtype: str) -> float:
-        """The rate that a large matrix product sustains: measured, or else what the measured models sustain of their peak, in the median.
+        """The rate that a large matrix product sustains: measured, or else the peak times the median share that measured models sustain.
 
         Raises:
             ValueError: if there is no such dtype.
@@ -115,7 +115,7 @@ class KnownDevice:
 
 @cache
 def sustained_share(dtype: str) -> float:
-    """What the measured models sustain of their peak, in the median; of fp64, which nobody measured, as fp32."""
+    """The median share of their peak that measured models sustain; for fp64, which nobody measured, that of fp32."""
     shares = [device.measured[dtype] / device.flops[dtype] for device in KNOWN_DEVICES.values() if dtype in device.measured]
     return statistics.median(shares) if shares else sustained_share("fp32")
 
@@ -140,7 +140,7 @@ def _known(
     device_names: tuple[str, ...],
     source: str,
 ) -> KnownDevice:
-    """A row as a data sheet has it: (fp32, tf32, bf16, fp16) in TFLOP/s, L2 in MiB, GB/s, (links, GB/s a link), PCIe generation."""
+    """A row with a data sheet's figures: (fp32, tf32, bf16, fp16) in TFLOP/s, L2 in MiB, GB/s, (links, GB/s a link), PCIe generation."""
     names = ("fp32", "tf32", "bf16", "fp16")
     rates = {dtype: rate * _TERA for dtype, rate in zip(names, teraflops, strict=True) if rate is not None}
     reached = {dtype: rate * _TERA for dtype, rate in zip(names, measured, strict=True) if rate is not None}
@@ -289,7 +289,7 @@ KNOWN_DEVICES: Mapping[str, KnownDevice] = MappingProxyType({
         _known("P100-16GB", 15.89, generation="pascal", teraflops=(10.6, None, None, 21.2), fp64=5.3,
                measured=(9.49, None, None, 7.16), sms=56, l2=4, memory_gigabytes=732, nvlink=(4, 20), pcie=3, network_gigabits=50,
                aliases="P100 P100-SXM-16GB", device_names=("tesla p100-sxm2-16gb",), source=_P100),
-        # In fp16 PyTorch accumulates in fp32, which the chips' rate for fp16 isn't for.
+        # In fp16 PyTorch accumulates in fp32, and the chips' fp16 rate is for accumulation in fp16.
         _known("P100-16GB-PCIe", 15.89, generation="pascal", teraflops=(9.3, None, None, 18.7), fp64=4.7,
                measured=(8.56, None, None, 7.73), sms=56, l2=4, memory_gigabytes=732, pcie=3,
                aliases="P100-PCIe", device_names=("tesla p100-pcie-16gb",), source=_P100),
@@ -359,7 +359,7 @@ KNOWN_DEVICES: Mapping[str, KnownDevice] = MappingProxyType({
 
 
 def _key(name: str) -> str:
-    """Spelling that doesn't matter: case, blanks and underscores."""
+    """The name without differences that don't matter: case, blanks and underscores."""
     return re.sub(r"[\s_-]+", "-", name.strip()).casefold()
 
 
@@ -391,6 +391,6 @@ def find(name: str) -> KnownDevice:
 def find_by_device_name(name: str) -> KnownDevice | None:
     """The model of the name that NVML or CUDA gives (``"NVIDIA H100 80GB HBM3"``); None if it isn't known.
 
-    A MIG instance is no such model (it has a part of its rates), so it isn't found.
+    A MIG instance isn't found: it has only a part of a model's rates.
     """
     return _DEVICE_NAMES.get(" ".join(name.split()).casefold())

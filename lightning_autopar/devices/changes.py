@@ -9,11 +9,11 @@ from typing import Literal
 from lightning_autopar.devices.inventory import Device, Inventory, device_label, idle_share
 from lightning_autopar.text import format_bytes
 
-#: A change of free memory by less of a device's memory isn't worth a word: allocators come and go by that.
+#: Changes of free memory by a smaller share of the device aren't reported: allocators cause them all the time.
 _NOTABLE_SHARE = 0.02
-#: Of the host's memory: less than this free is short.
+#: The host's memory is short if a smaller share of it is free.
 _SHORT_HOST_SHARE = 0.05
-#: Changes of speed by less aren't worth a word.
+#: Changes of speed by less aren't reported.
 _NOTABLE_SPEED = 1.1
 
 EventKind = Literal["shrank", "grew", "appeared", "vanished", "error", "recovered", "slower", "faster", "host"]
@@ -25,7 +25,7 @@ class DeviceEvent:
 
     Args:
         kind: what.
-        device: to which, by id; None to the host.
+        device: to which, by id; None for the host.
         text: a sentence with the numbers.
         ours: whether the run's plan uses the device.
         change_bytes: by how much free memory changed.
@@ -86,7 +86,7 @@ def _of_device(was: Device, device: Device, ours: bool) -> list[DeviceEvent]:
 
 
 def _of_host(before: Inventory, now: Inventory) -> list[DeviceEvent]:
-    """The host's memory got short, or is so no more."""
+    """The event that the host's memory got short, or is no longer short."""
     short = [at.host_total_bytes > 0 and at.host_free_bytes < _SHORT_HOST_SHARE * at.host_total_bytes for at in (before, now)]
     if short[0] == short[1]:
         return []
@@ -97,7 +97,7 @@ def _of_host(before: Inventory, now: Inventory) -> list[DeviceEvent]:
 
 
 def _slowness(device: Device) -> float:
-    """How many times longer work takes on it than by itself, as planning reckons."""
+    """How many times longer work takes on the device than on an idle one, as planning assumes."""
     return device.slowdown / idle_share(device)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from lightning_autopar.devices.inventory import Inventory
 
-#: The environment variable that says, as a spec, what devices there are.
+#: The environment variable with a spec of the devices.
 DEVICES_VARIABLE = "AUTOPAR_DEVICES"
 
 
@@ -18,25 +18,23 @@ def probe(
     cpu_devices: int = 1,
     own_host_bytes: int = 0,
 ) -> Inventory:
-    """The devices as they are now. Initialises CUDA neither here nor, NVML being there, anywhere.
-
-    What the file that the environment variable ``AUTOPAR_NEIGHBOURS`` names says of CPU devices is done to them, wherever they come from
-    (:mod:`lightning_autopar.devices.neighbours`). Where ``AUTOPAR_DEVICES_FILE`` names one, only the devices that it allows are left
-    (:mod:`lightning_autopar.devices.allowed`).
+    """The devices as they are now. It never initialises CUDA in this process, and with NVML in none. The file that the environment variable
+    ``AUTOPAR_NEIGHBOURS`` names changes CPU devices, wherever they come from (:mod:`lightning_autopar.devices.neighbours`). Where
+    ``AUTOPAR_DEVICES_FILE`` names one, only the devices that it allows are left (:mod:`lightning_autopar.devices.allowed`).
 
     Args:
-        spec: what there is, as :func:`lightning_autopar.devices.spec.parse_spec` reads it; by default the environment
-            variable ``AUTOPAR_DEVICES``, where it is set and not empty.
-        accelerator: without a spec, ``"cuda"`` asks NVML, or torch.cuda in a child process where NVML can't be had;
-            ``"cpu"`` splits the host.
+        spec: the devices, as :func:`lightning_autopar.devices.spec.parse_spec` reads it; by default the environment variable
+            ``AUTOPAR_DEVICES``, where it is set and not empty.
+        accelerator: without a spec, ``"cuda"`` asks NVML, or torch.cuda in a child process if NVML isn't available; ``"cpu"`` splits the
+            host.
         cpu_devices: into how many devices the host is split: each has its share of the cores and of the free memory.
-        own_host_bytes: what the caller holds of the host's memory and counts as free: CPU devices without a budget share that, too.
+        own_host_bytes: what the caller holds of the host's memory, which counts as free: CPU devices without a budget share that, too.
 
     Raises:
         ValueError: if the spec, the neighbours' file or that of the allowed devices is malformed, the accelerator unknown or
             ``cpu_devices`` less than 1.
     """
-    # They build on this module's classes.
+    # They use this module's classes.
     from lightning_autopar.devices.allowed import with_allowed
     from lightning_autopar.devices.neighbours import read_neighbours, with_neighbours
 
@@ -45,8 +43,8 @@ def probe(
 
 
 def _probe(spec: str | None, accelerator: str, cpu_devices: int, own_host_bytes: int) -> Inventory:
-    """What :func:`probe` gives, before neighbours of CPU devices."""
-    # Those modules build on this one's classes.
+    """The result of :func:`probe`, before the neighbours' file is applied."""
+    # Those modules use this one's classes.
     from lightning_autopar.devices import nvml
     from lightning_autopar.devices import spec as specs
     from lightning_autopar.devices import torch_cuda as torchcuda

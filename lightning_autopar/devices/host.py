@@ -20,13 +20,13 @@ _ROOT = Path("/")
 
 
 def host_memory(*, root: Path = _ROOT, physical: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Memory of the host in bytes, total and free, as far as this process may use it.
+    """Memory of the host in bytes, total and free, as much as this process may use.
 
     The smallest of physical memory and of the limits of every cgroup, v1 or v2, that the process is in, from its own up to
     the root; cache that the kernel would drop counts as free, as in ``free -m``.
 
     Args:
-        root: where ``/proc`` and ``/sys`` are; another than ``/`` reads somebody else's.
+        root: where ``/proc`` and ``/sys`` are; another than ``/`` is for tests.
         physical: total and available bytes of the machine; by default what psutil says.
     """
     if physical is None:
@@ -39,7 +39,7 @@ def host_memory(*, root: Path = _ROOT, physical: tuple[int, int] | None = None) 
 
 
 def asked_threads() -> int | None:
-    """The bound that the user has set for a process's threads by ``OMP_NUM_THREADS``; None without, or where it is no number."""
+    """The user's bound on a process's threads, ``OMP_NUM_THREADS``; None if it isn't set, or isn't a number."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else None
 
@@ -58,7 +58,7 @@ def host_cores(*, root: Path = _ROOT, available: int | None = None) -> int:
 
 
 def thread_times(*, root: Path = _ROOT) -> dict[str, tuple[int, int]] | None:
-    """Of each of this process's threads, the nanoseconds that it ran on a core, and those that it was ready to and had none.
+    """For each of this process's threads, the nanoseconds that it ran on a core, and those that it was ready to run and had none.
 
     None where the kernel doesn't count them (``CONFIG_SCHED_INFO``).
 
@@ -86,7 +86,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
         if v2_limits:
             yield min(v2_limits), _used(folder, "memory.current", "inactive_file")
         elif (limit := _number(folder / "memory.limit_in_bytes")) is not None:
-            # A container doesn't see the groups that its own is in, but that counts the narrowest of their limits.
+            # A container doesn't see the groups around its own, but its own shows the narrowest of their limits.
             above = _stat(folder, "hierarchical_memory_limit")
             yield min(limit, above or limit), _used(folder, "memory.usage_in_bytes", "total_inactive_file")
 
@@ -141,7 +141,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _text(path: Path) -> str | None:
-    """A file's text; None where it isn't there or may not be read, as the files of other hierarchies aren't."""
+    """A file's text; None if it doesn't exist or may not be read, like files of other hierarchies."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -158,11 +158,11 @@ _FORMAT = 1
 
 
 def machine_identity(host_threads: int, *, root: Path = _ROOT) -> tuple[str, ...]:
-    """What rates depend on, whichever device they are of: processor, cores, versions (torch's names its CUDA), the GPUs' driver.
+    """What all devices' rates depend on: processor, cores, versions (torch's includes CUDA's), the GPUs' driver.
 
     Args:
         host_threads: cores that this process may use.
-        root: where ``/proc`` is; another than ``/`` reads somebody else's.
+        root: where ``/proc`` is; another than ``/`` is for tests.
     """
     names = ("torch", "lightning", "lightning-autopar")
     return (_processor(root), str(host_threads), *(f"{name} {_version(name)}" for name in names), _driver(root))
@@ -179,7 +179,7 @@ def _processor(root: Path) -> str:
 
 
 def _driver(root: Path) -> str:
-    """The GPUs' driver, as it says itself; empty where there is none."""
+    """The version of the GPUs' driver; empty without a driver."""
     return next(iter(_lines(root / "proc" / "driver" / "nvidia" / "version")), "").strip()
 
 

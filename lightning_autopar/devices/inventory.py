@@ -68,7 +68,7 @@ class Link:
     """How two devices reach each other.
 
     Args:
-        a: id of one device; the order of the two means nothing.
+        a: id of one device; the order of the two doesn't matter.
         b: id of the other.
         kind: ``"nvlink"``; ``"p2p"``: peer access over PCIe; ``"pcie"``: none, but the same PCIe host bridge; ``"host"``:
             through the host's memory; ``"network"``: between nodes.
@@ -83,7 +83,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """What there is: devices, links between them, the host's memory.
+    """The devices, the links between them, and the host's memory.
 
     Args:
         devices: in a stable order (by node, then index).
@@ -91,7 +91,7 @@ class Inventory:
         host_total_bytes: the smaller of physical memory and the cgroup's limit; of devices that are only planned for, that of node 0.
         host_free_bytes: what is available of that now.
         node_host_bytes: of devices that are only planned for, the memory of each node's host; empty where there is this host alone.
-        assumed_hosts: the nodes of which nobody said what their hosts have, so that a rule says it (``devices/spec.py``).
+        assumed_hosts: the nodes whose hosts' memory wasn't stated, so that a rule assumes it (``devices/spec.py``).
         source: where it came from: ``"nvml"``, ``"torch.cuda"``, ``"cpu"``, ``"spec"``.
         notes: what a reader should know, a sentence each (NVML missing, a device unreadable).
         host_threads: cores of this host that this process may use, by affinity and cgroup quota; 0 where unknown.
@@ -123,7 +123,7 @@ class Inventory:
         raise ValueError(f"there is no device {device_id!r} here; there are: {there}")
 
     def link(self, a: str, b: str) -> Link:
-        """How two devices of that id reach each other; through the network or the host where no link is known.
+        """The link between two devices; through the network or the host if none is known.
 
         Raises:
             ValueError: if there is no such device.
@@ -141,10 +141,8 @@ class Inventory:
         return {frozenset((link.a, link.b)): link for link in reversed(self.links)}
 
     def restrict(self, devices: Literal["auto"] | int | str | Sequence[int], *, fewer: bool = False) -> tuple[Inventory, int | None]:
-        """What ``Trainer(devices=...)`` leaves of this inventory, and how many devices of it a plan may use.
-
-        As in Lightning the numbers count on each node. A number of devices bounds the plan, which chooses the freest; a
-        list names those it may use.
+        """This inventory restricted by ``Trainer(devices=...)``, and how many of its devices a plan may use. As in Lightning, the numbers
+        count on each node. A number of devices bounds the plan, which chooses those with most free memory; a list names those it may use.
 
         Args:
             devices: ``"auto"`` or ``-1``: all; ``2`` or ``"2"``: at most so many; ``[0, 2]`` or ``"0,2"``: those indices.
@@ -155,7 +153,7 @@ class Inventory:
             where it may use all of them.
 
         Raises:
-            ValueError: if the value is no such thing, asks for more devices than there are, or names one that isn't there.
+            ValueError: if the value isn't allowed, asks for more devices than there are, or names one that isn't there.
         """
         chosen = _parse_devices(devices)
         if chosen is None:
@@ -223,25 +221,25 @@ def _at_most(there: int) -> str:
     return f"choose at most {there}, or 'auto'" if there else "check the driver and CUDA_VISIBLE_DEVICES, or set accelerator='cpu'"
 
 
-_SLOWEST_RATE_SHARE = 0.1  # of a device that somebody else keeps fully busy: the driver shares it out in turns
+_SLOWEST_RATE_SHARE = 0.1  # the share of a device that others keep fully busy: the driver gives turns
 
 
 _LITTLE_BUSY = 0.1
 
 
 def idle_share(device: Device) -> float:
-    """The share of a device that others leave to us, in tenths: what NVML samples over a second isn't finer than that."""
+    """The share of a device that others leave to us, in tenths: NVML's samples over a second aren't more precise."""
     return max(_SLOWEST_RATE_SHARE, 1 - round(device.utilization or 0.0, 1))
 
 
 def busy_share(device: Device) -> float:
-    """The share of a device that others keep busy; 0 where that is a tenth or less, which a screen or a monitor takes."""
+    """The share of a device that others keep busy; 0 for a tenth or less, which a display or a monitoring program takes."""
     busy = round(1 - idle_share(device), 1)
     return busy if busy > _LITTLE_BUSY else 0.0
 
 
 def device_label(device: Device) -> str:
-    """A device's name as people know it: ``"cuda:0"`` rather than its UUID."""
+    """A device's usual name: ``"cuda:0"`` rather than its UUID."""
     return f"cuda:{device.index}" if device.kind == "cuda" and device.index is not None else device.id
 
 

@@ -34,7 +34,7 @@ class Neighbour:
 
     Args:
         taken_bytes: memory that they hold.
-        slowdown: how many times longer it takes than by itself, at least 1.
+        slowdown: how many times longer work takes than on an idle device, at least 1.
         gone: whether the device isn't there.
         error: what is wrong with it; None for nothing.
     """
@@ -45,18 +45,18 @@ class Neighbour:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As the file has it."""
+        """The values in the file."""
         return {"taken": self.taken_bytes, "slowdown": self.slowdown, "gone": self.gone, "error": self.error}
 
 
 def read_neighbours(environment: Mapping[str, str] | None = None) -> dict[str, Neighbour]:
-    """What the file says, by device id; nothing where the variable isn't set or the file isn't there.
+    """The file's neighbours, by device id; empty if the variable isn't set or the file doesn't exist.
 
     Args:
         environment: where the variable is looked up; by default this process's.
 
     Raises:
-        ValueError: if the file can't be read or isn't what it should be, with the variable, the file and what is wrong.
+        ValueError: if the file can't be read or isn't valid, with the variable, the file and what is wrong.
     """
     path = (os.environ if environment is None else environment).get(NEIGHBOURS_VARIABLE, "").strip()
     if not path:
@@ -87,9 +87,8 @@ def write_neighbours(path: str | Path, neighbours: Mapping[str, Neighbour]) -> N
 
 
 def with_neighbours(inventory: Inventory, neighbours: Mapping[str, Neighbour]) -> Inventory:
-    """The inventory as the neighbours leave it. Only CPU devices have such; a device that isn't there can't be taken.
-
-    The host's free memory stays as it is: it was measured, and what a neighbour of a file takes isn't taken of it.
+    """The inventory that the neighbours leave. Only CPU devices have neighbours; other ids are ignored. The host's free memory stays as
+    measured: a neighbour in a file takes nothing of it.
     """
     cpus = {device.id for device in inventory.devices if device.kind == "cpu"}
     there = {device: neighbour for device, neighbour in neighbours.items() if device in cpus}

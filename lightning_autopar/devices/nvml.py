@@ -20,9 +20,9 @@ from lightning_autopar.devices.inventory import Device, DeviceProcess, Link
 def cuda_order(capabilities: Sequence[tuple[int, int]], order: str | None) -> list[int]:
     """NVML indices in the order in which CUDA counts the devices.
 
-    Under ``PCI_BUS_ID`` that is NVML's own. CUDA's default ``FASTEST_FIRST`` is documented as a heuristic and no more; the
-    compute capability, then NVML's order, is what it comes to on a host whose GPUs differ in generation, and on one whose
-    GPUs are alike. Two models of one capability may come the other way round, which is one more reason to go by UUID.
+    Under ``PCI_BUS_ID`` that is NVML's own. CUDA's default ``FASTEST_FIRST`` is documented only as a heuristic; on hosts whose GPUs are
+    equal or differ in generation it is the order of compute capability, then NVML's. Two models of one capability may be in the other
+    order, which is one more reason to use UUIDs.
 
     Args:
         capabilities: compute capability (major, minor) of each device, by NVML index.
@@ -87,16 +87,16 @@ def _leading_number(entry: str) -> int:
 
 _T = TypeVar("_T")
 _COMPUTE_EXCLUSIVE_PROCESS, _COMPUTE_PROHIBITED = 3, 2
-#: Over so many seconds is looked at who computes.
+#: The seconds over which processes' computing is sampled.
 _RECENT_SECONDS = 5.0
-#: No process computes on a GPU with less: a CUDA context takes more, on any of them.
+#: A process with less of a GPU's memory can't compute there: every CUDA context takes more.
 _LEAST_CONTEXT_BYTES = 32 << 20
-#: What the driver says has to be done with a GPU before anything new can run there (nvml.h, ``nvmlDeviceGpuRecoveryAction_t``).
+#: What the driver says must be done with a GPU before anything new can run there (nvml.h, ``nvmlDeviceGpuRecoveryAction_t``).
 _RECOVERY_ACTIONS = {1: "a reset", 2: "a reboot of its node", 3: "its peers to be drained", 4: "to be drained and a reset"}
 
 
 class NvmlUnavailable(RuntimeError):
-    """NVML isn't there, or can't read the devices of this host; the message says which, in a clause without a full stop."""
+    """NVML is missing, or can't read this host's devices; the message says which, as a clause without a full stop."""
 
 
 class _Slot(NamedTuple):
@@ -114,7 +114,7 @@ class _Slot(NamedTuple):
 
 
 class _Gpu(NamedTuple):
-    """A GPU with the instances that take its place where MIG is on."""
+    """A GPU with the instances that replace it if MIG is on."""
 
     slot: _Slot
     capability: tuple[int, int]
@@ -149,7 +149,7 @@ def read_devices(
     try:
         return _read(pynvml, os.environ if environment is None else environment)
     finally:
-        # Nobody's result depends on how the library ends.
+        # No result depends on how the library ends.
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
 
@@ -177,7 +177,7 @@ def _read(pynvml: Any, environment: Mapping[str, str]) -> tuple[tuple[Device, ..
     if setting is not None and not uuids:
         notes.append(f"CUDA_VISIBLE_DEVICES={setting!r} leaves no GPU")
     visible = [slot for uuid in uuids for slot in {**by_uuid, **instances}[uuid]]
-    # A process sees one MIG instance, the first, and beside it no other GPU (MIG User Guide, "CUDA Device Enumeration").
+    # A process sees one MIG instance, the first, and no other GPU (MIG User Guide, "CUDA Device Enumeration").
     first_mig = next((slot for slot in visible if slot.mig), None)
     if first_mig is not None and len(visible) > 1:
         notes.append("a process can use one MIG instance only: for each, one of its own with the UUID in CUDA_VISIBLE_DEVICES")
@@ -277,10 +277,9 @@ def _device(pynvml: Any, slot: _Slot, index: int | None, notes: list[str]) -> De
 
 
 def _utilization(pynvml: Any, slot: _Slot, *, alone: bool) -> float | None:
-    """The share of the last seconds in which it computed, for others; None where that isn't known, as of MIG instances.
-
-    The driver keeps samples of some seconds, so that a job that just waits for data counts as what it is. Where nobody else has as much as
-    a context there, what they show is of somebody who has left.
+    """The share of the last seconds in which it computed for others; None where that isn't known, as for MIG instances. The driver keeps
+    samples of some seconds, so that a job that waits for data only for a moment counts as computing. If no other process has even a context
+    there, the samples are of a process that has ended.
     """
     now = _answer(pynvml, None, lambda: float(pynvml.nvmlDeviceGetUtilizationRates(slot.handle).gpu) / 100)
     ask = getattr(pynvml, "nvmlDeviceGetSamples", None)
@@ -293,9 +292,8 @@ def _utilization(pynvml: Any, slot: _Slot, *, alone: bool) -> float | None:
 
 
 def _error(pynvml: Any, slot: _Slot) -> str | None:
-    """What the driver says is wrong with a GPU that can still be read; None where that is nothing, or it doesn't know.
-
-    An instance has the errors of its GPU, but isn't asked for them.
+    """What the driver says is wrong with a GPU that can still be read; None if nothing is known. An instance has the errors of its GPU, but
+    isn't asked for them.
     """
     ask = getattr(pynvml, "nvmlDeviceGetRemappedRows", None)
     if ask is not None and _answer(pynvml, False, lambda: bool(ask(slot.handle)[3])):
@@ -312,9 +310,8 @@ def _field(pynvml: Any, slot: _Slot, field: int) -> int:
 
 
 def _memory(pynvml: Any, handle: Any) -> tuple[int, int, int]:
-    """Bytes that processes can have, that are free, and that the driver keeps; the first without the last.
-
-    Only the second version of the call tells what the driver keeps; older drivers and modules have the first alone.
+    """Bytes that processes can have, that are free, and that the driver keeps; the first without the last. Only the second version of the
+    call tells what the driver keeps; older drivers and modules have only the first version.
     """
     version = getattr(pynvml, "nvmlMemory_v2", None)
     if version is not None:
@@ -326,7 +323,7 @@ def _memory(pynvml: Any, handle: Any) -> tuple[int, int, int]:
 
 
 def _processes(pynvml: Any, slot: _Slot, notes: list[str]) -> tuple[DeviceProcess, ...]:
-    """Who is on the device, each once, however it uses it."""
+    """The processes on the device, each once, however they use it."""
     used: dict[int, int | None] = {}
     for call in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
         try:
@@ -344,7 +341,7 @@ def _processes(pynvml: Any, slot: _Slot, notes: list[str]) -> tuple[DeviceProces
 
 
 def _answer(pynvml: Any, otherwise: _T, ask: Callable[[], _T]) -> _T:
-    """What a call gives that this device or driver may not know."""
+    """The result of a call that this device or driver may not support."""
     try:
         return ask()
     except pynvml.NVMLError:

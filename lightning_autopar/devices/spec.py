@@ -51,10 +51,10 @@ class _Part(NamedTuple):
 def parse_spec(spec: str, *, host_bytes: tuple[int, int] | None = None, cores: int | None = None) -> Inventory:
     """The inventory that a text describes.
 
-    Parts are joined by commas; a part is ``[[nodes x] count x] name [:memory] [@host memory]``. The name is ``cpu``, or that of a model
-    in the catalogue; memory is the budget of each CPU device, and those without one share what memory is free. Parts
-    without a number of nodes are on one node; each part with one adds as many. Host memory is what each node of catalogue devices has
-    for all of them; where no part of a node says it, twice their memory is assumed, at most 256 GiB a device.
+    Parts are joined by commas; a part is ``[[nodes x] count x] name [:memory] [@host memory]``. The name is ``cpu``, or that of a model in
+    the catalogue; memory is the budget of each CPU device, and those without one share what memory is free. Parts without a number of nodes
+    are on one node; each part with a number adds as many nodes. Host memory is that of each node, for all its catalogue devices; if no part
+    of a node states it, twice their memory is assumed, at most 256 GiB a device.
 
     Args:
         spec: the text, such as ``"2xcpu:4GiB"``; case and blanks don't matter.
@@ -88,7 +88,7 @@ def split_host(count: int, *, host_bytes: tuple[int, int] | None = None) -> Inve
         host_bytes: the host's total and free memory; by default as it is.
 
     Raises:
-        ValueError: if ``count`` is less than 1, or more than can be.
+        ValueError: if ``count`` is less than 1, or too large.
     """
     if not 1 <= count <= _MOST_DEVICES:
         raise ValueError(f"the host can be split into 1 to {_MOST_DEVICES} CPU devices, not {count!r}; choose such a number")
@@ -133,7 +133,7 @@ def _budgets(part: _Part, spec: str) -> list[int | None]:
 
 
 def _stated_host(part: _Part, where: str) -> int | None:
-    """Bytes that a catalogue part says each of its nodes' hosts has; None where it says nothing."""
+    """Bytes that a catalogue part states for each of its nodes' hosts; None if it states none."""
     if part.host is None:
         return None
     try:
@@ -245,12 +245,12 @@ def _catalogue_inventory(parts: Sequence[_Part], spec: str, cores: int | None) -
 
 
 def assumed_host_bytes(device: Device) -> int:
-    """What a host is assumed to have for a device that is only planned for."""
+    """The assumed memory of a host for each device that is only planned for."""
     return min(_HOST_TIMES * device.total_bytes, _MOST_HOST_BYTES)
 
 
 def catalogue_link(a: Device, b: Device) -> Link:
-    """The link that two models on one node have in their usual board: NVLink where both of one model have it, else PCIe."""
+    """The link that two models on one node have in their usual board: NVLink if both are of one model that has it, else PCIe."""
     first, second = catalogue.KNOWN_DEVICES[a.name], catalogue.KNOWN_DEVICES[b.name]
     if first is second and first.nvlink_bytes_per_second is not None:
         return Link(a=a.id, b=b.id, kind="nvlink", bytes_per_second=first.nvlink_bytes_per_second)

@@ -46,7 +46,7 @@ def bus_id(pci: Any) -> str:
 
 
 def links(pynvml: Any, ports: Sequence[Port]) -> tuple[Link, ...]:
-    """One link for each pair; what the driver doesn't tell counts as absent, so that a link is never promised wrongly."""
+    """One link for each pair; what the driver doesn't tell counts as absent, so that no link is assumed wrongly."""
     buses = {port.bus_id for port in ports}
     nvlinks = [_nvlinks(pynvml, port, buses) for port in ports]
     pcie = [_pcie_bytes_per_second(pynvml, port) for port in ports]
@@ -64,8 +64,7 @@ def _link(pynvml: Any, a: Port, b: Port, nvlinks: tuple[_NvLinks, _NvLinks], pci
     nvlink = _p2p(pynvml, a, b, _P2P_NVLINK)
     direct = min(nvlinks[0].to_gpus[b.bus_id], nvlinks[1].to_gpus[a.bus_id])
     count = direct or min(nvlinks[0].to_switch, nvlinks[1].to_switch)
-    # Links can be active and yet unusable (no fabric manager, peer access switched off), and usable where a virtual machine
-    # hides the links themselves.
+    # Links can be active but unusable (no fabric manager, peer access switched off), or usable though a virtual machine hides them.
     if nvlink or (nvlink is None and direct):
         rate = _smaller(nvlinks[0].bytes_per_second, nvlinks[1].bytes_per_second)
         return Link(a=a.id, b=b.id, kind="nvlink", bytes_per_second=count * rate if count and rate else None)

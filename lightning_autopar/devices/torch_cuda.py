@@ -42,9 +42,8 @@ def _run_child(arguments: Sequence[str], timeout_seconds: float) -> subprocess.C
 def read_devices(
     *, run: Callable[[Sequence[str], float], subprocess.CompletedProcess[str]] = _run_child
 ) -> tuple[tuple[Device, ...], tuple[Link, ...], tuple[str, ...]]:
-    """Devices, links and notes of torch.cuda; no devices and a note where it can't tell.
-
-    What is free is measured with the child's own context on the device, so it errs towards less, by a few hundred MiB.
+    """Devices, links and notes of torch.cuda; no devices and a note if it fails. Free memory is measured with the child's own context on
+    the device, so it is a few hundred MiB too low.
 
     Args:
         run: runs a command line within so many seconds and captures its output.

@@ -93,12 +93,12 @@ class RankSeed:
 
 
 def to_plain(state: RngState) -> dict[str, Any]:
-    """The state in tensors and plain values alone, which ``torch.load(weights_only=True)`` reads."""
+    """The state as tensors and plain values only, which ``torch.load(weights_only=True)`` reads."""
     return {name: _plain(value) for name, value in state.items()}
 
 
 def from_plain(data: Mapping[str, Any]) -> RngState:
-    """The state of what :func:`to_plain` gave."""
+    """The state from the result of :func:`to_plain`."""
     return {name: _unplain(value) for name, value in data.items()}
 
 
@@ -114,7 +114,7 @@ def get_generator(generator: Any) -> Any:
 
 
 def set_generator(generator: Any, value: Any) -> None:
-    """Give a generator object the state that :func:`get_generator` gave."""
+    """Give a generator object a state from :func:`get_generator`."""
     if isinstance(generator, random.Random):
         generator.setstate(value)
     elif numpy is not None and isinstance(generator, numpy.random.Generator):

@@ -36,13 +36,13 @@ from torch.autograd import profiler
 log = logging.getLogger(__name__)
 
 _MARK = "autopar::mark"
-#: The kind under which storages are noted that are the host's, not the device's.
+#: The kind for storages that belong to the host, not the device.
 HOST = "host"
 
 
 @dataclass(kw_only=True)
 class _Block:
-    """One allocation, from the event of its birth to that of its death, both by number; born before the first event: −1."""
+    """One allocation, from the event that made it to the one that freed it, both by number; −1 if made before the first event."""
 
     size_bytes: int
     birth: int
@@ -54,7 +54,7 @@ class _Block:
         return self.birth <= index < self.death
 
     def end_unseen(self, index: float, last: Mapping[str, int]) -> None:
-        """It was freed by another thread, before this event, and before the first note that should hold it and doesn't; or not at all."""
+        """Another thread freed it before this event, and before the first note in which it is missing; or nobody freed it."""
         gone = bool(self.noted) and all(noted < last[kind] for kind, noted in self.noted.items())
         self.death = max(self.noted.values()) + 1 if gone else index
 
@@ -75,9 +75,8 @@ class Recording:
 
 
 class _Allocations(profiler.profile):
-    """The profiler for memory events and marks alone: it records the scope of ``record_function``, not that of every operation.
-
-    It leaves torch's global word of a running profiler unsaid, so that it can tell somebody else's, which takes this one's place.
+    """The profiler, only for memory events and marks: it records the scope of ``record_function``, not that of every operation. It doesn't
+    set torch's global flag of a running profiler, so that it notices another profiler, which would replace this one.
     """
 
     def _start_trace(self) -> None:
@@ -100,7 +99,7 @@ class AllocationRecorder:
         return self._profile is not None
 
     def start(self, **kinds: Mapping[int, int]) -> bool:
-        """Begin, with what is there; False where somebody else is profiling already, whom it would disturb.
+        """Begin, with what is there; False if another profiler runs already, which it would disturb.
 
         Args:
             kinds: as for :meth:`note`.
@@ -116,17 +115,17 @@ class AllocationRecorder:
         return True
 
     def note(self, **kinds: Mapping[int, int]) -> None:
-        """Say what some of the storages hold now.
+        """Record what some of the storages hold now.
 
         Args:
             kinds: of each kind the bytes by storage address, as :func:`lightning_autopar.memory.storages.storage_sizes` gives them. A
-                storage that was there before the start counts until the last note that holds it. What is :data:`HOST` at any time counts
+                storage that was there before the start counts until the last note that holds it. A storage that is :data:`HOST` once counts
                 as the host's all the time, whatever else it is.
         """
         self._mark(kinds)
 
     def host_works(self, begins: bool) -> None:
-        """From here on, until the same with False, what is allocated is the host's; within each other such times are one."""
+        """From this call until one with False, allocations belong to the host; such periods may be nested."""
         self._mark(begins)
 
     def _mark(self, note: _Note) -> None:
@@ -135,7 +134,7 @@ class AllocationRecorder:
             self._notes.append(note)
 
     def stop(self) -> Recording | None:
-        """End it, and work out the peak; some µs an allocation. None where somebody began to profile meanwhile."""
+        """End it, and compute the peak; takes some µs an allocation. None if another profiler was started meanwhile."""
         notes = self._notes
         profile = self._close()
         return None if profile is None else _worked_out(_events(profile), notes)
@@ -148,7 +147,7 @@ class AllocationRecorder:
     def _close(self) -> Any:
         profile, self._profile, self._notes = self._profile, None, []
         _count_in_every_thread(False)
-        if profiler._is_profiler_enabled or not torch.autograd._profiler_enabled():  # theirs goes on, or is over
+        if profiler._is_profiler_enabled or not torch.autograd._profiler_enabled():  # the other profiler goes on, or is over
             return None
         profile.__exit__(None, None, None)
         return profile
@@ -182,7 +181,7 @@ def _events(profile: Any) -> list[_Event]:
 
 
 def _without_maps(events: Iterable[_Event]) -> list[_Event]:
-    """Those of the allocator: a map's end tells of a total of 0 as well, where the allocator's wouldn't come to that."""
+    """The allocator's events: the end of a memory map also has a total of 0, which the allocator's total wouldn't be."""
     kept: list[_Event] = []
     total: int | None = None
     for event in events:
@@ -253,7 +252,7 @@ def _worked_out(events: list[_Event], notes: Sequence[_Note]) -> Recording:
 
 
 def _levels(blocks: Iterable[_Block], count: int) -> list[int]:
-    """How many bytes of these blocks are there after each of so many events."""
+    """The bytes of these blocks after each of so many events."""
     changes = [0] * (count + 1)
     for block in blocks:
         changes[max(0, block.birth)] += block.size_bytes
@@ -262,7 +261,7 @@ def _levels(blocks: Iterable[_Block], count: int) -> list[int]:
 
 
 def _count_in_every_thread(on: bool) -> None:
-    """Let torch's CPU allocator count what threads without a profiler allocate and free, or stop it."""
+    """Make torch's CPU allocator also count allocations of threads without a profiler, or stop that."""
     flag = _flag()
     if flag is not None:
         flag.value = on
@@ -270,7 +269,7 @@ def _count_in_every_thread(on: bool) -> None:
 
 @cache
 def _flag() -> Any:
-    """The switch for that; None where this build of torch doesn't export it, and the total may come out too high under gloo."""
+    """The flag for that; None where this build of torch doesn't export it, and the total may be too high under gloo."""
     folder = Path(torch.__file__).parent / "lib"
     for path in sorted(folder.glob("libc10.*")):
         try:

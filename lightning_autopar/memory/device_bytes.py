@@ -19,18 +19,19 @@ class DeviceBytes:
 
     Args:
         parameters: its part of the parameters, as they are between steps.
-        gradients: complete gradients at that moment; there may be none of them yet, if forward's end is the peak.
+        gradients: complete gradients at that moment; 0 if the peak is at forward's end.
         optimizer: its part of the optimizers' state.
-        activations: tensors that forward made and that are still there.
+        activations: tensors that forward made and that are still held.
         temporary: the rest of the peak: gradients of activations, gradients in the making, the optimizer's scratch.
         buffers: the module's buffers.
         input: its part of the batch.
         communication: gathered parameters, whole gradients on their way and buffers of collectives.
         workspace: what libraries keep inside of torch's allocator (cuBLAS's workspaces).
-        context: what lies outside of torch's allocator: the CUDA context, cuDNN's handles and NCCL's buffers.
-        rounding: what the allocator holds and can't hand out.
-        correction: what earlier runs of this module were measured to take beyond the prediction; may be negative.
-        occasion: when that is: in a ``"step"``, in a ``"validation"`` between two, while a ``"checkpoint"`` is saved, at the ``"start"``.
+        context: the bytes outside of torch's allocator: the CUDA context, cuDNN's handles and NCCL's buffers.
+        rounding: the bytes that the allocator holds but can't hand out.
+        correction: the bytes that earlier runs of this module took beyond the prediction; may be negative.
+        occasion: when that moment is: in a ``"step"``, in a ``"validation"`` between two, while a ``"checkpoint"`` is saved, at the
+            ``"start"``.
         updates: whether a step's fullest moment is the optimizer's own, as far as that is known.
     """
 
@@ -64,7 +65,7 @@ class DeviceBytes:
     def to_dict(self) -> dict[str, Any]:
         """The categories by name, with ``allocated`` and ``reserved``, and the occasion."""
         values = dataclasses.asdict(self)
-        del values["updates"]  # a reader of sizes would take it for one
+        del values["updates"]  # a reader of sizes would take this value for a size
         return {**values, "allocated": self.allocated, "reserved": self.reserved}
 
 
@@ -127,7 +128,7 @@ class HostNeed:
 
     @property
     def fits(self) -> bool:
-        """Whether the host has it."""
+        """Whether the host has enough."""
         return self.total <= self.budget
 
     def words(self) -> str:
@@ -135,7 +136,7 @@ class HostNeed:
         return format_of(self.total, self.budget)
 
     def shortage(self, inventory: Inventory, margin: float) -> str:
-        """The sentence with the figures and the remedy, of a plan that doesn't fit.
+        """The sentence with the figures and the remedy, for a plan that doesn't fit.
 
         Args:
             inventory: where the plan was to run.

@@ -16,18 +16,18 @@ from lightning_autopar.memory.work.work import Work
 
 @dataclass(frozen=True, kw_only=True)
 class Conduct:
-    """What a training step does with the module's parameters besides calling the modules that hold them; see :mod:`.trace.parameter_use`.
+    """What a training step itself does with parameters, besides calling the modules that hold them; see :mod:`.trace.parameter_use`.
 
     Args:
-        together: blocks of which the step uses parameters outside of a block's forward, those that are used together each time; and whether
-            it is with other tensors as well, or for the loss. Then the engine must have them whole for the whole step.
+        together: groups of blocks whose parameters the step uses together outside of a block's forward; and whether it uses them with other
+            tensors, or for the loss. If so, the engine must have them whole for the whole step.
         mixed: a parameter that a hook, or a step of manual optimization, uses together with tensors that aren't parameters: its FQN, and
             the hook's name. None where there is none.
-        written: parameters that the step or a hook writes to, but for the optimizer's step: each one's FQN, and the hook's name.
-        exchanged: FQNs of parameters in the place of which the step has put others.
-        shared: FQNs of parameters to which the step has given another one's values to share.
-        looked: hooks that look at gradients, each with the FQN of a parameter of which it looks at one; None in the place of the FQN
-            where a hook failed on the traced step, so that this isn't known.
+        written: parameters that the step or a hook writes to, without the optimizer's step: each one's FQN, and the hook's name.
+        exchanged: FQNs of parameters that the step has replaced by others.
+        shared: FQNs of parameters that the step has made share another parameter's values.
+        looked: hooks that look at gradients, each with the FQN of a parameter whose gradient it reads; None in place of the FQN where a
+            hook failed on the traced step, so that this isn't known.
     """
 
     together: tuple[tuple[tuple[str, ...], bool], ...] = ()
@@ -61,16 +61,16 @@ class LayerFootprint:
         parameter_modules: of each of these parameters the number of the module that holds it directly, and whether that has others in it:
             what an engine that gathers parameters module by module needs. Empty where it isn't known.
         forward_peak_bytes: the most that tensors made in its forward take together while it runs, saved ones included.
-        forward_unsaved_bytes: the same if nothing is saved for backward and each is freed after its last use: while a recomputed block runs
-            forward. Of blocks alone.
+        forward_unsaved_bytes: the same if nothing is saved for backward and each tensor is freed after its last use: while a recomputed
+            block runs forward. Only for blocks.
         backward_peak_bytes: the most that tensors made in its backward take together while that runs, complete gradients excepted.
         backward_flops: of its backward.
         moved_bytes: inputs and outputs of every operation of its forward: what a roofline needs.
         backward_moved_bytes: the same of its backward.
-        draw_bytes: what the largest random draw over the samples in its forward takes for the whole batch: a rank that has a part of the
-            batch makes it all the same, and keeps its rows.
+        draw_bytes: the bytes of the largest random draw over the samples in its forward, for the whole batch: a rank with a part of the
+            batch also makes the whole draw, and keeps its rows.
         work: the operations of its forward, by kind and size; empty where it wasn't traced. Their sums are ``flops`` and ``moved_bytes``.
-        backward_work: of its backward, with forwards that the module itself runs again there.
+        backward_work: of its backward, with forwards that the module itself recomputes there.
     """
 
     fqn: str
@@ -182,7 +182,7 @@ class Footprint:
         evaluation_bytes: the most that a validation step of the same run holds beside parameters, gradients, optimizer state and buffers;
             its batch included. None where there is none or it isn't known.
         evaluation_parts: the same while each part of the step runs, in the order of :meth:`parts`; empty where it isn't known.
-        conduct: what the step does with parameters by themselves; None where it wasn't traced.
+        conduct: what the step itself does with parameters; None where it wasn't traced.
         tied: groups of FQNs that share one parameter.
         training: False where the step is one of validation, test or prediction (no gradients, no optimizer).
         automatic_optimization: the module's own flag.
@@ -195,7 +195,7 @@ class Footprint:
         moments: the fullest moments of the step, in order; empty where it wasn't traced, and then the peak is the sum of all categories.
         asks_for_world: whether the module asks its trainer for the number of devices, which differs between plans.
         traced: False where the step could not be traced, and the activations are a guess with a wide margin.
-        margin: how much may be missing, as a share of the prediction (0.1: up to ten per cent more).
+        margin: by how much the prediction may be too low, as a share of it (0.1: up to ten per cent more).
         assumptions: what had to be guessed, a sentence each.
     """
 
@@ -280,7 +280,7 @@ T = TypeVar("T")
 
 
 class FootprintCache(Generic[T]):
-    """The last few results by footprint and key. A footprint is too large to be compared, so that one is told from another by identity.
+    """The last few results by footprint and key. A footprint is too large to be compared, so footprints are distinguished by identity.
 
     Args:
         most: how many are kept.
@@ -291,11 +291,11 @@ class FootprintCache(Generic[T]):
         self._known: dict[tuple[int, Hashable], tuple[Footprint, T]] = {}
 
     def get(self, footprint: Footprint, key: Hashable, make: Callable[[], T]) -> T:
-        """What was made before, or is made now."""
+        """The cached result, or a new one."""
         known = self._known.get((id(footprint), key))
         if known is None or known[0] is not footprint:
             while len(self._known) >= self._most:
                 del self._known[next(iter(self._known))]
-            # The footprint is kept along, so that no other one can come to have its identity.
+            # The footprint is kept, too, so that no other one can get its identity.
             known = self._known[id(footprint), key] = footprint, make()
         return known[1]

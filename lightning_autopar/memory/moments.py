@@ -17,16 +17,16 @@ from lightning_autopar.memory.footprint import Footprint, Moment
 Column: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
-#: What ``torch.utils.checkpoint`` keeps for each block of the CPU's random numbers (``torch.get_rng_state``), in host memory whatever the
-#: device is; a GPU's own state, of 16 bytes, lies there as well.
+#: The bytes of the CPU's random state (``torch.get_rng_state``) that ``torch.utils.checkpoint`` keeps for each block, always in host
+#: memory; a GPU's own state, of 16 bytes, lies there, too.
 RNG_STATE_BYTES = 5056
-#: Footprints whose columns are kept at hand.
+#: How many footprints' columns are cached.
 _REMEMBERED = 8
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What a rank holds at the moments of a step, beside parameters, optimizer state, buffers and input; a column an aspect.
+    """What a rank holds at the moments of a step, besides parameters, optimizer state, buffers and input, in columns.
 
     Args:
         forward: whether it is one of forward.
@@ -34,9 +34,9 @@ class Moments:
         held: how many leading blocks hold what they saved; the one that runs excepted.
         running: whether the block of that index runs, in forward or backward; else it is what comes before that block.
         boundary: whether that part of the step has just begun.
-        ended: of a boundary in backward the block whose backward ends there; -1 where none does.
-        accumulated: of one of backward whether that adds to gradients of an earlier batch, which count as complete all the time.
-        waiting: whether gradients of a batch that isn't the step's last one may be there, which replicas don't reduce yet.
+        ended: for a boundary in backward, the block whose backward ends there; -1 where none does.
+        accumulated: for a moment of backward, whether backward adds to gradients of an earlier batch, which count as complete all the time.
+        waiting: whether gradients of a batch that isn't the step's last one may be held, which replicas don't reduce yet.
         gradients: complete gradients.
         activations: tensors that forward made and that grow with the batch.
         temporary: everything else.
@@ -57,7 +57,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class _Columns:
-    """A footprint's figures, at the whole batch: its moments without what has a fixed size, that, and the blocks'."""
+    """A footprint's figures, at the whole batch: its moments without bytes of fixed size, those bytes, and the blocks' figures."""
 
     moments: Moments
     fixed: Column
@@ -76,14 +76,14 @@ def moments_of(footprint: Footprint, recomputed: Collection[int], share: float, 
     """The moments of a rank that computes ``share`` of the batch at a time.
 
     Recomputed blocks hold their input only, and the state of random numbers, from their forward to their backward; in their backward they
-    hold everything, and at its beginning their forward runs again, while the state of that time is kept aside (``torch.random.fork_rng``).
-    Of a part of the batch a random draw is made for the whole of it, and rows of it are kept.
+    hold everything. At its beginning their forward runs again, while the current random state is saved (``torch.random.fork_rng``). For a
+    part of the batch, a random draw is made for the whole batch, and its rows are kept.
 
     Args:
         footprint: at the whole batch.
         recomputed: indices of blocks.
-        share: the part of the batch; what has a fixed size stays as it is.
-        random_bytes: of a state of random numbers, where the device holds it: :data:`RNG_STATE_BYTES` on a CPU device, 0 on others.
+        share: the part of the batch; bytes of fixed size stay as they are.
+        random_bytes: of a random state, where the device holds it: :data:`RNG_STATE_BYTES` on a CPU device, 0 on others.
     """
     columns = _columns_of(footprint)
     whole = columns.moments
@@ -116,7 +116,7 @@ def moments_of(footprint: Footprint, recomputed: Collection[int], share: float, 
     runs = whole.forward & ~whole.boundary
     temporary[: len(runs)] += np.where(runs, draws[2 * whole.held + whole.running], 0)
 
-    inside = np.arange(len(activations)) >= len(whole.held)  # running a forward again is no boundary
+    inside = np.arange(len(activations)) >= len(whole.held)  # a forward that runs again is no boundary
 
     def flags(column: Flags) -> Flags:
         return np.concatenate([column, column[again]])
@@ -140,13 +140,13 @@ def moments_of(footprint: Footprint, recomputed: Collection[int], share: float, 
 
 
 def _before(values: Column, counts: Column) -> Column:
-    """Of each count the sum of so many leading values."""
+    """For each count, the sum of so many leading values."""
     sums: Column = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
     return sums[counts]
 
 
 def _at(values: Column, indices: Column) -> Column:
-    """The values at these indices; 0 behind the last one."""
+    """The values at these indices; 0 after the last one."""
     padded: Column = np.append(values, 0)
     return padded[indices]
 
@@ -211,7 +211,7 @@ def _draws(footprint: Footprint) -> list[int]:
 
 
 def _ended(moments: tuple[Moment, ...]) -> list[int]:
-    """Of each moment the block whose backward ends there."""
+    """For each moment, the block whose backward ends there."""
     ended, last = [], -1
     for moment in moments:
         now = moment.held if moment.running and moment.phase == "backward" else -1
@@ -221,7 +221,7 @@ def _ended(moments: tuple[Moment, ...]) -> list[int]:
 
 
 def _accumulated(moments: tuple[Moment, ...]) -> list[bool]:
-    """Of each moment whether its backward found gradients when it began."""
+    """For each moment, whether its backward found gradients when it began."""
     found, last, there = [], "", False
     for moment in moments:
         if moment.phase == "backward" and last != "backward":
@@ -232,7 +232,7 @@ def _accumulated(moments: tuple[Moment, ...]) -> list[bool]:
 
 
 def _all_at_once(footprint: Footprint) -> tuple[Moment, ...]:
-    """Where the step wasn't traced: forward's end as if everything were there, and the same within each block, forward and backward."""
+    """For a step that wasn't traced: forward's end as if all were held, and the same within each block, forward and backward."""
     end = Moment(
         phase="forward",
         held=len(footprint.blocks),

@@ -13,7 +13,7 @@ from lightning_autopar.memory.tape import MARKS, Event, Kind, Tape
 
 _SCALED: frozenset[Kind] = frozenset({"input", "activations", "temporary"})
 _MADE: frozenset[Kind] = frozenset({"activations", "temporary", "fixed"})
-#: The actions that end a forward: a backward begins, or an optimizer steps without one.
+#: The actions that end a forward: a backward begins, or an optimizer steps without a backward.
 _TURNS = ("backward", "return", "optimizer")
 
 
@@ -40,13 +40,13 @@ _NOTHING = Size()
 
 @dataclass
 class Peaks:
-    """The fullest moments of something: which of them is the fullest depends on the share of the batch."""
+    """The fullest moments of a part; which one is the fullest depends on the share of the batch."""
 
     sizes: list[Size] = field(default_factory=lambda: [_NOTHING])
     _at: dict[float, int] = field(default_factory=dict, compare=False, repr=False)
 
     def see(self, size: Size) -> None:
-        """Remember it unless a fuller one is known."""
+        """Keep a moment unless a fuller one is known."""
         if any(one.scaled >= size.scaled and one.fixed >= size.fixed for one in self.sizes):
             return
         self.sizes = [one for one in self.sizes if one.scaled > size.scaled or one.fixed > size.fixed]
@@ -54,7 +54,7 @@ class Peaks:
         self._at.clear()
 
     def at(self, share: float) -> int:
-        """Bytes at the fullest of them; parts alike share their peaks, so that it is asked for again and again."""
+        """Bytes at the fullest of them; cached, as equal parts share their peaks."""
         found = self._at.get(share)
         if found is None:
             found = self._at[share] = max(size.at(share) for size in self.sizes)
@@ -90,19 +90,19 @@ class StepPart:
     Args:
         inner: made in its forward, and kept until its own backward.
         lent: made in its forward, and kept until the backward of another part, by the number of that part.
-        forward: what its forward takes, tensors that it made alone.
+        forward: what its forward takes, only tensors that it made.
         forward_given: the same with tensors that parts before it made and that aren't kept for backward.
-        again: as ``forward``, until the last tensor is there that its own backward wants: what it takes when it is recomputed.
-        backward: what its backward takes, what its forward kept and gradients in the making included; complete gradients are not. By
-            whether the gradient that reaches it, and whether what other parts have lent it, is counted.
+        again: like ``forward``, until the last tensor that its own backward needs is made: what it takes when it is recomputed.
+        backward: what its backward takes, with what its forward kept and gradients being made, without complete gradients. By whether the
+            gradient that reaches it, and what other parts have lent it, are counted.
         first: the same with the gradients that it completes.
-        backward_again: as ``backward``, where its forward has run again: what that made is gone as soon as its last node has read it.
+        backward_again: like ``backward``, after its forward has run again: what that made is freed as soon as its last node has read it.
         first_again: likewise ``first``.
         crossing: of a block: what enters it and was made by another block or between blocks, storage by storage: what must be sent where
             a pipeline is cut here.
         anew: of a block: what enters it and was made before the first block (masks, rotary embeddings), kept for backward: what must be
             made anew where a pipeline is cut here.
-        returns: what its backward leaves to the parts before it: the gradients of its inputs.
+        returns: what its backward leaves for the parts before it: the gradients of its inputs.
         active: whether its backward makes anything.
     """
 
@@ -125,7 +125,7 @@ _KNOWN: dict[int, tuple[weakref.ref[Tape], list[StepPart]]] = {}
 
 
 def parts_of(tape: Tape, blocks: int) -> list[StepPart]:
-    """The parts of a step, in the order in which they run; worked out once for each tape.
+    """The parts of a step, in the order in which they run; computed once for each tape.
 
     Args:
         tape: of the step.
@@ -152,7 +152,7 @@ class _Storage:
 
 
 class _Reader:
-    """One tape on its way to parts."""
+    """Reads one tape into parts."""
 
     def __init__(self, tape: Tape, blocks: int) -> None:
         self.parts = [StepPart() for _ in range(2 * blocks + 1)]
@@ -170,11 +170,11 @@ class _Reader:
 
     @staticmethod
     def _number(action: str, storage: int) -> int:
-        """Of the part that begins with a mark."""
+        """The number of the part that begins with a mark."""
         return {"forward": 2 * storage + 1, "leave": 2 * storage + 2, "backward": 2 * storage + 1, "return": 2 * storage}[action]
 
     def _kept(self, forward: list[Event], backward: list[Event]) -> None:
-        """Which of the forward's storages are alive at its end, and in which part's backward each of those goes."""
+        """The forward's storages that are alive at its end, and the part in whose backward each one is freed."""
         part = 0
         alive: dict[int, _Storage] = {}
         for action, storage, size_bytes, kind in forward:
@@ -197,7 +197,8 @@ class _Reader:
     def _forward(self, events: list[Event]) -> None:
         """Peaks of the forward, what is kept, and what crosses where."""
         part = 0
-        # Bytes that grow and bytes that don't: of what this part made; of what isn't kept for backward, and of that what parts before made.
+        # Bytes that grow and bytes that don't: of what this part made; of what isn't kept for backward; and of the latter, what earlier
+        # parts made.
         own = own_fixed = loose = loose_fixed = given = given_fixed = 0
         seen: list[tuple[int, ...]] = []
         wanted = 0  # so many of these come before backward's last tensor
@@ -258,7 +259,7 @@ class _Reader:
         one.forward, one.forward_given, one.again = (_both(before, more) for before, more in zip(peaks, known, strict=True))
 
     def _see_backward(self, part: int, seen: list[tuple[int, ...]]) -> None:
-        """The same of a part's backward: what it holds itself, what was given and lent to it, and gradients that are complete."""
+        """The same for a part's backward: what it holds itself, what was given and lent to it, and complete gradients."""
         if not seen:
             return
         ways = list(self.parts[part].backward)
@@ -344,9 +345,8 @@ class _Reader:
 
     @staticmethod
     def _pending(events: list[Event]) -> tuple[set[int], set[int]]:
-        """Gradients of shared parameters, which wait beyond their part for what other parts add to them, and the sums that come of it.
-
-        Apart, each part's gradient is complete at once, and there is no sum.
+        """Gradients of shared parameters, which are held after their part until other parts add to them, and their sums. For parts taken
+        separately, each gradient is complete at once, and there is no sum.
         """
         begun: dict[int, int] = {}  # of this part, in order, with their sizes
         waiting: dict[int, int] = {}

@@ -13,15 +13,14 @@ from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.tape import KINDS, Tape
 from lightning_autopar.memory.work.work import Work, flops, moved_bytes
 
-#: What of a tape grows with the batch.
+#: The kinds of a tape that grow with the batch.
 _GROWING = tuple(KINDS.index(kind) for kind in ("input", "activations", "temporary"))
 
 
 def scaled(footprint: Footprint, batch_size: int) -> Footprint:
-    """The footprint at a batch of so many samples: activations, input and FLOPs in proportion, what has a fixed size left as it is.
-
-    Temporaries go down to no less than the parameters' size: an optimizer's don't depend on the batch. A batch without a
-    batch dimension counts as one sample. A validation step grows along, but doesn't shrink: its loader has a batch size of its own.
+    """The footprint at a batch of so many samples: activations, input and FLOPs in proportion; bytes of fixed size stay. Temporaries never
+    get smaller than the parameters: an optimizer's don't depend on the batch. A batch without a batch dimension counts as one sample. A
+    validation step grows in proportion, but doesn't shrink: its loader has a batch size of its own.
 
     Args:
         footprint: as traced.
@@ -30,7 +29,7 @@ def scaled(footprint: Footprint, batch_size: int) -> Footprint:
     share = Fraction(batch_size, max(1, footprint.batch_size))
 
     def part(size: int, fixed: int = 0) -> int:
-        """That share of what isn't fixed, rounded up."""
+        """That share of the bytes that aren't fixed, rounded up."""
         fixed = min(fixed, size)
         return fixed + -(-(size - fixed) * share.numerator // share.denominator)
 
@@ -40,7 +39,7 @@ def scaled(footprint: Footprint, batch_size: int) -> Footprint:
     works: dict[int, tuple[Work, ...]] = {}
 
     def rescale(work: tuple[Work, ...]) -> tuple[Work, ...]:
-        """Operations at the new batch; blocks that are alike share theirs."""
+        """Operations at the new batch; equal blocks share theirs."""
         if id(work) not in works:
             works[id(work)] = tuple(one.at(float(share)) for one in work)
         return works[id(work)]
@@ -70,7 +69,7 @@ def scaled(footprint: Footprint, batch_size: int) -> Footprint:
 
 
 def drawn_by_rank(footprint: Footprint) -> Footprint:
-    """The footprint where each rank, and each part of a batch, draws the random numbers of its own samples alone."""
+    """The footprint if each rank, and each part of a batch, draws random numbers only for its own samples."""
 
     def own(layer: LayerFootprint) -> LayerFootprint:
         works = (tuple(replace(one, drawn=False) if one.drawn else one for one in works) for works in (layer.work, layer.backward_work))
@@ -81,15 +80,15 @@ def drawn_by_rank(footprint: Footprint) -> Footprint:
 
 
 def draws_whole(footprint: Footprint) -> bool:
-    """Whether a part of the step's batch draws random numbers for all of it."""
+    """Whether a part of the step's batch draws random numbers for the whole batch."""
     return any(work.drawn for layer in (*footprint.blocks, *footprint.outer) for work in (*layer.work, *layer.backward_work))
 
 
 def _layer(layer: LayerFootprint, part: Callable[..., int], rescale: Callable[[tuple[Work, ...]], tuple[Work, ...]]) -> LayerFootprint:
     """A block or an outer part.
 
-    FLOPs and bytes moved are those of its operations; where those aren't known, what it reads and writes of parameters and gradients is
-    taken to be as much at any batch.
+    FLOPs and bytes moved are those of its operations; where those aren't known, its reads and writes of parameters and gradients are
+    assumed to be equal at any batch.
     """
     weights = layer.parameter_bytes
     work, backward_work = rescale(layer.work), rescale(layer.backward_work)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def storages(tensor: Tensor) -> Iterator[UntypedStorage]:
-    """The storages behind a tensor: of a DTensor this rank's part, of a sparse one indices and values, of a wrapper all that it wraps."""
+    """The storages of a tensor: for a DTensor this rank's part, for a sparse one indices and values, for a wrapper all that it wraps."""
     if is_traceable_wrapper_subclass(tensor):  # a DTensor, torchao's quantised ones, a collective's result that is still on its way
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for part in parts:
@@ -31,11 +31,11 @@ def storages(tensor: Tensor) -> Iterator[UntypedStorage]:
 
 
 def seen_storages(tensor: Tensor) -> Iterable[UntypedStorage]:
-    """The same of a tensor that an operation has, as it is told what it runs on; fast where that is a fake one."""
+    """The same for an argument or result of an operation; fast for a fake tensor."""
     if type(tensor) is FakeTensor and tensor.layout is torch.strided:
         return (tensor.untyped_storage(),)
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return ()  # what vmap and grad wrap, operations see unwrapped
+        return ()  # operations see tensors of vmap and grad unwrapped
     return storages(tensor)
 
 
@@ -52,7 +52,7 @@ def storage_sizes(tensors: Iterable[Tensor], device: torch.device) -> dict[int, 
         device: of a GPU with or without its index.
     """
     sizes: dict[int, int] = {}
-    with torch._C.DisableTorchFunctionSubclass():  # an engine may watch what is done with parameters, and looking is nothing
+    with torch._C.DisableTorchFunctionSubclass():  # an engine may watch uses of parameters, and this isn't one
         for tensor in tensors:
             for storage in storages(tensor):
                 same = storage.device.type == device.type and device.index in (None, storage.device.index)

@@ -27,9 +27,9 @@ Action = Literal[
     "read",
 ]
 ACTIONS: tuple[Action, ...] = get_args(Action)
-#: The actions that change nothing and mark nothing.
+#: The actions that are neither changes nor marks.
 NOTES = frozenset({"input", "output", "unsaved", "product", "read"})
-#: The actions that say which part of the step runs from there on.
+#: The marks: which part of the step runs from there on.
 MARKS = frozenset({"forward", "leave", "backward", "return", "optimizer"})
 
 
@@ -114,8 +114,8 @@ class Tape:
         return map(Event._make, self.rows())
 
     def rows(self) -> Iterator[tuple[Action, int, int, Kind | None]]:
-        """The events as plain tuples, without a step of Python for each: a plan waits for ten thousands of them."""
-        # The kind of number -1 is the last one, None.
+        """The events as plain tuples, made without a Python step for each: a plan needs tens of thousands of them."""
+        # The kind with number -1 is the last one, None.
         columns = map(ACTIONS.__getitem__, self.actions), self.storages, self.sizes, map((*KINDS, None).__getitem__, self.kinds)
         return zip(*columns, strict=True)
 

@@ -16,7 +16,7 @@ from lightning_autopar.memory.footprint import Footprint
 MIB = 1 << 20
 KIB = 1 << 10
 
-#: The kind of device: a CPU, a GPU, and of GPUs those of Hopper and of data-centre Blackwell, on which attention asks cuDNN first.
+#: The kind of device: a CPU, a GPU, or one of Hopper or data-centre Blackwell, on which attention tries cuDNN first.
 Target = Literal["cpu", "cuda", "sm90", "sm100"]
 
 
@@ -24,7 +24,7 @@ class _Kind(NamedTuple):
     """A GPU's chip, as far as it matters here.
 
     Args:
-        word: what its names have in common, a pattern in lower case.
+        word: a pattern, in lower case, that its names match.
         major: of its compute capability; 0 for AMD's.
         processors: streaming multiprocessors (compute units of AMD's) of the cards sold.
     """
@@ -83,14 +83,14 @@ _KINDS = tuple(
         ("mi250", 0, 104),
     )
 )
-#: Of a device that isn't known: the largest.
+#: For an unknown device: the largest.
 _UNKNOWN = _Kind("", 9, 148)
 
 #: Bare CUDA contexts as they were seen: 256 MiB on 82 multiprocessors (RTX 3090, https://github.com/invoke-ai/InvokeAI/issues/9413),
 #: 426 MiB on 142 (RTX 6000 Ada, torch 2.10, https://github.com/unslothai/unsloth-zoo/pull/1053): the driver reserves for each of them.
 _CONTEXT_BYTES_A_PROCESSOR = 3 * MIB
-#: Kernels of torch, cuBLAS and cuDNN that a step loads as it needs them (``CUDA_MODULE_LOADING=LAZY``, the default from CUDA 12.2 on);
-#: not measured by itself: context and kernels together were seen to take 400 to 600 MiB from A100 to H200.
+#: Kernels of torch, cuBLAS and cuDNN that a step loads as it needs them (``CUDA_MODULE_LOADING=LAZY``, the default from CUDA 12.2 on); not
+#: measured alone: context and kernels together were seen to take 400 to 600 MiB from A100 to H200.
 _LOADED_BYTES = 150 * MIB
 #: All of them, loaded at once: "over 1000 MB" (https://github.com/pytorch/pytorch/issues/107667).
 _LOADED_EAGERLY_BYTES = 1000 * MIB
@@ -140,7 +140,7 @@ def cublas_bytes(device_name: str, *, environment: Mapping[str, str] | None = No
 
 
 def context_bytes(device_name: str, *, environment: Mapping[str, str] | None = None) -> int:
-    """What a process holds on the device before its first tensor and beside them: the CUDA context and the kernels loaded into it.
+    """What a process holds on the device besides tensors: the CUDA context and the kernels loaded into it.
 
     Args:
         device_name: as the driver or a spec names it; an unknown one counts as the largest.
@@ -151,7 +151,7 @@ def context_bytes(device_name: str, *, environment: Mapping[str, str] | None = N
 
 
 class Named(Protocol):
-    """What is asked of a device: a trace doesn't depend on what else devices are."""
+    """The properties of a device that a trace depends on."""
 
     @property
     def kind(self) -> str:
@@ -163,7 +163,7 @@ class Named(Protocol):
 
 
 def target_of(devices: Sequence[Named]) -> Target:
-    """What a step is traced for: the first GPU of these devices; a CPU where there is none."""
+    """The target of a trace: the first GPU of these devices; a CPU where there is none."""
     name = next((device.name for device in devices if device.kind != "cpu"), None)
     if name is None:
         return "cpu"
@@ -172,7 +172,7 @@ def target_of(devices: Sequence[Named]) -> Target:
 
 
 def nccl_bytes(*sizes: int) -> int:
-    """NCCL's buffers on each device, of communicators of so many devices; they share nothing."""
+    """NCCL's buffers on each device, for communicators of so many devices, which share nothing."""
     return sum(_NCCL_PAIR_BYTES if size == 2 else _NCCL_BYTES for size in sizes if size > 1)
 
 

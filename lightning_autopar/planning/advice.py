@@ -26,22 +26,22 @@ from lightning_autopar.plans import Plan, all_engines, offered_engines
 from lightning_autopar.report.report import Advice, Candidate
 from lightning_autopar.text import format_bytes, format_seconds
 
-#: How much faster a sample must be done for a change to be worth a sentence.
+#: How many times as fast a sample must be for a change to be worth a sentence.
 _LEAST_SPEEDUP = 1.2
-#: What counts as a small change: this share of a device's memory, a batch of at least this share of the present one.
+#: A small change is at most this share of a device's memory, or a batch of at least this share of the present one.
 _LEAST_MEMORY_SHARE, _LEAST_BATCH_SHARE = 0.25, 0.5
-#: Plans that don't fit and would be faster, looked at for what they lack; and plans tried for a smaller batch where nothing fits.
+#: At most so many faster plans that don't fit are looked at; where nothing fits, so many plans are tried with a smaller batch.
 _MOST_TARGETS, _MOST_TRIED = 4, 6
 _MOST_SENTENCES = 5
 #: No further search is begun after so many, or so many seconds: somebody waits for the report; more where nothing fits, as no run waits.
 _MOST_SEARCHES, _MOST_SECONDS = 10, 4.0
 _MOST_SEARCHES_UNFIT, _MOST_SECONDS_UNFIT = 60, 10.0
-#: Validation that takes a smaller share of a device is in nobody's way; batches that are tried, beside the present one.
+#: Validation that takes a smaller share of a device isn't what is lacking; and the batches that are tried, as shares of the present one.
 _LEAST_VALIDATION_SHARE = 0.02
 _VALIDATION_SHARES = (0.5, 0.25, 0.125, 0.0625)
-#: Devices that are added at most, and the largest host that is advised, in GiB.
+#: The most devices that advice adds, and the largest host that it names, in GiB.
 _MOST_DEVICES, _MOST_HOST_GIB = 7, 4096
-#: Precisions under which weights, gradients and the optimizer's states lie in 32 bits, and what has them in 16.
+#: Precisions under which weights, gradients and the optimizer's states lie in 32 bits, the one with 16 bits, and their names.
 _WIDE, _NARROW, _STATES = ("32-true", "bf16-mixed", "16-mixed"), "bf16-true", ("parameters", "gradients", "optimizer")
 
 Kind = Literal["memory", "batch_size", "setting", "others", "package", "module", "devices"]
@@ -51,10 +51,10 @@ class Ask(Protocol):
     """The search, for another question. Neither method raises where nothing fits, nor asks for advice."""
 
     def best(self, asked: Question) -> Candidate | None:
-        """The best candidate, or where nothing fits the one that lacks least; None where there is none at all."""
+        """The best candidate; if nothing fits, the one that lacks least memory; None if there is none at all."""
 
     def evaluate(self, asked: Question, plan: Plan, *, confirm: bool = False) -> Candidate:
-        """One plan's prediction; with ``confirm`` its allocations are replayed where they can be."""
+        """One plan's prediction; with ``confirm`` its allocations are replayed where possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,9 @@ class _Change:
 
     Args:
         kind: as an advice's.
-        said: of a size and the candidate that is best then, the beginning of a sentence, and the same for a program.
-        made: of a question and a size, the question after the change; None where nothing would change.
-        sizes: from the least to the most; a single one where there is nothing to choose.
+        said: gives, for a size and the best candidate then, the beginning of a sentence, and the same for a program.
+        made: gives, for a question and a size, the question after the change; None where nothing would change.
+        sizes: of the change, the smallest first; a single one where there is nothing to choose.
         searched: whether plans differ from size to size, so that one that fits at some is no guide to others.
     """
 
@@ -76,7 +76,7 @@ class _Change:
     searched: bool = False
 
     def and_(self, other: _Change) -> _Change:
-        """Both in one; sizes go from the least to the most together."""
+        """Both changes in one, whose sizes grow together."""
         count = max(len(self.sizes), len(other.sizes))
         both = [tuple(one.sizes[-(-(index + 1) * len(one.sizes) // count) - 1] for one in (self, other)) for index in range(count)]
 
@@ -114,7 +114,7 @@ def advise(asked: Question, candidates: Sequence[Candidate], ask: Ask) -> tuple[
 
 
 class _Adviser:
-    """What was planned for, and the search to ask about it."""
+    """What was planned for, and the search that answers for changes of it."""
 
     def __init__(self, asked: Question, candidates: Sequence[Candidate], ask: Ask) -> None:
         self.pinned = asked.constraints.pinned is not None
@@ -130,7 +130,7 @@ class _Adviser:
     # -- where something fits ----------------------------------------------------------------------------------------------------------
 
     def more_memory(self) -> list[Advice]:
-        """The fastest plan that a little more memory would let fit."""
+        """Advice on the fastest plan that would fit with a little more memory."""
         for target in self._targets():
             lack = self._lack(target)
             if not lack or not all(map(self._can_have, lack.items())):
@@ -142,7 +142,7 @@ class _Adviser:
         return []
 
     def smaller_batch(self) -> list[Advice]:
-        """The batch, a little smaller, with which a plan fits that gets through more samples a second."""
+        """A slightly smaller batch with which another plan fits and trains more samples a second."""
         found: list[Advice] = []
         whole = self.footprint.batch_size
         for target in self._targets():
@@ -176,12 +176,12 @@ class _Adviser:
         return device.kind == "cpu" or (device.kind == "cuda" and device.free_bytes + lack_bytes <= device.total_bytes)
 
     def _seconds_a_sample(self, candidate: Candidate, batch_size: int | None = None) -> float:
-        """Of a step over the batch, or over one batch a rank where ranks don't share it."""
+        """Seconds a sample: of a step over the batch, or over one batch a rank where ranks don't share a batch."""
         samples = self.footprint.batch_size if batch_size is None else batch_size
         return candidate.step_seconds / max(1, samples) / (1 if self.constraints.split_batch else candidate.plan.world_size)
 
     def _speedup(self, candidate: Candidate, batch_size: int | None = None) -> float:
-        """How many times as fast as the best that fits now."""
+        """How many times as fast a candidate is as the best one that fits now."""
         assert self.now is not None, "nothing to compare with"
         return self._seconds_a_sample(self.now) / self._seconds_a_sample(candidate, batch_size)
 
@@ -204,14 +204,14 @@ class _Adviser:
         return f" ({seconds}, {after} instead of {now})" if after != now else f" ({seconds})"
 
     def _now_title(self) -> str:
-        """The plan of today, by name."""
+        """The title of the best plan that fits now."""
         assert self.now is not None, "nothing fits"
         return self.now.plan.title()
 
     # -- in either case ----------------------------------------------------------------------------------------------------------------
 
     def changes(self) -> Iterator[_Change]:
-        """What may be changed, what asks least of the user first; each only where it can matter."""
+        """Changes that can matter here, the easiest for the user first."""
         unfit, constraints = self.now is None, self.constraints
         if self.pinned:
             yield _setting("leave the plan unpinned", {"plan": None})
@@ -276,7 +276,7 @@ class _Adviser:
             )
 
     def suppose(self, change: _Change) -> Advice | None:
-        """The advice to change that, by as little as will do, if it would help."""
+        """Advice to make that change, by the least size that helps; None if none helps."""
         found = self._least(change, self.asked)
         if found is None:
             return None
@@ -289,7 +289,7 @@ class _Adviser:
         return Advice(kind=change.kind, text=text, change=changed, plan=best.plan, **self._gains(best))
 
     def _least(self, change: _Change, asked: Question) -> tuple[Any, Candidate] | None:
-        """The least size of a change that helps, and the best candidate then; None where not even the most does."""
+        """The least size of a change that helps, and the best candidate then; None if not even the largest helps."""
         low, most = 0, len(change.sizes) - 1
         best = self._best(change.made(asked, change.sizes[most]))
         if best is None:
@@ -317,7 +317,7 @@ class _Adviser:
         return low + bisect_left(range(low, most), True, key=fits)
 
     def _best(self, asked: Question | None) -> Candidate | None:
-        """The best that would fit then, much faster than now; None also where enough has been asked."""
+        """The best candidate for that question, if it fits and is much faster than now; None also after the last search."""
         if asked is None or self.is_cut_short:
             return None
         self._searches -= 1
@@ -326,32 +326,31 @@ class _Adviser:
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether enough has been asked."""
+        """Whether no further search may begin."""
         return self._searches <= 0 or time.perf_counter() > self._until
 
     def _allow_words(self, named: Sequence[str], best: Candidate) -> tuple[str, Mapping[str, Any]]:
-        """``allow`` with all that is offered; what is asked for by name, only where it is what would help."""
+        """``allow`` with all offered engines; one that has to be named, only if its plan is the best."""
         allow = [*offered_engines(), *(engine for engine in named if engine == best.plan.engine or engine in self.constraints.allow)]
         return f"allow={allow!r}", {"allow": allow}
 
     def _host_words(self, size: int, best: Candidate) -> tuple[str, Mapping[str, Any]]:
-        """The host's memory instead of what it has."""
+        """The host memory that is needed, instead of what is free."""
         node = 0 if best.host is None else best.host.node
         where = f" on node {node}" if len(self.inventory.node_host_bytes) > 1 else ""
         have = format_bytes(self.inventory.host_free_on(node))
         return f"{format_bytes(size)} of host memory{where} instead of {have}", {"host_bytes": size}
 
     def _validation_may_be_in_the_way(self) -> bool:
-        """Whether a plan lacks memory that would be faster, or nothing fits, and validation takes as much that it may be what is lacking.
-
-        The search doesn't show all that it tried: a plan that lacks memory in its step may have a remedy for that, and none for validation.
+        """Whether validation may be why a faster plan, or every plan, lacks memory: it takes enough for that. The search doesn't show all
+        that it tried: a plan that lacks memory in its step may have a remedy for the step, and none for validation.
         """
         evaluation = self.footprint.evaluation_bytes or 0
         worth = self.footprint.training and evaluation > _LEAST_VALIDATION_SHARE * min(self.budget.values())
         return worth and (self.now is None or bool(self._targets()))
 
     def _held(self) -> _Change | None:
-        """If nobody else were on the GPUs."""
+        """The change that frees what others hold on GPUs; None if they hold nothing."""
         held = [
             device
             for device in self.inventory.devices
@@ -382,7 +381,7 @@ class _Adviser:
     # -- where nothing fits ------------------------------------------------------------------------------------------------------------
 
     def least_changes(self) -> tuple[Advice, ...]:
-        """What lets a plan fit, the least change first: a little memory, one thing, a pair of things; last, how much memory is missing."""
+        """Changes that let a plan fit: a little memory, one change, a pair of changes; last, how much memory is missing."""
         missing = self.missing_memory()
         small = [one for one in missing if all(map(self._can_have, one.change["more_free_bytes"].items()))]
         changes = list(self.changes())
@@ -398,12 +397,12 @@ class _Adviser:
         return (*found, *(one for one in missing if one not in small), *_no_recomputation(self.footprint))
 
     def nearest(self, candidates: Sequence[Candidate]) -> tuple[dict[str, int], Candidate] | None:
-        """The candidate that lacks least memory, and how much; what a single device lacks is the harder to come by, the more it is."""
+        """The candidate whose largest lack on one device is least, and what it lacks."""
         lacking = [(lack, one) for one in candidates if _lacks_devices_alone(one) and (lack := self._lack(one))]
         return min(lacking, key=lambda item: (max(item[0].values()), sum(item[0].values()))) if lacking else None
 
     def missing_memory(self) -> list[Advice]:
-        """How much more would do, for the candidate that lacks least; where no plan is predicted, for one of any engine that is offered."""
+        """How much more memory the candidate needs that lacks least; if no plan was predicted, one of any offered engine."""
         words, change, nearest = "", {}, self.nearest(self.candidates)
         if nearest is None and not any(one.needs for one in self.candidates):
             allow = offered_engines()
@@ -415,7 +414,7 @@ class _Adviser:
         return [_promise("memory", words + self._lack_words(lack), {**change, "more_free_bytes": lack}, best)]
 
     def half_as_wide(self) -> list[Advice]:
-        """Where 16 bits for weights, gradients and states would save what is missing; said as a guess, as nothing was traced with them."""
+        """Advice on 16 bits for weights, gradients and states, if that would save what is missing: a guess, as nothing was traced so."""
         if (nearest := self.nearest(self.candidates)) is None or self.constraints.precision not in _WIDE:
             return []
         _, best = nearest
@@ -444,7 +443,7 @@ class _Adviser:
 
 
 def _setting(words: str, change: Mapping[str, Any], **changes: Any) -> _Change:
-    """Constraints that are replaced."""
+    """A change that replaces constraints."""
     return _Change(
         kind="setting",
         said=lambda *_: (words, change),
@@ -453,7 +452,7 @@ def _setting(words: str, change: Mapping[str, Any], **changes: Any) -> _Change:
 
 
 def _step(words: str, change: Mapping[str, Any], changed: Callable[[Footprint], Footprint | None]) -> _Change:
-    """Another step."""
+    """A change of the step."""
 
     def made(asked: Question, _: Any) -> Question | None:
         footprint = changed(asked.footprint)
@@ -477,7 +476,7 @@ def _batch_of(whole: int, sizes: Sequence[int]) -> _Change:
 
 
 def _eight_bit(asked: Question, _: Any) -> Question | None:
-    """Bitsandbytes' Adam, which takes whole parameters on the GPU; None where no engine may be used that has them."""
+    """The question with bitsandbytes' Adam, which needs whole parameters on the GPU; None if no allowed engine has them."""
     footprint, constraints = what_if.eight_bit(asked.footprint), asked.constraints
     allow = tuple(engine for engine in constraints.allow if engines.named(engine).whole)
     if footprint is None or not allow:
@@ -496,14 +495,14 @@ def _can_take(plan: Plan, asked: Question) -> bool:
 
 
 def _promise(kind: Kind, words: str, change: Mapping[str, Any], then: Candidate) -> Advice:
-    """That a plan would fit, with what it takes."""
+    """The advice that a plan would fit, with its memory and seconds."""
     text = f"{words}: {then.plan.title()} would fit, with {format_bytes(max(then.needs.values()))} on the fullest device"
     text += f" and {format_seconds(then.step_seconds)} a step" if then.seconds is not None else ""
     return Advice(kind=kind, text=text, change=change, plan=then.plan)
 
 
 def _lacks_devices_alone(candidate: Candidate) -> bool:
-    """Whether it would fit if its devices had more memory, or it took less of them: its host has what it takes."""
+    """Whether only its devices lack memory: its host has enough."""
     return bool(candidate.needs) and candidate.runnable and (candidate.host is None or candidate.host.fits)
 
 
@@ -513,7 +512,7 @@ def _times(speedup: float) -> str:
 
 
 def _no_recomputation(footprint: Footprint) -> list[Advice]:
-    """Why recomputation, which saves most, is not to be had."""
+    """Why recomputation, which saves most, isn't possible."""
     if not footprint.training or recomputable_order(footprint):
         return []
     why = "the blocks save no more than what enters them"

@@ -25,17 +25,17 @@ from lightning_autopar.report.report import Candidate, DeviceNeed
 from lightning_autopar.text import format_bytes, format_seconds
 from lightning_autopar.timing.rates import Rates
 
-#: What a plan must be faster by than a simpler one to be taken instead of it: less is within what predictions miss from run to run.
+#: By how much a plan must be faster than a simpler one to be taken instead: predictions miss by more than a smaller share from run to run.
 WORTHWHILE = 0.01
-#: The same of a plan of another library's beside one of torch's own: no less than what predicted seconds were off by in the mean over
-#: published runs (``benchmarks/results/published.json``).
+#: The same for a plan of another library against one of torch's own: at least the mean error of predicted seconds over published runs
+#: (``benchmarks/results/published.json``).
 WORTH_A_LIBRARY = 0.15
-#: What a plan on devices that others keep busy must be faster by than one on idler ones. How busy they are counts in tenths
+#: By how much a plan on devices that others keep busy must be faster than one on idler devices. How busy they are counts in tenths
 #: (``roofline.idle_share``), so that seconds on them are known to half of that.
 WORTH_DISTURBING = 0.05
-#: What is counted on at least, beyond what failed.
+#: After a failed replay, at least so many times the loss that failed is assumed.
 _LEAST_LOST = 2 << 20
-#: Parts of a step that go over links, between devices or to the host.
+#: Parts of a step that use links, between devices or to the host.
 _LINKS = ("communication", "offload")
 
 
@@ -47,14 +47,14 @@ class Predict(Protocol):
 
 
 def _predict_bytes(footprint: Footprint, plan: Plan, inventory: Inventory, *, precision: str) -> Mapping[str, DeviceNeed]:
-    """The default: what memory/ predicts."""
+    """The default: the prediction of planning/memory."""
     from lightning_autopar.planning.memory import predict
 
     return predict(footprint, plan, inventory, precision=precision)
 
 
 class _Bytes(NamedTuple):
-    """What is predicted of a plan's bytes: as it is, corrected by earlier runs with a sentence that says so, and what must be there."""
+    """A plan's predicted bytes: as predicted, corrected by earlier runs with a sentence that says so, and with the margin."""
 
     raw: Mapping[str, DeviceNeed]
     sizes: Mapping[str, DeviceNeed]
@@ -63,7 +63,7 @@ class _Bytes(NamedTuple):
 
 
 class Appraiser:
-    """One question's measures: this footprint, these devices, these constraints.
+    """Predicts and ranks plans for one question: this footprint, these devices, these constraints.
 
     Args:
         footprint: what one step needs.
@@ -93,8 +93,8 @@ class Appraiser:
         self._on_cpu = any(device.kind == "cpu" for device in inventory.devices)
         self._scaled: dict[int, Footprint] = {}
         self._known_bytes: dict[Plan, _Bytes] = {}
-        #: Of which plans the allocations can be replayed. For those the search counts on what replays have shown that the allocator loses
-        #: under plans of their sort; before the first one on nothing, or where it is no longer ``hopeful`` on the rule of thumb.
+        #: The plans whose allocations can be replayed. For them the search assumes the loss of the allocator that replays of plans of their
+        #: sort have shown; before the first replay it assumes none, or, no longer ``hopeful``, the rule of thumb.
         self.replays: Callable[[Plan], bool] = lambda plan: False
         self.hopeful = True
         self._lost: dict[tuple[object, ...], int] = {}
@@ -139,12 +139,12 @@ class Appraiser:
         return _each(found.sizes, needed)
 
     def learn(self, plan: Plan, lost_bytes: int, *, failed: bool) -> None:
-        """Count on what the allocator lost in a replay of a plan, for all of its sort; of one that failed it is known to be more."""
+        """From a plan's replay on, assume the allocator's loss in it for all plans of its sort; after a failed replay, more than before."""
         before = self._lost.get(sort_of(plan), 0)
         self._lost[sort_of(plan)] = max(lost_bytes, before + before // 2 + _LEAST_LOST if failed else 0)
 
     def _bytes(self, plan: Plan) -> _Bytes:
-        """What is predicted of a plan's bytes, asked once."""
+        """A plan's predicted bytes, computed once."""
         if plan not in self._known_bytes:
             footprint = self.footprint_of(plan)
             raw = self.predict(footprint, plan, self.inventory)
@@ -153,7 +153,7 @@ class Appraiser:
         return self._known_bytes[plan]
 
     def _seconds(self, plan: Plan) -> tuple[Seconds, Seconds, tuple[str, ...]]:
-        """What is predicted of a plan's seconds, corrected by earlier runs and as it is, asked once; and a sentence on the correction."""
+        """A plan's predicted seconds, computed once: corrected by earlier runs, and uncorrected; and a sentence on the correction."""
         if plan not in self._known_seconds:
             footprint, precision = self.footprint_of(plan), self.constraints.precision
             raw = predict_seconds(footprint, plan, self.inventory, precision=precision, rates=self.rates)
@@ -162,11 +162,11 @@ class Appraiser:
         return self._known_seconds[plan]
 
     def holds(self, plan: Plan) -> bool:
-        """Whether there is memory for it."""
+        """Whether a plan fits into memory."""
         return self.shortage(self.needs(plan)) is None and self._host_shortage(self._host_need(plan)) is None
 
     def never_holds(self, candidate: Candidate) -> bool:
-        """Whether a device lacks the memory for what a plan keeps however its batch is taken apart and whatever is recomputed."""
+        """Whether a device lacks memory for what a plan keeps even with all micro-batches and all recomputation."""
         margin = 1 + self.footprint.margin
         return any(
             (size.parameters + size.optimizer + size.buffers + size.context + size.workspace) * margin > self.budget[device]
@@ -175,15 +175,15 @@ class Appraiser:
         )
 
     def step_seconds(self, plan: Plan) -> float:
-        """Seconds that a batch takes under a plan: ranks with a batch each get through more samples a step."""
+        """Seconds a batch under a plan: where each rank has a batch of its own, a step runs several batches."""
         return self.of_a_batch(self._seconds(plan)[0].step, plan)
 
     def of_a_batch(self, seconds: float, plan: Plan) -> float:
-        """A step's seconds for each batch in it. Sums in another order differ in the last digits, which count for nothing."""
+        """A step's seconds for each batch in it. Rounded, as sums in another order differ in the last digits."""
         return float(f"{seconds / (1 if self.constraints.split_batch else plan.world_size):.9g}")
 
     def footprint_of(self, plan: Plan) -> Footprint:
-        """Of the global batch, which is as many as there are ranks where each takes one of its own."""
+        """The footprint of the global batch; where each rank takes a batch of its own, that is all of them."""
         if self.constraints.split_batch or plan.world_size == 1:
             return self.footprint
         if plan.world_size not in self._scaled:
@@ -192,16 +192,16 @@ class Appraiser:
 
     @staticmethod
     def _with_margin(sizes: Mapping[str, DeviceNeed], margin: float) -> dict[str, int]:
-        """What must be there."""
+        """The bytes needed, with the margin."""
         return _each(sizes, lambda size: math.ceil(max(size.allocated, size.reserved) * (1 + margin)))
 
     def lack(self, needs: Mapping[str, int]) -> int:
-        """Bytes missing on the device that misses most; none or negative where there are enough."""
+        """Bytes missing on the device that lacks most; 0 or negative where there are enough."""
         most: int = max(map(operator.sub, needs.values(), map(self.budget.__getitem__, needs)))
         return most
 
     def shortage(self, needs: Mapping[str, int]) -> str | None:
-        """Where memory is missing, by the device that misses most; None where it suffices."""
+        """Where memory is missing, on the device that lacks most; None where there is enough."""
         if self.lack(needs) > 0:
             _, device_id = max((need - self.budget[device], device) for device, need in needs.items())
             return self._shortage_words(needs[device_id], device_id)
@@ -218,18 +218,18 @@ class Appraiser:
         return None
 
     def _host_need(self, plan: Plan) -> HostNeed | None:
-        """What it takes of a host's memory; None where it offloads nothing."""
+        """What a plan takes of a host's memory; None where it offloads nothing."""
         if not plan.offload:
             return None
         precision, margin = self.constraints.precision, self.constraints.memory_margin
         return host_need(self.footprint_of(plan), plan, self.inventory, self.needs(plan), precision=precision, margin=margin)
 
     def _host_shortage(self, need: HostNeed | None) -> str | None:
-        """Why a host can't hold it; None where it can."""
+        """Why a host's memory is too small for it; None where it is large enough."""
         return None if need is None or need.fits else need.shortage(self.inventory, self.constraints.memory_margin)
 
     def _shortage_words(self, need: int, device_id: str) -> str:
-        """The sentence with the numbers: what is needed, what is there, and how that came to be."""
+        """The sentence with the numbers: what is needed, what there is, and how that was computed."""
         device, budget, limit = self.device[device_id], self.budget[device_id], self.constraints.memory_limit_bytes
         limited = limit is not None and limit < device.free_bytes
         there = f"{format_bytes(limit)} by the memory limit" if limited and limit else f"{format_bytes(device.free_bytes)} free"
@@ -241,7 +241,7 @@ class Appraiser:
         return f"needs {format_bytes(need)} on {device_label(device)}, which has {format_bytes(budget)} ({there}){missing}"
 
     def order(self, candidate: Candidate) -> tuple[object, ...]:
-        """Fitting first, then what would fit but can't be run, both by the objective; the others by what they lack."""
+        """The sort key: fitting plans, then those that would fit but can't be run, both by the objective; the others by what they lack."""
         plan, seconds = candidate.plan, candidate.seconds
         assert seconds is not None, "only predicted candidates have an order"
         step = self.of_a_batch(seconds.step, plan)
@@ -256,7 +256,7 @@ class Appraiser:
         return (place, step, self.busy(plan), *simpler, fullest)
 
     def preferred(self, hopeful: Sequence[Candidate]) -> Candidate:
-        """Of candidates that may all be taken the first by order, or a simpler one that is hardly slower."""
+        """The candidate to take, of several that may all be taken: the first by order, or a simpler one that is hardly slower."""
         first = min(hopeful, key=self.order)
         if self.constraints.objective != "speed":
             return first
@@ -272,11 +272,11 @@ class Appraiser:
         return min(near, key=lambda one: (simplicity(one.plan), self.order(one)))
 
     def busy(self, plan: Plan) -> float:
-        """The share of the busiest of its devices that others use."""
+        """The share that others use of the plan's busiest device."""
         return max(self._busy.get(device, 0.0) for device in plan.devices) if self._busy else 0.0
 
     def _idlest(self, first: Candidate, hopeful: Sequence[Candidate]) -> Candidate:
-        """The first, or one that is hardly slower and disturbs others less."""
+        """The first candidate, or one that is hardly slower and disturbs others less."""
         if not self.busy(first.plan):
             return first
         limit = self.batch_seconds(first) * (1 + WORTH_DISTURBING)
@@ -284,39 +284,39 @@ class Appraiser:
         return min(near, key=lambda one: (self.busy(one.plan), self.order(one)))
 
     def batch_seconds(self, candidate: Candidate) -> float:
-        """Of a candidate, for each batch in its step."""
+        """A candidate's seconds a batch."""
         return self.of_a_batch(candidate.step_seconds, candidate.plan)
 
 
 def _each(sizes: Mapping[str, DeviceNeed], needed: Callable[[DeviceNeed], int]) -> dict[str, int]:
-    """What of each device is needed, by id; ranks alike share an object, which is looked at once."""
+    """The bytes needed of each device, by id; equal ranks share an object, which is computed once."""
     known = {key: needed(size) for key, size in {id(size): size for size in sizes.values()}.items()}
     return dict(zip(sizes, map(known.__getitem__, map(id, sizes.values())), strict=True))
 
 
 def links_seconds(seconds: Seconds) -> float:
-    """How many of a step's seconds are spent on links."""
+    """The seconds of a step that are spent on links."""
     return sum(part for name, part in seconds.parts().items() if name in _LINKS)
 
 
 def corrected(seconds: Seconds, factors: TimeFactors) -> Seconds:
-    """A prediction of time as measured runs say that it should have been."""
+    """The predicted seconds, corrected by the factors that measured runs have shown."""
     return Seconds(**{name: part * (factors.links if name in _LINKS else factors.compute) for name, part in seconds.parts().items()})
 
 
 def sort_of(plan: Plan) -> tuple[object, ...]:
-    """Plans that differ in how much they recompute alone are of one sort."""
+    """The sort of a plan: plans that differ only in how much they recompute are of one sort."""
     return plan.engine, plan.options, plan.devices, plan.reshard_after_forward, plan.replicas, plan.micro_batches, plan.shares
 
 
 def simplicity(plan: Plan) -> tuple[object, ...]:
-    """Simpler plans come first: fewer devices, then fewer things that a plan does besides, then the simpler engine."""
+    """The sort key by which simpler plans come first: fewer devices, then fewer features, then the simpler engine."""
     besides = sum((plan.micro_batches > 1, bool(plan.shares), plan.replicas > 1, bool(plan.offload), bool(plan.recompute)))
     return (plan.world_size, besides, order_of(plan.engine), len(plan.recompute), plan.micro_batches, plan.devices)
 
 
 def first_of_each_configuration(candidates: Iterable[Candidate]) -> dict[tuple[object, ...], Candidate]:
-    """Of each configuration the first candidate: what is more than the choice of equal devices is worth a line in the report."""
+    """The first candidate of each configuration: only plans that differ by more than a choice of equal devices get a line in the report."""
     found: dict[tuple[object, ...], Candidate] = {}
     for candidate in candidates:
         found.setdefault(configuration(candidate.plan), candidate)
@@ -324,7 +324,7 @@ def first_of_each_configuration(candidates: Iterable[Candidate]) -> dict[tuple[o
 
 
 def configuration(plan: Plan) -> tuple[object, ...]:
-    """What of a plan is more than the choice of equal devices, or how much of a remedy it takes."""
+    """What tells plans apart in the report: not which equal devices they use, nor how much of a remedy they take."""
     return (
         plan.engine,
         plan.devices if plan.world_size == 1 else plan.world_size,

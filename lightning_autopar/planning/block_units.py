@@ -10,11 +10,11 @@ from lightning_autopar.plans import Plan
 
 
 def shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Blocks that can be units of FSDP, and those that can't: those of which something outside has or uses a parameter."""
+    """Blocks that can be units of FSDP, and those that can't, as something outside has or uses one of their parameters."""
     return _SHARDABLE.get(footprint, None, lambda: _shardable(footprint))
 
 
-#: Every plan of a search asks for them.
+#: Every plan of a search needs them.
 _SHARDABLE: FootprintCache[tuple[tuple[str, ...], tuple[str, ...]]] = FootprintCache()
 
 
@@ -33,22 +33,21 @@ def _shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def recomputable(footprint: Footprint) -> tuple[LayerFootprint, ...]:
-    """The blocks that recomputation may take and that save something by it, in running order."""
+    """The blocks that may be recomputed and save memory by it, in running order."""
     if not footprint.training:
         return ()
     return tuple(block for block in footprint.blocks if block.recomputable and saved_bytes(block) > 0)
 
 
 def saved_bytes(block: LayerFootprint) -> int:
-    """What recomputing the block saves between its forward and its backward, at the whole batch."""
+    """The bytes that recomputing the block saves between its forward and its backward, at the whole batch."""
     return block.activation_bytes - block.input_bytes
 
 
 def recomputable_order(footprint: Footprint, seconds: Mapping[str, float] | None = None) -> tuple[str, ...]:
-    """FQNs of the blocks that recomputation may take, those first that save most bytes for their time.
-
-    Among equals the earlier block comes first: its activations are kept longest, and at the peak, when forward ends, every
-    block counts the same, while what a later block recomputes would lie on top of what the earlier ones still hold.
+    """FQNs of the blocks that may be recomputed, those first that save most bytes for their time. Among equal blocks the earlier comes
+    first: its activations are kept longest. At the peak, when forward ends, all count the same, but what a later block recomputes would
+    come on top of what earlier ones still hold.
 
     Args:
         footprint: with the blocks.
@@ -58,7 +57,7 @@ def recomputable_order(footprint: Footprint, seconds: Mapping[str, float] | None
     def cost(block: LayerFootprint) -> float:
         return max(1, block.flops) if seconds is None else max(1e-12, seconds[block.fqn])
 
-    # Sums of seconds differ in their last digits: alike to nine digits is alike.
+    # Sums of seconds differ in their last digits: equal to nine digits counts as equal.
     ordered = sorted(recomputable(footprint), key=lambda block: -float(f"{saved_bytes(block) / cost(block):.9g}"))
     return tuple(block.fqn for block in ordered)
 
@@ -75,11 +74,11 @@ def with_recompute(plan: Plan, footprint: Footprint, blocks: Collection[str]) ->
 
 
 def cuttable(footprint: Footprint, refused: Container[str] = ()) -> list[bool]:
-    """Of each block whether a stage of a pipeline may begin with it: not between two blocks that share a parameter.
+    """For each block, whether a pipeline's stage may begin with it: not if blocks before and after share a parameter.
 
     Args:
         footprint: with the blocks; the first of them begins the first stage in any case.
-        refused: FQNs of blocks of which it is known otherwise.
+        refused: FQNs of blocks that are known not to begin a stage.
     """
     allowed = [block.fqn not in refused for block in footprint.blocks]
     for group in footprint.tied:

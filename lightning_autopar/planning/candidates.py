@@ -31,7 +31,7 @@ from lightning_autopar.plans import Plan, all_engines
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A plan that could be meant, and in ``rejection`` the sentence that says why it can't be taken, if it can't."""
+    """A plan to consider; where it can't be taken, ``rejection`` is the sentence that says why."""
 
     plan: Plan
     rejection: str | None = None
@@ -45,8 +45,8 @@ def enumerate_candidates(
     keep: Callable[[str], bool] = lambda _: True,
     sets: Sequence[Sequence[Device]] | None = None,
 ) -> Iterator[Option]:
-    """Every engine's plans on every set of devices worth a look; those that a search finds aren't among them. What is ruled out is
-    :func:`ruled_out`'s.
+    """Every engine's plans on every set of devices worth a look, without those that a search finds. :func:`ruled_out` gives the plans that
+    are ruled out.
 
     Args:
         question: what is asked; a pinned plan is the planner's business, not read here.
@@ -84,7 +84,7 @@ def ruled_out(question: Question) -> Iterator[Option]:
         engine, refusal = engines.named(name), engine_refusal(name, question)
         if refusal is not None and (entry.offered or name in constraints.allow):
             plan = _widest(engine, question)
-            # On one device no pipeline can be written down: nobody misses it who allows other engines.
+            # There is no pipeline on one device, and a user who allows other engines doesn't miss its row.
             if plan.engine == name or len(constraints.allow) == 1:
                 yield Option(plan=plan, rejection=refusal)
         if refusal is None:
@@ -99,12 +99,12 @@ def ruled_out(question: Question) -> Iterator[Option]:
 
 
 def micro_batch_counts(rows: int) -> list[int]:
-    """Into how many parts so many samples may be taken apart: of those with which the largest part is as large, the fewest."""
+    """The numbers of parts to split so many samples into: the smallest one of those whose largest part is equally large."""
     return sorted({-(-rows // size) for size in range(1, rows + 1)}) or [1]
 
 
 def notes_of(plan: Plan, footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
-    """What a reader should know of a plan, a sentence each."""
+    """What a reader should know about a plan, a sentence each."""
     own = engines.of(plan).notes(constraints)
     if plan.micro_batches > 1:
         own = (*norm_notes(footprint, constraints), *own)
@@ -116,7 +116,7 @@ def notes_of(plan: Plan, footprint: Footprint, constraints: Constraints) -> tupl
 def build_plan(question: Question, devices: Sequence[Device], engine: str, *reasons: str, **values: Any) -> Plan:
     """A plan on these devices, ranks in the inventory's order; the ranks of a copy of the model next to each other.
 
-    Where the batch can't be shared evenly the first ranks get a sample more; then the freest devices of a node come first,
+    Where the batch can't be shared evenly, the first ranks get one sample more; then a node's devices with most free memory come first,
     unless the ranks have their devices already.
 
     Args:
@@ -147,19 +147,19 @@ def build_plan(question: Question, devices: Sequence[Device], engine: str, *reas
 
 
 def _by_copies(ranks: Sequence[Device], inventory: Inventory) -> list[Device]:
-    """Devices of a node together, and on one node those of an island."""
+    """Sorts devices so that those of a node lie together, and within a node those of an island."""
     if len({device.node for device in ranks}) > 1:
         return sorted(ranks, key=lambda device: device.node)
     return [device for island in islands(inventory, ranks) for device in island]
 
 
 def _most_devices(engine: Engine, question: Question) -> list[Device]:
-    """As many devices of one kind as a plan of an engine may have, the freest first."""
+    """As many devices of one kind as a plan of an engine may have, those with most free memory first."""
     freest = freest_first(question.inventory.devices, question.constraints)
     same = one_of_each_gpu([device for device in freest if device.kind == freest[0].kind])
     return same[: question.constraints.max_devices or len(same)] if engine.several else same[:1]
 
 
 def _widest(engine: Engine, question: Question) -> Plan:
-    """A plan that stands in the report for all of an engine's that are ruled out."""
+    """The plan that stands in the report for all ruled-out plans of an engine."""
     return engine.example(question, _most_devices(engine, question))

@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory, Link, busy_share
 
-#: Up to which every number of devices is tried.
+#: Up to this number, every number of devices is tried.
 _EVERY_SIZE = 32
-#: How good a link is beside another one, before its rate is looked at.
+#: The kinds of link in order; the rate counts only between links of one kind.
 LINKS = ("network", "host", "pcie", "p2p", "nvlink")
-#: How many different kinds of link of one inventory are told apart; the others count as the next worse one.
+#: How many kinds of link of one inventory are told apart; the others count as the next worse kind.
 _MOST_THRESHOLDS = 4
 
 Speeds = Mapping[str, float]
@@ -25,7 +25,7 @@ _Rank = tuple[int, float]
 
 
 def freest_first(devices: Sequence[Device], constraints: Constraints) -> list[Device]:
-    """By budget; equal ones by who else is busy there, then in a fixed order, so that the inventory's order decides nothing."""
+    """Devices by budget; equal ones by how busy others keep them, then in a fixed order that doesn't depend on the inventory's."""
     return sorted(
         devices,
         key=lambda device: (
@@ -41,7 +41,7 @@ def freest_first(devices: Sequence[Device], constraints: Constraints) -> list[De
 
 
 def one_of_each_gpu(devices: Sequence[Device]) -> list[Device]:
-    """Of the MIG instances of one GPU the first alone: NCCL refuses two ranks on one GPU ("Duplicate GPU detected")."""
+    """Only the first of the MIG instances of each GPU: NCCL refuses two ranks on one GPU ("Duplicate GPU detected")."""
     found: dict[str, Device] = {}
     for device in devices:
         found.setdefault(device.part_of or device.id, device)
@@ -49,7 +49,7 @@ def one_of_each_gpu(devices: Sequence[Device]) -> list[Device]:
 
 
 def single_sets(inventory: Inventory, constraints: Constraints, speed: Speeds) -> list[tuple[Device, ...]]:
-    """Of the devices that are alike, and on which others compute as much, the freest; each by itself."""
+    """Sets of one device: of devices that are alike and equally busy with others' work, the one with most free memory."""
     best: dict[tuple[object, ...], Device] = {}
     for device in freest_first(inventory.devices, constraints):
         best.setdefault((device.kind, device.name, device.total_bytes, speed[device.id], busy_share(device)), device)
@@ -59,12 +59,12 @@ def single_sets(inventory: Inventory, constraints: Constraints, speed: Speeds) -
 def device_sets(
     batch_size: int, inventory: Inventory, constraints: Constraints, speed: Speeds, *, sizes: Collection[int] | None = None
 ) -> list[tuple[Device, ...]]:
-    """Sets of two or more devices of one kind among which is a best one, smaller sets first.
+    """Sets of two or more devices of one kind, the best set among them, smaller sets first.
 
     Args:
-        batch_size: no more devices than that where they share a batch.
+        batch_size: the most devices, where they share a batch.
         inventory: the devices and their links.
-        constraints: how many at least and at most, and what of a device may be used.
+        constraints: the least and the most devices, and what may be used of a device.
         speed: of each device by id, in any unit.
         sizes: numbers of devices; unless given, those of :func:`coarse_sizes`.
     """
@@ -104,7 +104,7 @@ def coarse_sizes(least: int, most: int, node: int = 0) -> list[int]:
 
 
 def sizes_between(batch_size: int, tried: Sequence[int], best: int, count: int = 8) -> list[int]:
-    """Numbers of devices next to the best one so far that are worth a look: those with which the fullest rank has a sample less.
+    """Numbers of devices near the best one so far that are worth a look: those with which the fullest rank has one sample fewer.
 
     Args:
         batch_size: that the ranks share; 0 where each has its own.
@@ -128,7 +128,7 @@ def sizes_between(batch_size: int, tried: Sequence[int], best: int, count: int =
 
 
 def islands(inventory: Inventory, devices: Sequence[Device]) -> list[list[Device]]:
-    """The groups of devices within which the best kind of link that occurs among them reaches everywhere, each in the given order."""
+    """The groups of devices that are connected by the best kind of link among them, each in the given order."""
     rank = _link_ranks(inventory, {device.id for device in devices})
     best = max(rank.values(), default=None)
     return [list(devices)] if best is None else _connected(devices, rank, best)
@@ -143,7 +143,7 @@ def _prefixes(
     most: int,
     sizes: Collection[int] | None,
 ) -> Iterator[tuple[Device, ...]]:
-    """Of every pool the first devices, in numbers worth trying; of pools of one sort those with most memory."""
+    """The first devices of every pool, in numbers worth trying; of pools of one sort, the one with most memory."""
     rank = _link_ranks(inventory, {device.id for device in ordered})
     thresholds = sorted(set(rank.values()), reverse=True)[:_MOST_THRESHOLDS]
     for fast in map(one_of_each_gpu, _pools(ordered, speed)):
@@ -155,7 +155,7 @@ def _prefixes(
                 top = min(most, len(pool))
                 for size in coarse_sizes(least, top, _node_size(pool)) if sizes is None else [n for n in sizes if least <= n <= top]:
                     chosen = tuple(pool[:size])
-                    # In order of budgets the last one has least.
+                    # The devices are in order of budget: the last one has least.
                     smallest = constraints.budget_bytes(chosen[-1])
                     if size not in best or smallest > best[size][0]:
                         best[size] = smallest, chosen
@@ -165,9 +165,8 @@ def _prefixes(
 
 
 def _pools(ordered: Sequence[Device], speed: Speeds) -> Iterator[list[Device]]:
-    """Those that are at least so fast and at most so busy with others' work, for each speed and each share that occurs.
-
-    A step that waits for its host is as fast on a busy device, so that speed alone wouldn't tell the idle ones apart.
+    """Pools of devices that are at least as fast and at most as busy with others' work as a bound, for each speed and share that occurs. A
+    step that waits for its host is as fast on a busy device, so speed alone doesn't find the idle devices.
     """
     busy = {device.id: busy_share(device) for device in ordered}
     seen: set[frozenset[str]] = set()
@@ -188,7 +187,7 @@ def _by_node(devices: Sequence[Device]) -> list[list[Device]]:
 
 
 def _whole_nodes(devices: Sequence[Device], constraints: Constraints, least: int, most: int) -> Iterator[tuple[Device, ...]]:
-    """As many devices of each of several nodes: those with most memory first, counted by the node's smallest budget."""
+    """Equally many devices of each of several nodes: nodes with most memory first, judged by their smallest budget."""
     nodes = _by_node(devices)
     if len(nodes) < 2:
         return
@@ -206,7 +205,7 @@ def _node_size(devices: Sequence[Device]) -> int:
 
 
 def _link_ranks(inventory: Inventory, ids: set[str]) -> dict[tuple[str, str], _Rank]:
-    """How good each known link between these devices is; a pair without one has the slowest kind."""
+    """The rank of each known link between these devices; a pair without a known link has the slowest kind."""
     return {(link.a, link.b): _link_rank(link) for link in inventory.links if link.a in ids and link.b in ids}
 
 
@@ -215,7 +214,7 @@ def _link_rank(link: Link) -> _Rank:
 
 
 def _connected(devices: Sequence[Device], rank: Mapping[tuple[str, str], _Rank], threshold: _Rank) -> list[list[Device]]:
-    """Groups within which links of at least the threshold reach everywhere, each in the given order."""
+    """Groups of devices that are connected by links of at least the threshold, each in the given order."""
     root = {device.id: device.id for device in devices}
 
     def find(device_id: str) -> str:

@@ -24,14 +24,13 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.text import format_bytes
 
-#: How many events may be replayed in one search, counted as two steps each: some tenths of a second. The best candidate is replayed in
-#: any case.
+#: How many events one search may replay, counted as two steps each: some tenths of a second. The best candidate is replayed in any case.
 _MOST_EVENTS = 200_000
 
 Order = Callable[[Candidate], tuple[object, ...]]
-#: The sentence that says where memory is missing, of what is needed by device; None where it suffices.
+#: Says where memory is missing, given the bytes needed by device; None where there is enough.
 Shortage = Callable[[Mapping[str, int]], str | None]
-#: Of candidates that fit the one to take.
+#: Chooses the candidate to take among those that fit.
 Preferred = Callable[[Sequence[Candidate]], Candidate]
 
 
@@ -52,17 +51,17 @@ class Finalists:
         self.budget = budget
         self._played: dict[tuple[object, ...], Replayed] = {}
         self._events = 0
-        #: Of plans that were replayed, what the allocator holds beside its tensors on the tightest device; of one that failed at least.
+        #: By replayed plan, what the allocator holds beyond its tensors on the tightest device; a lower bound if the replay failed.
         self.lost: dict[Plan, int] = {}
 
     def decide(self, candidates: Iterable[Candidate], order: Order, shortage: Shortage, preferred: Preferred) -> list[Candidate]:
-        """The candidates, the best first and the others in order; those that may be the best are replayed until one of them fits.
+        """The candidates, the best first and the others in order; it replays those that may be the best until one fits.
 
         Args:
             candidates: predicted by moments.
             order: best first.
-            shortage: what is said of one that doesn't fit.
-            preferred: of candidates that fit the best.
+            shortage: says what is missing for one that doesn't fit.
+            preferred: chooses the best of those that fit.
         """
         decided = list(candidates)
         hopeful = {number: replace(one, fits=True, reason=None) for number, one in enumerate(decided) if self.may_fit(one)}
@@ -85,16 +84,16 @@ class Finalists:
 
     @property
     def is_tired(self) -> bool:
-        """Whether as much was replayed as one search may."""
+        """Whether the search has replayed as much as it may."""
         return self._events >= _MOST_EVENTS
 
     def can_replay(self, candidate: Candidate) -> bool:
-        """Whether its allocations can be replayed, as :meth:`replays` says of its plan, and its bytes are known by category."""
+        """Whether a candidate can be replayed: :meth:`replays` says so of its plan, and its bytes are known by category."""
         return self.replays(candidate.plan) and all(isinstance(size, DeviceBytes) for size in candidate.bytes.values())
 
     def replays(self, plan: Plan) -> bool:
-        """Whether a plan's step was taped, one rank speaks for all and keeps everything on its device, which has an allocator that keeps
-        what is freed.
+        """Whether a plan's step was taped, one rank stands for all and keeps everything on its device, and its allocator caches freed
+        memory.
         """
         return (
             self.footprint.tape is not None
@@ -104,14 +103,13 @@ class Finalists:
         )
 
     def check(self, candidate: Candidate, shortage: Shortage) -> Candidate:
-        """The candidate with what the allocator would hold for it, and whether that fits.
-
-        What it needs is the larger of the two predictions with the footprint's margin: a plan that fits does so by both.
+        """The candidate with the bytes that the allocator would hold for it, and whether they fit. It needs the larger of the two
+        predictions, with the footprint's margin: a plan that fits does so by both.
         """
         margin = 1 + self.footprint.margin
         sizes = {device: size for device, size in candidate.bytes.items() if isinstance(size, DeviceBytes)}
         around = {device: size.context + max(0, size.correction) for device, size in sizes.items()}
-        # Ranks with as many samples are alike; of others the one is played that has least to spare.
+        # Ranks with equally many samples are alike; of different ranks, the one with least to spare is played.
         tight = max(sizes, key=lambda device: candidate.needs[device] / max(1, self.budget[device]))
         played_for = {tight} if candidate.plan.shares else set(sizes)
         rank = candidate.plan.devices.index(tight) if candidate.plan.shares else 0
@@ -151,12 +149,12 @@ class Finalists:
         )
 
     def _limit(self, device_id: str, around_bytes: int, margin: float) -> int:
-        """What the allocator may hold on a device."""
+        """The most bytes that the allocator may hold on a device."""
         total = int(self.inventory.device(device_id).total_bytes * self.constraints.allocator.memory_fraction)
         return max(0, min(int(self.budget[device_id] / margin) - around_bytes, total))
 
     def may_fit(self, candidate: Candidate) -> bool:
-        """Whether it fits by the search's prediction, or would if the allocator lost nothing; of one that was replayed, by that."""
+        """Whether a candidate fits by the search's prediction, or would if the allocator lost nothing; a replayed one, by its replay."""
         if candidate.fits or candidate.replayed:
             return candidate.fits
         margin = 1 + self.footprint.margin
@@ -171,14 +169,14 @@ class Finalists:
         )
 
     def _replayed(self, candidate: Candidate, rank: int, limit: int) -> Replayed:
-        """One of its ranks, with what the allocator may hold as its limit."""
+        """The replay of one of its ranks, limited to what the allocator may hold."""
         plan = candidate.plan
         how = plan.engine, plan.options, plan.reshard_after_forward, plan.recompute, plan.shard, plan.micro_batches, plan.replicas
         key = (*how, plan.world_size, plan.shares, rank)
         played = self._play(candidate, rank, limit, (*key, limit))
         if played.fits:
             return played
-        # It stopped where the first tensor found no room; at the peak more is missing.
+        # The replay stopped at the first tensor without room; at the peak more is missing.
         size = next(iter(candidate.bytes.values()))
         more = size.allocated - limit if isinstance(size, DeviceBytes) else 0
         return replace(played, missing_bytes=max(played.missing_bytes, more))
@@ -201,7 +199,7 @@ class Finalists:
 
 
 def _played(size: DeviceBytes, played: Replayed) -> DeviceBytes:
-    """What the replay found at its fullest moment, if it is the step's bytes that count and the step went through."""
+    """What the replay found at its fullest moment, if the step is the fullest moment and the replay completed it."""
     if size.occasion != "step" or not played.fits:
         return size
     rounding = max(0, played.reserved_peak_bytes - played.allocated_peak_bytes)

@@ -16,13 +16,12 @@ from lightning_autopar.plans import Plan
 def host_need(
     footprint: Footprint, plan: Plan, inventory: Inventory, needs: Mapping[str, int], *, precision: str, margin: float
 ) -> HostNeed | None:
-    """What a plan takes of the host that has least to spare; None where nothing is offloaded, or it isn't known what the host has.
-
-    The free memory is what the tightest cgroup leaves (``devices/host.py``): the kernel kills a job that goes beyond it. The module of the
-    process that plans is there already, and forked ranks share its pages. A host that is only planned for has to hold that, too.
+    """What a plan takes of the host that has least to spare; None where nothing is offloaded, or the host's memory isn't known. The free
+    memory is what the tightest cgroup leaves (``devices/host.py``): the kernel kills a job that exceeds it. The planning process holds the
+    module already, and forked ranks share its pages. A host that is only planned for must hold the module, too.
 
     Args:
-        footprint: of the batch that the plan takes.
+        footprint: that of the plan's batch.
         plan: of any engine.
         inventory: with the plan's devices.
         needs: bytes that must be there, by device id.

@@ -36,12 +36,10 @@ def host_bytes(
     workers: int = 0,
     resumes: bool = False,
 ) -> HostBytes:
-    """What a plan takes of one host's memory at its fullest moment, if all of its ranks run there; CPU devices' own part isn't counted.
-
-    A checkpoint holds parameters, buffers and optimizer state. Lightning writes it into memory (``_atomic_save``), then into the file.
-    Where tensors are sharded, rank 0 makes one after the other whole, in a file that counts against nobody's memory
-    (``state/scratch_files.py``), and writes them from there. For reading it, each replica takes the whole file; engines that shard map
-    it.
+    """What a plan takes of one host's memory at its fullest moment, if all of its ranks run there; CPU devices' own memory isn't counted. A
+    checkpoint holds parameters, buffers and optimizer state. Lightning writes it into memory (``_atomic_save``), then into the file. Where
+    tensors are sharded, rank 0 gathers one whole tensor after the other into a file that counts against nobody's memory
+    (``state/scratch_files.py``), and writes them from there. To read it, each replica loads the whole file; engines that shard map it.
 
     Args:
         footprint: of the module.
@@ -57,7 +55,7 @@ def host_bytes(
     loading = (state * plan.world_size if engine.whole else 0) if resumes else 0
     offload, pinned = engine.host_bytes(footprint, plan, precision=precision, on_cpu=on_cpu)
     return HostBytes(
-        # Forked ranks share the pages of the module that the first process holds; one device takes it over.
+        # Forked ranks share the pages of the first process's module; a single device takes the module over.
         module=footprint.parameter_bytes + footprint.buffer_bytes if plan.world_size > 1 else 0,
         checkpoint=max(saving if footprint.training else 0, loading),
         # Each worker has two batches ready, and one is page-locked on its way.
@@ -68,7 +66,7 @@ def host_bytes(
 
 
 #: What the caching allocator holds beyond what it hands out. A replay of its policy on traces of 124M to 7B models gave 1.03 to 1.21 times
-#: the allocated bytes; tiny models more, for which a constant stands (the segments are of 2 and 20 MiB).
+#: the allocated bytes; tiny models take more, hence the constant (segments have 2 and 20 MiB).
 ROUNDING_SHARE = 0.1
 ROUNDING_BYTES = 22 * MIB
 
@@ -81,7 +79,7 @@ def predict(
     precision: str = "32-true",
     engine: Engine | None = None,
 ) -> dict[str, DeviceBytes]:
-    """What each device of the plan holds at its fullest moment: of a step, a validation, a checkpoint, or before the first step.
+    """What each device of the plan holds at its fullest moment: in a step, in a validation, at a checkpoint, or before the first step.
 
     Args:
         footprint: of the module, at the whole batch.
@@ -117,17 +115,17 @@ def predict(
 
 
 def _least(footprint: Footprint) -> int:
-    """Samples of a rank that gets none: it is fed one all the same, where there are samples."""
+    """The fewest samples that a rank runs: a rank that gets none is fed one, where there are samples."""
     return 1 if footprint.batch_size else 0
 
 
 def _rank(footprint: Footprint, plan: Plan, number: int, rows: int, device: Device, precision: str) -> Rank:
-    """A rank with its moments, which are worked out where its engine asks for them."""
+    """A rank with its moments, which are computed when its engine asks for them."""
 
     def moments() -> Moments:
         parts = max(1, plan.micro_batches)
         once = -(-rows // parts) / footprint.batch_size if footprint.batch_size else 1.0 / parts
-        # A GPU's recomputed blocks keep the state of random numbers in host memory, which a CPU device's own is.
+        # Recomputed blocks on a GPU keep random states in host memory; for a CPU device that is its own memory.
         random_bytes = RNG_STATE_BYTES if device.kind == "cpu" else 0
         again = recomputed(footprint, plan)
         key = again, once, random_bytes
@@ -136,12 +134,12 @@ def _rank(footprint: Footprint, plan: Plan, number: int, rows: int, device: Devi
     return Rank(footprint=footprint, plan=plan, number=number, rows=rows, device=device, precision=precision, moments=moments)
 
 
-#: Ranks that differ in their shards alone have the same moments, and so have plans that differ in their engine.
+#: Ranks that differ only in their shards have the same moments, and so do plans that differ only in their engine.
 _MOMENTS: FootprintCache[Moments] = FootprintCache(8)
 
 
 def _on_device(held: DeviceBytes, footprint: Footprint, communicators: tuple[int, ...], device: Device) -> DeviceBytes:
-    """The same with what lies around it on that kind of device; a CPU's allocator gives back what is freed."""
+    """The bytes with the device's own overhead around them; a CPU's allocator returns freed memory."""
     if device.kind == "cpu":
         return held
     held = replace(held, workspace=workspace_bytes(footprint, device.name))
@@ -164,7 +162,7 @@ def replay(
     script: TapeParts | None = None,
     engine: Engine | None = None,
 ) -> Replayed:
-    """Play a rank's start and its first steps to the allocator.
+    """Replay a rank's start and its first steps on the modelled allocator.
 
     Args:
         footprint: with its tape, at the traced batch.
@@ -173,7 +171,7 @@ def replay(
         limit_bytes: the most that may be reserved; None: no limit.
         options: the allocator's settings; torch's defaults unless given.
         rows: samples that the rank takes; by default its share of the traced batch.
-        workspaces: what libraries take of the allocator beside the tape: forward's thread, then backward's.
+        workspaces: the bytes that libraries take from the allocator outside of the tape: in forward's thread, then in backward's.
         script: the footprint's tape as :func:`~lightning_autopar.memory.allocator.tape_parts.read_script` gives it, where it is at hand.
         engine: what runs the plan; ours of that name, unless given.
 

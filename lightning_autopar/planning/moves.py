@@ -31,12 +31,12 @@ from lightning_autopar.text import format_bytes, format_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class TimeScale:
-    """Seconds a batch of the current plan and of the best one, on one scale: that of what was measured.
+    """Seconds a batch of the current plan and of the best one, both on the scale of the measured ones.
 
     Args:
         now: of the current plan on the devices as they are.
         then: of the best plan.
-        factor: what was measured of the current plan over its prediction.
+        factor: the current plan's measured seconds over its predicted ones.
     """
 
     now: float
@@ -45,7 +45,7 @@ class TimeScale:
 
 
 def plan_kind(plan: Plan, inventory: Inventory) -> tuple[object, ...]:
-    """What plans have in common whose predictions miss by the same factor: engine, what it does besides, how many devices of what name."""
+    """A key that is the same for plans whose predictions miss by the same factor: engine, features, number and name of the devices."""
     return (
         plan.engine,
         tuple(sorted(inventory.device(device).name for device in plan.devices)),
@@ -65,7 +65,7 @@ def raw_batch_seconds(plan: Plan, report: Report, *, split_batch: bool = True, r
         plan: its devices are among the report's.
         report: whose footprint, devices and rates count.
         split_batch: whether ranks share a batch.
-        residuals: earlier runs by which to correct it after all.
+        residuals: if given, earlier runs that correct the prediction.
     """
     plain = Constraints(precision=report.precision, residuals=residuals or Corrections(), split_batch=split_batch)
     return Appraiser(report.footprint, report.inventory, plain, rates=report.rates).step_seconds(plan)
@@ -83,17 +83,18 @@ def pace_of(
 ) -> TimeScale:
     """Seconds a batch now and under the best plan, both predicted for the same devices and corrected alike.
 
-    The current plan's prediction is multiplied by what it was seen to miss by, which gives what was measured. The best plan's is multiplied
-    by the same, unless this run has measured a plan of its kind before; what earlier runs say of the two plans beside each other counts.
+    The current plan's prediction is multiplied by the factor by which it missed, which gives the measured seconds. The best plan's is
+    multiplied by the same factor, unless this run has measured a plan of its kind before; earlier runs' corrections of the two plans
+    relative to each other count, too.
 
     Args:
         current: the plan that runs.
         best: the report's best.
         report: of the devices as they are now.
-        step_seconds: measured of late under the current plan.
-        factors: by :func:`plan_kind`, what this run's earlier plans missed by.
+        step_seconds: those measured recently under the current plan.
+        factors: the factors by which this run's earlier plans missed, by :func:`plan_kind`.
         split_batch: whether ranks share a batch.
-        raw: :func:`raw_batch_seconds` of a plan, where somebody remembers it.
+        raw: gives :func:`raw_batch_seconds` of a plan, where it is cached.
     """
     predicted = raw or partial(raw_batch_seconds, report=report, split_batch=split_batch)
     now = step_seconds / (1 if split_batch else current.world_size)
@@ -127,13 +128,13 @@ __all__ = [
     "usable",
 ]
 
-#: The longest that a run which went back and forth waits before it moves again of its own accord, or resumes.
+#: The longest that a run that went back and forth waits before it moves of its own accord, or resumes.
 LONGEST_WAIT_SECONDS, LONGEST_PARKED_SECONDS = 3600.0, 600.0
-#: A run that stayed for so many times what it had to wait is forgiven one time back and forth.
+#: After a run stayed so many times as long as it had to wait, one return is forgotten.
 _FORGIVEN_AFTER = 4.0
-#: Waiting isn't doubled more often than this: a run is over sooner.
+#: The most times that the wait is doubled: the run is over before it would matter.
 _MOST_DOUBLINGS = 40
-#: A parked run resumes without headroom, too, if things have been so for so many times its patience.
+#: A parked run resumes even without headroom, if it has fitted for so many times its patience.
 _TIGHT_PATIENCE = 8
 
 Code = Literal[
@@ -146,11 +147,11 @@ class Rules:
     """When a run moves of its own accord.
 
     Args:
-        min_gain: by which share of a step the new plan must be faster.
+        min_gain: the share of a step by which the new plan must be faster.
         price_factor: how many times its price a move must gain.
-        patience: at how many successive looks the better plan, or one for a parked run, must have been there.
-        min_seconds: between a move and the next of the run's own accord; doubled by each time back and forth.
-        headroom: share of what is free that a parked run wants left.
+        patience: at how many successive looks there must be a better plan, or one for a parked run.
+        min_seconds: between a move and the next of the run's own accord; each return to earlier devices doubles it.
+        headroom: the share of free memory that must be left over when a parked run resumes.
     """
 
     min_gain: float = 0.05
@@ -162,15 +163,15 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveHistory:
-    """What a verdict must know of the looks and moves before it.
+    """What a verdict must know about earlier looks and moves.
 
     Args:
         target: the devices of the better plan that the last looks saw.
-        looks: how many successive looks saw one there.
+        looks: how many successive looks saw a better plan there.
         since: when the first of those looks was.
-        moved_at: when the run last moved, was parked or resumed; None while it is where it began.
+        moved_at: when the run last moved, was parked or resumed; None before its first move.
         left: the sets of devices that it left.
-        returns: how often it came back to where it had been, of its own accord.
+        returns: how often it moved back to devices that it had left, of its own accord.
         resumes: how often it resumed after being parked.
     """
 
@@ -183,29 +184,29 @@ class MoveHistory:
     resumes: int = 0
 
     def seen(self, target: Collection[str], now: float) -> MoveHistory:
-        """After a look that saw a better plan on these devices; none resets the count."""
+        """The history after a look that saw a better plan on these devices; a look that saw none resets the count."""
         devices = frozenset(target)
         again = bool(devices) and devices == self.target
         looks = self.looks + 1 if again else 1 if devices else 0
         return replace(self, target=devices, looks=looks, since=self.since if again else now)
 
     def moved(self, before: Plan, after: Plan, now: float, rules: Rules, *, urgent: bool) -> MoveHistory:
-        """After a move from one plan to another; one that had to be isn't the run going back and forth."""
+        """The history after a move from one plan to another; an urgent move doesn't count as going back and forth."""
         back = not urgent and frozenset(after.devices) in self.left
         returns = min(_MOST_DOUBLINGS, self.forgiven(self.returns, rules, now) + back)
         return MoveHistory(moved_at=now, left=self.left | {frozenset(before.devices)}, returns=returns, resumes=self.resumes)
 
     def parked(self, before: Plan, now: float, rules: Rules) -> MoveHistory:
-        """After the run has been parked."""
+        """The history after the run has been parked."""
         returns, resumes = (self.forgiven(count, rules, now) for count in (self.returns, self.resumes))
         return MoveHistory(moved_at=now, left=self.left | {frozenset(before.devices)}, returns=returns, resumes=resumes)
 
     def resumed(self, now: float) -> MoveHistory:
-        """After a parked run has resumed."""
+        """The history after a parked run has resumed."""
         return MoveHistory(moved_at=now, left=self.left, returns=self.returns, resumes=min(_MOST_DOUBLINGS, self.resumes + 1))
 
     def forgiven(self, count: int, rules: Rules, now: float) -> int:
-        """How many times still count: one less for each time that the run stayed four times as long as that made it wait."""
+        """How many returns still count: one fewer each time that the run stayed four times as long as they made it wait."""
         quiet = math.inf if self.moved_at is None else now - self.moved_at
         while count and quiet >= _FORGIVEN_AFTER * rules.min_seconds * 2.0**count:
             quiet -= _FORGIVEN_AFTER * rules.min_seconds * 2.0**count
@@ -234,11 +235,11 @@ class Verdict:
 
     Args:
         action: ``"stay"`` (a parked run: wait), ``"move"`` (a parked run: resume) or ``"park"``.
-        code: why, in a word, for whoever compares verdicts.
+        code: why, in one word, for code that compares verdicts.
         reason: why, in one sentence with the numbers.
-        history: what the next verdict is to be told.
+        history: for the next verdict.
         urgent: whether the run can't stay.
-        gain_seconds: what the move is expected to save; None where that isn't the question.
+        gain_seconds: what the move is expected to save; None where the move isn't made to save time.
     """
 
     action: Literal["stay", "move", "park"]
@@ -257,13 +258,13 @@ def must_leave(
 ) -> str | None:
     """Why a plan can't stay where it is, in one sentence; None where it can.
 
-    It can't where a device is gone or in error, or less is free for the run than it takes: the larger of what was predicted and what was
-    measured, without the margins that a plan is chosen with. Those are what keeps it from bouncing.
+    It can't where a device is gone or in error, or has less free for the run than it takes: the larger of the predicted and the measured
+    bytes, without the margins with which a plan is chosen. Those margins keep it from moving back and forth.
 
     Args:
         current: the plan that runs, with its prediction.
         inventory: the devices as they are; what the run holds itself counts as free.
-        measured_bytes: what each device was seen to hold at most, by id.
+        measured_bytes: the most that each device was seen to hold, by id.
         host_bytes: what the plan's offloading takes of the host's memory.
     """
     there = {device.id: device for device in inventory.devices}
@@ -297,7 +298,7 @@ def _taken(candidate: Candidate, device_id: str, measured: Mapping[str, int]) ->
 
 
 def fits(candidate: Candidate, inventory: Inventory, *, headroom: float = 0.0) -> bool:
-    """Whether a candidate may be taken on the devices as they are now, with a share of what is free left over."""
+    """Whether a candidate fits the devices as they are now, with this share of the free memory left over."""
     there = {device.id: device for device in inventory.devices}
     if not candidate.fits or any(device not in there or there[device].error is not None for device in candidate.plan.devices):
         return False
@@ -308,7 +309,7 @@ def fits(candidate: Candidate, inventory: Inventory, *, headroom: float = 0.0) -
 
 
 def same_plan(a: Plan, b: Plan) -> bool:
-    """Whether two plans are one, whatever the reasons for which they were chosen."""
+    """Whether two plans are the same, whatever the reasons for choosing them."""
     return replace(a, reasons=()) == replace(b, reasons=())
 
 
@@ -361,7 +362,7 @@ def decide_move(
         return Verdict(action="stay", code="gain", reason=told, history=history.seen((), now))
     history = history.seen(best.plan.devices, now)
     lasted = now - history.since
-    # For so long the gain is counted on: the rest of the run, or as long as things have been so.
+    # The gain is assumed to last for the rest of the run, or for as long as it has lasted.
     horizon = min(remaining_steps * pace.now, lasted)
     gain, price = share * horizon, rules.price_factor * move_seconds
     stay = _Stay(history, gain)
@@ -402,7 +403,7 @@ def decide_resume(*, now: float, best: Candidate | None, inventory: Inventory, r
 
 
 def _leave(must: str, now: float, current: Plan, best: Candidate | None, history: MoveHistory) -> Verdict:
-    """At once: to the best plan, or nowhere."""
+    """Leave at once, for the best plan, or park."""
     if best is None:
         return Verdict(action="park", code="park", reason=f"{must}, and nothing else fits", history=history, urgent=True)
     title = f"{best.plan.title()} on {', '.join(best.plan.devices)}"
@@ -413,7 +414,7 @@ def _leave(must: str, now: float, current: Plan, best: Candidate | None, history
 
 @dataclass(frozen=True)
 class _Stay:
-    """Verdicts of one look at a better plan that isn't taken yet."""
+    """The verdicts to stay, of one look at a better plan that isn't taken yet."""
 
     history: MoveHistory
     gain_seconds: float

@@ -43,13 +43,13 @@ _MOST_NAMED = 3
 def explained(
     candidates: Sequence[Candidate], *, by_speed: bool = True, split_batch: bool = True, devices: Sequence[Device] = ()
 ) -> Candidate:
-    """The first candidate with the reasons that come from comparing: why no simpler plan, and what came next.
+    """The first candidate, with the reasons that come from comparing: why no simpler plan was taken, and which plan came next.
 
     Args:
         candidates: the best one first, the others in order.
-        by_speed: whether the fastest was asked for.
+        by_speed: whether the objective is speed.
         split_batch: whether all plans take the same batch a step, so that their seconds compare.
-        devices: those that there were to choose from.
+        devices: those to choose from.
     """
     best = candidates[0]
     plan, fitting = best.plan, [candidate for candidate in candidates if candidate.fits]
@@ -91,7 +91,7 @@ def _beside_others(plan: Plan, busy: Sequence[Device]) -> list[str]:
 
 
 def _with_shares(devices: Sequence[Device]) -> str:
-    """Devices with how busy they are; many of them in one."""
+    """Devices in words, with how busy they are; many are summed up."""
     if len(devices) > _MOST_NAMED:
         return f"{len(devices)} devices ({min(map(busy_share, devices)):.0%} busy or more)"
     return ", ".join(f"{device_label(device)} ({device.utilization or 0.0:.0%} busy)" for device in devices)
@@ -105,7 +105,7 @@ def _without_recompute(plan: Plan, other: Plan) -> bool:
 
 
 def _against(candidate: Candidate) -> str:
-    """What speaks against it: its reason, or its figures."""
+    """What speaks against a candidate: its reason, or its figures."""
     if candidate.reason is not None:
         return candidate.reason if candidate.needs else f"is ruled out: {candidate.reason}"
     return f"takes {format_seconds(candidate.step_seconds)} a step and {format_bytes(max(candidate.needs.values()))}"
@@ -121,10 +121,8 @@ __all__ = ["Predict", "best_candidate", "make_report"]
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Nothing is looked for that lies in a cycle, for as long as a search takes.
-
-    It makes hundreds of thousands of small objects, none in a cycle. They would set off collections that go through all that torch and
-    Lightning have made: a third of a process's first search.
+    """While open, Python doesn't collect cycles. A search makes hundreds of thousands of small objects, none in a cycle. They would start
+    collections that go through all of torch's and Lightning's objects: a third of the time of a process's first search.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -146,12 +144,11 @@ def make_report(
 ) -> Report:
     """Every candidate with its prediction, in order, and the best of those that fit.
 
-    The best is found by the step's fullest moments, and confirmed by a replay of its allocations where the step was taped.
-    A plan fits if on each of its devices the larger of what it allocates and reserves, with the footprint's margin,
-    stays within what is free (or the limit), less the memory margin; and if on CPU devices all ranks together stay within the
-    host's free memory. With ``objective="speed"`` the fastest is best, or a simpler plan that is hardly slower; the others follow by
-    seconds a step. With ``"memory"`` the order is by bytes allocated on the fullest device, then by speed. What would fit but
-    can't be run by this version comes behind what can.
+    The best is found by the step's fullest moments, and confirmed by a replay of its allocations where the step was taped. A plan fits if
+    on each of its devices the larger of what it allocates and reserves, with the footprint's margin, stays within what is free (or the
+    limit), less the memory margin; and if on CPU devices all ranks together stay within the host's free memory. With ``objective="speed"``
+    the fastest is best, or a simpler plan that is hardly slower; the others follow by seconds a step. With ``"memory"`` the order is by
+    bytes allocated on the fullest device, then by speed. Plans that would fit but can't be run by this version come after those that can.
 
     Args:
         footprint: what one step needs.
@@ -169,7 +166,7 @@ def make_report(
     ask = _Ask(predict, rates)
     asked = Question(footprint=footprint, inventory=inventory, constraints=constraints)
     if constraints.pinned is not None:
-        # An evaluation takes whole batches, whatever the plan does in training. A pipeline's schedule keeps those it was made for.
+        # An evaluation runs whole batches, even if training splits them. A pipeline's schedule keeps its micro-batches.
         plan = constraints.pinned
         if not footprint.training and engines.of(plan).takes_remedies:
             plan = replace(plan, micro_batches=1)
@@ -223,7 +220,7 @@ def best_candidate(footprint: Footprint, inventory: Inventory, constraints: Cons
 
 
 class _Ask:
-    """The search, as advice asks it."""
+    """The search, for advice."""
 
     def __init__(self, predict: Predict | None, rates: Rates | None) -> None:
         self.predict, self.rates = predict, rates
@@ -233,7 +230,7 @@ class _Ask:
         return Search(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates).first()
 
     def evaluate(self, asked: Question, plan: Plan, *, confirm: bool = False) -> Candidate:
-        """One plan's prediction; with ``confirm`` its allocations are replayed where they can be."""
+        """One plan's prediction; with ``confirm`` its allocations are replayed where possible."""
         appraiser = Appraiser(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates)
         found = appraiser.candidate(plan)
         if not confirm:
@@ -243,7 +240,7 @@ class _Ask:
 
 
 def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> None:
-    """What speaks against a pinned plan other than memory.
+    """Check a pinned plan for everything but memory.
 
     Raises:
         ValueError: if it can't be run here whatever the memory, saying why.
@@ -285,11 +282,11 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
 
 
 def _refusal(plan: Plan, question: Question) -> str | None:
-    """The sentence against its engine, or against something that it does besides."""
+    """The sentence that refuses the plan's engine, or one of its features."""
     footprint, constraints = question.footprint, question.constraints
     refusal = constraints.excluded.get(plan.engine, constraints.excluded.get(engines.of(plan).part(plan)))
     if refusal is None:
-        # One rank needs none of what several do.
+        # A plan with one rank doesn't need what several ranks need.
         ask = own_refusal if plan.world_size == 1 else engine_refusal
         refusal = ask(plan.engine, question)
     for feature in features_of(plan):

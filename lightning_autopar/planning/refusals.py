@@ -17,9 +17,9 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Engine, Plan, all_engines, entry_of, offered_engines
 
 Feature = Literal["micro_batches", "shares", "replicas", "offload", "disk"]
-#: What single, ddp and fsdp plans may do besides what these engines always did. One that isn't here is predicted and shown, never chosen.
+#: The features that single, ddp and fsdp plans may have. A plan with another feature is predicted and shown, never chosen.
 RUNS: frozenset[Feature] = frozenset({"micro_batches", "shares", "replicas", "offload"})
-#: Features that run where a plan with them is pinned, and that planning takes no plan with by itself.
+#: Features that run if a pinned plan has them; planning itself chooses no plan with them.
 PINNED: frozenset[Feature] = frozenset({"disk"})
 
 _WORDS: dict[Feature, str] = {
@@ -32,7 +32,7 @@ _WORDS: dict[Feature, str] = {
 
 
 def engine_runs(engine: Engine, allow: Sequence[Engine]) -> bool:
-    """Whether plans of an engine are taken for whoever allows these."""
+    """Whether plans of an engine are taken when these engines are allowed."""
     return entry_of(engine).offered or engine in allow
 
 
@@ -49,7 +49,7 @@ def features_of(plan: Plan) -> list[Feature]:
 
 
 def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False) -> str | None:
-    """Why the plan isn't taken, in a few words; None where it may be: what it needs that this version can't run, or that nobody asked for.
+    """Why this version can't run the plan, or that nobody asked for its engine, in a few words; None where it may be taken.
 
     Args:
         plan: any.
@@ -64,7 +64,7 @@ def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False
 
 
 def engine_refusal(engine: Engine, question: Question) -> str | None:
-    """Why no plan of this engine is a candidate; None if some are. With offload, some engines run on one device as well."""
+    """Why no plan of this engine is a candidate; None if some are. With offload, some engines also run on one device."""
     asked = engines.named(engine)
     if (refusal := own_refusal(engine, question)) is not None or not asked.several:
         return refusal
@@ -83,7 +83,7 @@ def own_refusal(engine: Engine, question: Question) -> str | None:
 
 
 def missing_packages(inventory: Inventory) -> dict[str, str]:
-    """Engines that can't be run for want of a package, with the sentence that says what to install; none where nothing is to be run."""
+    """Engines whose package is missing, with the sentence that says what to install; empty where nothing is to be run."""
     if all(device.kind == "catalogue" for device in inventory.devices):
         return {}
     return {
@@ -94,7 +94,7 @@ def missing_packages(inventory: Inventory) -> dict[str, str]:
 
 
 def lacks_package_alone(engine: Engine, constraints: Constraints) -> bool:
-    """Whether an engine is excluded for want of its package, and for nothing else."""
+    """Whether an engine is excluded only because its package is missing."""
     package = entry_of(engine).package
     return package is not None and constraints.excluded.get(engine) == _missing_words(*package)
 
@@ -118,7 +118,7 @@ def multi_refusal(question: Question) -> str | None:
 
 
 def devices_refusal(inventory: Inventory, constraints: Constraints) -> str | None:
-    """Why no plan with several devices is a candidate, whatever it does with the batch; None if some are."""
+    """Why no plan with several devices is a candidate, whether it splits the batch or not; None if some are."""
     if "multi" in constraints.excluded:
         return constraints.excluded["multi"]
     kinds = [device.kind for device in inventory.devices]
@@ -135,7 +135,7 @@ def devices_refusal(inventory: Inventory, constraints: Constraints) -> str | Non
 
 
 def feature_refusal(feature: Feature, footprint: Footprint, constraints: Constraints) -> str | None:
-    """Why no plan does this besides; None where plans may."""
+    """Why no plan has this feature; None where plans may have it."""
     if feature == "micro_batches":
         return micro_batch_refusal(footprint, constraints)
     if feature in constraints.excluded:
@@ -148,12 +148,12 @@ def feature_refusal(feature: Feature, footprint: Footprint, constraints: Constra
 
 
 def recompute_refusal(constraints: Constraints) -> str | None:
-    """Why no block may be recomputed; None where those may that can run twice."""
+    """Why no block may be recomputed; None where blocks that can run twice may be."""
     return constraints.excluded.get("recompute")
 
 
 def micro_batch_refusal(footprint: Footprint, constraints: Constraints, *, staged: bool = False) -> str | None:
-    """Why a rank must not work off its samples in parts, or the ranks of a pipeline (``staged``) theirs; None where they may."""
+    """Why a rank, or the ranks of a pipeline (``staged``), must not run their samples in parts; None where they may."""
     for name in ("micro_batches", *(("pipeline_parts",) if staged else ())):
         if name in constraints.excluded:
             return constraints.excluded[name]
@@ -190,7 +190,7 @@ def split_refusal(constraints: Constraints) -> str | None:
 
 
 def split_notes(constraints: Constraints) -> tuple[str, ...]:
-    """What a reader should know of a plan that splits the batch."""
+    """What a reader should know about a plan that splits the batch."""
     split = constraints.split
     if split is None or not constraints.split_batch:
         return ()
@@ -204,14 +204,14 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
 
 
 def norm_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
-    """What a reader should know where a rank's samples are worked off in parts in spite of batch norms."""
+    """What a reader should know about a plan that runs a rank's samples in parts in spite of batch norms."""
     if not footprint.batch_norm or not footprint.training or not constraints.split_batch:
         return ()
     return (overruled("batch_norm", f"the statistics of {len(footprint.batch_norm)} batch norms are a micro-batch's"),)
 
 
 def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
-    """What a reader should know where the module computes with the number of devices."""
+    """What a reader should know if the module computes with the number of devices."""
     if not footprint.asks_for_world or not constraints.split_batch:
         return ()
     return (
@@ -221,7 +221,7 @@ def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ..
 
 
 def _apart_words(split: SplitFinding) -> str:
-    """Which draws aren't one device's."""
+    """Says which draws aren't those of one device."""
     return (
         f"{', '.join(split.drawn_apart)} draws random numbers inside of its kernel, each rank and each part of a batch its own, so that "
         "this is another run than one device's, as random"
@@ -229,7 +229,7 @@ def _apart_words(split: SplitFinding) -> str:
 
 
 def _difference_words(split: SplitFinding) -> str:
-    """By how much the loss changes, and why if that is known."""
+    """Says by how much the loss changes, and why if that is known."""
     size = f"the split batch's loss differs from the whole batch's by {split.difference:.2g} of it"
     if split.difference != split.difference:
         size = "the split batch's loss and the whole batch's can't be compared, as one isn't finite"

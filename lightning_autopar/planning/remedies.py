@@ -22,7 +22,7 @@ from lightning_autopar.planning.candidates import micro_batch_counts
 from lightning_autopar.planning.refusals import feature_refusal, recompute_refusal
 from lightning_autopar.plans import Plan
 
-#: Ranks from which on arrays are faster than lists.
+#: From this number of ranks on, arrays are faster than lists.
 _MANY_RANKS = 32
 
 
@@ -34,22 +34,21 @@ def share_out(
     fixed_seconds: Sequence[float] | None = None,
     least_rows: int = 1,
 ) -> tuple[int, ...] | None:
-    """The samples of each rank with which the slowest is done soonest; None where the ranks can't take them all.
-
-    A rank takes ``fixed_seconds + rows * row_seconds``. Of ranks that would be done at once the first gets a sample more.
+    """The samples of each rank, dealt out so that the slowest rank is done soonest; None where the ranks can't take them all. A rank takes
+    ``fixed_seconds + rows * row_seconds``. Of ranks that would be done at the same time, the first gets the next sample.
 
     Args:
         rows: samples of the batch.
-        row_seconds: of one sample, by rank; above 0.
-        most_rows: what each rank's memory holds.
-        fixed_seconds: what each rank takes beside its samples; 0 unless given.
+        row_seconds: seconds of one sample, by rank; above 0.
+        most_rows: how many samples each rank's memory holds.
+        fixed_seconds: the seconds of each rank that don't depend on its samples; 0 unless given.
         least_rows: what each rank gets at least.
     """
     ranks = len(row_seconds)
     fixed = fixed_seconds or [0.0] * ranks
     if least_rows * ranks > rows or sum(most_rows) < rows or min(most_rows) < least_rows:
         return None
-    # By a deadline that all but the last few samples keep; those go one by one to whoever is done first with one more.
+    # Find a deadline that all but the last few samples meet; deal those one by one to the rank that is done first with one more.
     low, high = 0.0, max(start + rows * each for start, each in zip(fixed, row_seconds, strict=True))
     through = _all_through(fixed, row_seconds, most_rows, least_rows)
     for _ in range(60):
@@ -69,7 +68,7 @@ def share_out(
 def _all_through(
     fixed: Sequence[float], row_seconds: Sequence[float], most_rows: Sequence[int], least_rows: int
 ) -> Callable[[float], float]:
-    """How many samples all ranks get through by a deadline."""
+    """How many samples all ranks finish by a deadline."""
     if len(row_seconds) < _MANY_RANKS:
         return lambda deadline: sum(_until(deadline, fixed, row_seconds, most_rows, least_rows))
     start, each, most = (np.asarray(values, dtype=np.float64) for values in (fixed, row_seconds, most_rows))
@@ -77,7 +76,7 @@ def _all_through(
 
 
 def _until(deadline: float, fixed: Sequence[float], row_seconds: Sequence[float], most_rows: Sequence[int], least_rows: int) -> list[int]:
-    """What each rank gets through by then."""
+    """How many samples each rank finishes by a deadline."""
     return [
         max(least_rows, min(most, floor((deadline - start) / each)))
         for start, each, most in zip(fixed, row_seconds, most_rows, strict=True)
@@ -85,7 +84,7 @@ def _until(deadline: float, fixed: Sequence[float], row_seconds: Sequence[float]
 
 
 def largest_rows(rows: tuple[int, int], needs: tuple[int, int], budget: int, most: int) -> int:
-    """How many samples a device's memory holds, going by what it needs for two numbers of them: a straight line through both.
+    """How many samples a device's memory holds, by a straight line through its needs for two numbers of samples.
 
     Args:
         rows: two numbers of samples.
@@ -100,29 +99,29 @@ def largest_rows(rows: tuple[int, int], needs: tuple[int, int], budget: int, mos
     return max(0, min(most, few + floor((budget - less) / each)))
 
 
-#: Dealing out a batch takes as many steps as it has samples, and each looks at every rank; beyond this nobody waits for it.
+#: Dealing out a batch takes as many steps as it has samples, and each looks at every rank; beyond this product it isn't tried.
 _MOST_DEALT = 10_000_000
-#: How often memory that was told by a straight line is corrected by what is really needed.
+#: How often the straight line's estimate of memory is corrected by a real prediction.
 _CORRECTIONS = 6
-#: How often the number of recomputed blocks is halved beside uneven shares.
+#: How often the number of recomputed blocks is halved for a plan with uneven shares.
 _HALVINGS = 3
-#: Up to how many blocks sets are tried beyond those that save most for their time.
+#: Up to this number of blocks, other sets are tried than those that save most for their time.
 _FEW_BLOCKS = 16
-#: Up to how many ranks samples are moved from one to the other in each plan, rather than in the best one alone.
+#: Up to this number of ranks, samples are moved between ranks in every plan, not only in the best.
 _FEW_RANKS = 8
 
 #: Seconds of each block's forward by FQN, under a plan.
 BlockSeconds = Callable[[Plan], Mapping[str, float]]
-#: By device id how fast it is, in any unit.
+#: How fast each device is, by its id, in any unit.
 Speeds = Mapping[str, float]
 
 
 class Remedies:
-    """Those of one question.
+    """The remedies for one question: recomputed blocks, micro-batches and uneven shares.
 
     Args:
-        appraiser: who predicts.
-        block_seconds: what recomputing a block costs.
+        appraiser: predicts the plans.
+        block_seconds: gives the seconds that recomputing a block costs.
         speed: of each device.
     """
 
@@ -137,12 +136,12 @@ class Remedies:
 
     @cached_property
     def micro_batches(self) -> bool:
-        """Whether a rank may work off its samples in parts."""
+        """Whether a rank may run its samples in parts."""
         return feature_refusal("micro_batches", self.footprint, self.constraints) is None
 
     @cached_property
     def shares(self) -> bool:
-        """Whether ranks may get more samples than others."""
+        """Whether ranks may get different numbers of samples."""
         return feature_refusal("shares", self.footprint, self.constraints) is None
 
     @cached_property
@@ -151,7 +150,7 @@ class Remedies:
         return recompute_refusal(self.constraints) is None and bool(recomputable(self.footprint))
 
     def parts(self, plan: Plan) -> list[int]:
-        """Into how many parts the batch of a plan may be taken apart: of many ranks in steps, see :meth:`parts_near`."""
+        """The numbers of parts into which a plan's batch may be split; with many ranks not all of them, see :meth:`parts_near`."""
         batch = self.footprint.batch_size
         if not self.micro_batches or not batch:
             return [1]
@@ -165,7 +164,7 @@ class Remedies:
         return kept
 
     def parts_near(self, plan: Plan) -> list[int]:
-        """Numbers of parts beside a plan's own that :meth:`parts` leaves out."""
+        """Numbers of parts near a plan's own that :meth:`parts` leaves out."""
         batch = self.footprint.batch_size
         if not self.micro_batches or not batch or plan.world_size <= _FEW_RANKS or plan.shares:
             return []
@@ -183,14 +182,14 @@ class Remedies:
         return self._differ(plan, self.speed)
 
     def _differ(self, plan: Plan, figures: Mapping[str, float]) -> bool:
-        """Whether its devices have different figures; asked for each plan, while a search has few sets of devices."""
+        """Whether its devices have different figures; cached, as a search asks for each plan but has few sets of devices."""
         key = plan.devices, figures is self.speed
         if key not in self._differing:
             self._differing[key] = len(set(map(figures.__getitem__, plan.devices))) > 1
         return self._differing[key]
 
     def shared_parts(self, plan: Plan) -> list[int]:
-        """Into how many parts it may be taken apart where it is shared out by speed: the rank with most samples can have more."""
+        """The numbers of parts where the batch is shared out by speed: the rank with most samples can have more of them."""
         batch = self.footprint.batch_size
         if not self.micro_batches:
             return [1]
@@ -199,10 +198,9 @@ class Remedies:
         return sorted({*self.parts(plan), *micro_batch_counts(most)})
 
     def least_shared_seconds(self, plan: Plan) -> float:
-        """What no plan with the same devices, engine and parts stays below, however its batch is shared out.
-
-        Where devices differ in speed those of the split that suits their speeds, to a fraction of a sample; where they don't, those with a
-        single sample moved, as any other uneven split takes longer.
+        """A lower bound of seconds for all plans with the same devices, engine and parts, however the batch is shared out. Where devices
+        differ in speed: the seconds of a split by speed, to a fraction of a sample. Where they don't: the seconds with one sample moved, as
+        any other uneven split takes longer.
         """
         seconds = self.appraiser.step_seconds(plan)
         batch = self.footprint.batch_size
@@ -216,7 +214,7 @@ class Remedies:
         return seconds * (batch / sum(speeds)) / slowest
 
     def is_hopeless(self, plan: Plan) -> bool:
-        """Whether a plain plan lacks memory even with all blocks recomputed, with its batch whole and in as many parts as can be.
+        """Whether a plain plan lacks memory even with all blocks recomputed, with its batch whole and in the most parts.
 
         Uneven shares may help where devices differ.
         """
@@ -227,18 +225,18 @@ class Remedies:
         return not any(self.appraiser.holds(with_recompute(in_parts(plan, count), self.footprint, blocks)) for count in {1, parts[-1]})
 
     def way(self, plan: Plan, limit: Callable[[], float]) -> Plan | None:
-        """The plan itself where there is memory for it, or with as few recomputed blocks as let it fit; None where that takes too long.
+        """The plan itself if it fits, else with as few recomputed blocks as let it fit; None where that takes too long.
 
         Args:
-            plan: with its batch in as many parts as it is to have.
-            limit: seconds of a batch that a plan must stay below to be of interest, as it is by then.
+            plan: with its batch already in parts.
+            limit: gives the seconds a batch that a plan must stay below to be of interest at that time.
         """
         if self.appraiser.holds(plan):
             return plan
         return self.least_recompute(plan, limit) if self.recompute else None
 
     def shared_out(self, plan: Plan, limit: Callable[[], float]) -> Iterator[Plan]:
-        """With as many samples a rank as its speed and its memory suggest: without recomputation, with some of it, with all."""
+        """Plans with the samples of each rank by its speed and memory: without recomputation, with some of it, with all."""
         order = self.order(plan) if self.recompute else ()
         even = len({self.speed[device] for device in plan.devices}) == 1
         low, high = 0, len(order)
@@ -268,13 +266,13 @@ class Remedies:
         return plan.rows(batch) != share_out(batch, seconds, [batch] * plan.world_size)
 
     def _shared_below(self, plan: Plan, limit: Callable[[], float], even: bool) -> Plan | None:
-        """The plan shared out, if that promises to stay below the limit. Devices that are equally fast aren't faster with uneven shares."""
+        """The plan with shares, if it can stay below the limit. Equally fast devices aren't faster with uneven shares."""
         if even and self.appraiser.step_seconds(plan) >= limit():
             return None
         return self._shared(plan)
 
     def _shared(self, plan: Plan) -> Plan | None:
-        """The split of the batch that keeps each device within its memory and the slowest rank soonest done; None where there is none."""
+        """The plan with the shares that fit each device's memory and let the slowest rank be done soonest; None where none fit."""
         batch = self.footprint.batch_size
         ranks = plan.world_size
         if ranks > batch or ranks * batch > _MOST_DEALT:
@@ -297,7 +295,7 @@ class Remedies:
         return None
 
     def _settled(self, plan: Plan) -> Plan:
-        """A plan that is shared out, with no more parts than samples; of few ranks and blocks with what can still be made better."""
+        """A plan with shares, with at most as many parts as samples; with few ranks and blocks, improved further."""
         plan = self.apart(plan, min(plan.micro_batches, max(plan.rows(self.footprint.batch_size))))
         if plan.world_size <= _FEW_RANKS:
             plan = self.better_shares(plan, tries=_FEW_RANKS)
@@ -306,7 +304,7 @@ class Remedies:
         return plan
 
     def _most_rows(self, plan: Plan, seconds: Sequence[float]) -> list[int]:
-        """What each device's memory holds, going by two splits in which each has more samples once and fewer once."""
+        """How many samples each device's memory holds, judged by two splits: in one it has more samples, in the other fewer."""
         batch, ranks = self.footprint.batch_size, plan.world_size
         even, little = list(plan.rows(batch)), max(1, batch // (2 * ranks))
         first, second = list(even), list(even)
@@ -332,7 +330,7 @@ class Remedies:
         return self._orders[key]
 
     def least_recompute(self, plan: Plan, limit: Callable[[], float]) -> Plan | None:
-        """The plan with the cheapest blocks recomputed that let it fit; None where that promises to be too slow, or all don't do."""
+        """The plan with the cheapest recomputed blocks that let it fit; None where it would be too slow, or all blocks don't suffice."""
         footprint, order = self.footprint, self.order(plan)
 
         def recomputing(count: int) -> Plan:
@@ -355,7 +353,7 @@ class Remedies:
                 low = probe
                 if self.appraiser.step_seconds(recomputing(low)) >= limit():
                     return None
-            # Where a straight line between what is known says that just enough is saved; by halves where that gets nowhere.
+            # Try next where a straight line between the known points saves just enough; halve the interval where that doesn't help.
             slope = (lacks[low] - lacks[high]) / (high - low)
             probe = max(low + 1, min(high - 1, low + math.ceil(lacks[low] / slope))) if slope > 0 else 0
             halve = 2 * (high - low) > width and not halve
@@ -364,7 +362,7 @@ class Remedies:
         return recomputing(high)
 
     def _guess(self, plan: Plan, order: Sequence[str], missing: int) -> int:
-        """How many blocks it should take, by what they save on the rank with most samples."""
+        """A guess at the number of blocks, by what they save on the rank with most samples."""
         footprint = self.appraiser.footprint_of(plan)
         whole = max(1, footprint.batch_size)
         share = -(-max(plan.rows(footprint.batch_size), default=1) // plan.micro_batches) / whole if footprint.batch_size else 1.0
@@ -377,7 +375,7 @@ class Remedies:
         return len(order)
 
     def cheaper_blocks(self, plan: Plan) -> Plan:
-        """The same with blocks left out, or exchanged for cheaper ones, while there is memory for it: none of those left can be missed."""
+        """The plan with blocks dropped, or exchanged for cheaper ones, as long as it fits; then none can be dropped any more."""
         seconds = self.block_seconds(plan)
         bare = without_recompute(plan)
         chosen = list(plan.recompute)
@@ -405,7 +403,7 @@ class Remedies:
         )
 
     def _if_better(self, plan: Plan, rows: Sequence[int], seconds: float) -> Plan | None:
-        """The plan with these samples for each rank if it is faster and there is memory for it, in as many parts or in more."""
+        """The plan with these samples for each rank if it is faster and fits, in as many parts or in more."""
         shared = with_shares(plan, rows)
         parts = [plan.micro_batches, *(count for count in (max(rows),) if 1 < plan.micro_batches < count)]
         for count in parts:
@@ -424,7 +422,7 @@ class Remedies:
         return in_parts(replace(plan, micro_batches=1, reasons=_without(plan, _PARTS_REASON)), parts)
 
     def _droppable(self, plan: Plan, seconds: Mapping[str, float]) -> list[str]:
-        """Recomputed blocks that may be missed, those first that take longest; of many that are alike the first and the last."""
+        """Recomputed blocks to try to drop, those first that take longest; of many equal ones, the first and the last."""
         if len(plan.recompute) <= _FEW_BLOCKS:
             return sorted(plan.recompute, key=lambda fqn: -seconds[fqn])
         saved = {block.fqn: saved_bytes(block) for block in self.footprint.blocks}
@@ -435,7 +433,7 @@ class Remedies:
         return sorted(chosen, key=lambda fqn: -seconds[fqn])[:_FEW_BLOCKS]
 
     def better_shares(self, plan: Plan, tries: int = 60) -> Plan:
-        """The same with samples moved from rank to rank, one at a time, as long as that makes it faster and there is memory for it."""
+        """The plan with samples moved from rank to rank, one at a time, as long as that makes it faster and it fits."""
         batch = self.footprint.batch_size
         if batch * plan.world_size > _MOST_DEALT:
             return plan
@@ -480,12 +478,12 @@ def without_recompute(plan: Plan) -> Plan:
 
 
 def _without(plan: Plan, beginning: str) -> tuple[str, ...]:
-    """The plan's reasons but for those that begin so."""
+    """The plan's reasons, without those that begin with these words."""
     return tuple(reason for reason in plan.reasons if not reason.startswith(beginning))
 
 
 def in_parts(plan: Plan, parts: int) -> Plan:
-    """The plan with its batch taken apart."""
+    """The plan with its batch in parts."""
     if parts == 1:
         return plan
     return replace(plan, micro_batches=parts, reasons=(*plan.reasons, f"{_PARTS_REASON} its samples in {parts} parts, for memory"))

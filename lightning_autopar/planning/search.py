@@ -40,24 +40,23 @@ from lightning_autopar.plans import Plan, all_engines
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.timing.rates import Rates
 
-#: Of each engine's plans that can't be the best so many are predicted all the same.
+#: How many of each engine's plans that can't be the best are still predicted, for the report.
 _MOST_SHOWN = 12
-#: From how many equally fast ranks on few plans are shared out by memory alone, and how many.
+#: From this number of equally fast ranks on, few plans get shares by memory alone; and how many plans.
 _MANY_RANKS, _MOST_SPLITS = 8, 8
-#: Of what devices compute for a whole batch, what they don't stay below for a part of it: shapes suit kernels better or worse.
+#: A lower bound for a part of a batch, as a share of the seconds by its size: shapes suit kernels better or worse.
 _CERTAIN = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Prospect:
-    """Something to be looked at, in its turn.
+    """A plan to look at in its turn, and what to do with it.
 
     Args:
-        plan: a plain one, or of ``"split"`` and ``"shares"`` one in parts.
-        step: what is to be done: predict the ``"plain"`` plan, once its ``"devices"`` are known to be fast enough; take its batch
-            apart into the next number of ``"parts"``; see whether a ``"split"`` by uneven shares is fast enough, and find the
-            ``"shares"``.
-        left: numbers of parts that are left to look at.
+        plan: a plain one, or for ``"split"`` and ``"shares"`` one in parts.
+        step: what to do: predict the ``"plain"`` plan, once its ``"devices"`` are known to be fast enough; split its batch into the next
+            number of ``"parts"``; see whether a ``"split"`` by uneven shares is fast enough, and find the ``"shares"``.
+        left: numbers of parts still to look at.
     """
 
     plan: Plan
@@ -66,12 +65,12 @@ class _Prospect:
 
 
 def _family(plan: Plan) -> tuple[object, ...]:
-    """Which plans are of one sort."""
+    """The sort of a plan, for the report."""
     return plan.engine, plan.reshard_after_forward, plan.replicas > 1
 
 
 class Search:
-    """One question: this footprint, these devices, these constraints. Arguments as an :class:`Appraiser`'s."""
+    """The search for one question: this footprint, these devices, these constraints. The arguments are an :class:`Appraiser`'s."""
 
     def __init__(
         self,
@@ -98,12 +97,12 @@ class Search:
 
     @cached_property
     def speed(self) -> dict[str, float]:
-        """Of each device by id."""
+        """Each device's speed, by its id."""
         return device_speeds(self.footprint, self.inventory, precision=self.constraints.precision, rates=self.rates)
 
     @cached_property
     def remedies(self) -> Remedies:
-        """What helps where memory is short."""
+        """The remedies where memory is short."""
 
         def seconds(plan: Plan) -> dict[str, float]:
             device = self.appraiser.device[plan.devices[0]]
@@ -113,12 +112,12 @@ class Search:
         return Remedies(self.appraiser, seconds, self.speed)
 
     def first(self) -> Candidate | None:
-        """The best, or where nothing fits the one that lacks least, without a look at what can't be run."""
+        """The best candidate, or if nothing fits the one that lacks least; leaves out what can't be run."""
         self._explore()
         return next(iter(self._in_order()), None)
 
     def all(self) -> list[Candidate]:
-        """Of each configuration the best choice of devices, the best of all first; what is ruled out at the end."""
+        """For each configuration the best choice of devices, the best of all first; ruled-out plans at the end."""
         self._explore()
         self._beyond()
         refused = [
@@ -128,13 +127,13 @@ class Search:
         return self._in_order() + refused
 
     def _in_order(self) -> list[Candidate]:
-        """What was found, in order, with the allocations of those that may be the best replayed."""
+        """The found candidates in order; those that may be the best are replayed."""
         order = self.appraiser.order
         found = sorted(self._found, key=order)
         kept = list(first_of_each_configuration(found).values())
         known = {id(one) for one in kept}
         if self.constraints.objective == "speed":
-            # A simpler plan that is hardly slower may stand behind one of its own configuration.
+            # A simpler plan that is hardly slower may come after one of its own configuration.
             limit = self.best_seconds * (1 + self._worth)
             kept += [one for one in found if one.fits and id(one) not in known and self.appraiser.batch_seconds(one) <= limit]
         decided = self.finalists.decide(kept, order, self.appraiser.shortage, self.appraiser.preferred)
@@ -142,14 +141,14 @@ class Search:
 
     @cached_property
     def _worth(self) -> float:
-        """How much slower than the best a plan may be that is still of interest: one on idler devices, where others compute on some."""
+        """By how much a plan may be slower than the best and still be of interest; more where others compute on some devices."""
         return WORTH_DISTURBING if any(map(busy_share, self.inventory.devices)) else WORTHWHILE
 
     def _runs(self, engine: str) -> bool:
         return engine_runs(engine, self.constraints.allow)
 
     def _explore(self) -> None:
-        """Everything that can be run."""
+        """Look at everything that can be run."""
         if self._found:
             return
         options = self._options()
@@ -166,14 +165,14 @@ class Search:
             self._refine()
 
     def _refuted(self) -> bool:
-        """Whether the best so far doesn't fit once its allocations are replayed: then others are to be looked at, knowing that."""
+        """Whether a replay shows that the best plan so far doesn't fit: then the search goes on with what the replay taught."""
         best = self._best_fitting()
         if best is None or best.replayed or not self.finalists.can_replay(best):
             return False
         if self.finalists.is_tired:
             if not self.appraiser.hopeful:
                 return False
-            self.appraiser.hopeful = False  # what the rule of thumb refuses isn't looked at further
+            self.appraiser.hopeful = False  # from now on, plans that the rule of thumb refuses are left
             self._found = [one for one in self._found if one.fits or not self.finalists.may_fit(one)]
         else:
             checked = self.finalists.check(best, self.appraiser.shortage)
@@ -192,10 +191,9 @@ class Search:
         return [option.plan for option in found]
 
     def _look_at_all(self, plans: Iterable[Plan]) -> None:
-        """All plans that promise to be faster than the best so far, those first that promise most.
-
-        A plain plan promises no less than what its devices compute. Looked at, it promises its own seconds; in more parts, or shared out,
-        those that it has then; with blocks recomputed it takes longer. What is no faster than the best even so is left.
+        """Look at all plans that can be faster than the best so far, those first that can be fastest. At first, a plan's bound is the
+        seconds that its devices compute. Once predicted, it is its own seconds; with more parts or with shares, the seconds that it has
+        then; recomputed blocks only add to them. Plans whose bound isn't below the best are left.
         """
         if self.constraints.objective == "memory":
             for plan in plans:
@@ -215,7 +213,7 @@ class Search:
                 push(promised, following)
 
     def _followed(self, seconds: float, prospect: _Prospect) -> Iterator[tuple[float, _Prospect]]:
-        """Look at a plan, and say what may come of it, with the seconds that it promises."""
+        """Look at a plan; yields the next things to look at, each with its bound of seconds."""
         plan, remedies = prospect.plan, self.remedies
         if prospect.step == "devices":
             if self._is_worth_a_look(plan, seconds):
@@ -253,7 +251,7 @@ class Search:
                 yield promised, replace(prospect, left=tuple(left))
         elif prospect.step == "split" and seconds < self.best_seconds:
             if plan.world_size > _MANY_RANKS and not remedies.uneven(plan):
-                # Of many equally fast ranks those with little memory can as well be left out.
+                # With many equally fast ranks, those with little memory can just as well be left out.
                 self._splits += 1
                 if self._splits > _MOST_SPLITS:
                     return
@@ -264,17 +262,17 @@ class Search:
             self._add_all(remedies.shared_out(plan, self._limit))
 
     def _is_worth_a_look(self, plan: Plan, seconds: float) -> bool:
-        """Whether a plain plan that takes so long at least may be chosen, or is one of the first of its sort, to be read."""
+        """Whether a plain plan with this bound of seconds may be chosen, or is one of the first of its sort, for the report."""
         if seconds < self.best_seconds:
             return True
-        known = self._decided.get(configuration(plan), math.inf) <= self.appraiser.busy(plan)  # one that disturbs nobody more
+        known = self._decided.get(configuration(plan), math.inf) <= self.appraiser.busy(plan)  # a known plan that disturbs others no more
         return not known and (seconds <= self.best_seconds * (1 + self._worth) or self._shown[_family(plan)] < _MOST_SHOWN)
 
     def _limit(self) -> float:
         return self.best_seconds
 
     def _computing_seconds(self, plan: Plan) -> float:
-        """What a plan doesn't stay below, as its devices compute for so long, however the batch is shared out."""
+        """A lower bound of a plan's seconds: its devices compute at least so long, however the batch is shared out."""
         if not (self.constraints.split_batch and self.footprint.batch_size):
             return 0.0
         key = plan.devices, plan.data_ranks, self.remedies.may_share(plan)
@@ -289,14 +287,14 @@ class Search:
 
     @cached_property
     def _busy_seconds(self) -> dict[str, float]:
-        """Of each device by id, what it would compute for the whole batch."""
+        """The seconds that each device would compute for the whole batch, by id."""
         return by_sort(
             self.inventory.devices,
             lambda device: busy_seconds(self.footprint, device, precision=self.constraints.precision, rates=self.rates),
         )
 
     def _save_most(self, plan: Plan) -> None:
-        """A plain plan, and the same with all that saves memory."""
+        """Predict a plain plan, and the same with everything that saves memory."""
         parts = self.remedies.parts(plan)
         for number in dict.fromkeys((1, parts[-1])):
             divided = in_parts(plan, number)
@@ -305,7 +303,7 @@ class Search:
                 self._add(with_recompute(divided, self.footprint, [block.fqn for block in recomputable(self.footprint)]))
 
     def _between(self, plans: Sequence[Plan]) -> None:
-        """Numbers of devices next to the best one, where not every number was tried."""
+        """Look at numbers of devices near the best one, where not every number was tried."""
         best = self._best_fitting()
         if best is None or best.plan.world_size <= 1:
             return
@@ -317,10 +315,9 @@ class Search:
             self._look_at_all(self._options(sets))
 
     def _add_searched(self, engine: Engine) -> None:
-        """What an engine finds by itself, on every number of devices with which a plan may be faster than all so far.
-
-        Those on most devices are there to be read, too.
-        The ranks of a pipeline have their samples in common, so that there may be more of them than samples.
+        """Add the plans that an engine searches itself, on every number of devices with which a plan may be faster than all so far. Plans
+        on the most devices are added for the report, too. The ranks of a pipeline share their samples, so there may be more ranks than
+        samples.
         """
         if engine_refusal(engine.name, self.appraiser.question) is not None:
             return
@@ -338,17 +335,17 @@ class Search:
         return Searching(appraiser=self.appraiser, speed=self.speed, rates=self.rates, limit=limit)
 
     def _least(self) -> None:
-        """Where nothing fits: what needs least, for whoever asks how much is missing."""
+        """Where nothing fits, add the plans that need least, which show how much is missing."""
         nearest: dict[str, Candidate] = {}
         for candidate in sorted(self._found, key=self.appraiser.order):
             nearest.setdefault(candidate.plan.engine, candidate)
         for candidate in nearest.values():
-            if not engines.of(candidate.plan).takes_remedies:  # it saves what it can where it lacks memory
+            if not engines.of(candidate.plan).takes_remedies:  # it saves memory by itself where it lacks some
                 continue
             self._save_most(in_parts(without_recompute(candidate.plan), 1))
 
     def _refine(self) -> None:
-        """The best one without what it can do without, and with samples where they are worked off soonest."""
+        """Improve the best plan: drop remedies that it doesn't need, and move samples to where they are done soonest."""
         best = self._best_fitting()
         if best is None:
             return
@@ -391,7 +388,7 @@ class Search:
                     self._add(saving)
 
     def _notable_sets(self) -> list[Sequence[Device]]:
-        """Sets of devices on which plans that can't be run are shown: the best plan's, or else as many as may be; and one by itself."""
+        """The sets of devices for plans that can't be run: the best plan's, or else as many as allowed; and a single device."""
         found: list[Sequence[Device]] = []
         best = self._best_fitting()
         if best is not None and best.plan.world_size > 1:
@@ -405,7 +402,7 @@ class Search:
             self._add(plan)
 
     def _add(self, plan: Plan) -> Candidate:
-        """The plan's prediction, once for each."""
+        """Add the plan with its prediction, which is made once."""
         key = replace(plan, reasons=())
         known = self._seen.get(key)
         if known is not None:

@@ -23,7 +23,7 @@ from lightning_autopar.timing.step import Seconds, Step
 
 __all__ = ["Seconds", "device_speed", "group_bandwidth", "idle_share", "pair_bandwidths", "predict_seconds", "step_of"]
 
-#: A product that every device is good at, to compare devices by.
+#: A matrix product that every device computes well, to compare devices.
 _LARGE = 4096
 
 
@@ -71,7 +71,7 @@ def step_of(
 
 
 def device_speed(device: Device, precision: str = "32-true", rates: Rates | None = None) -> float:
-    """FLOP/s that a device has to spare for large matrix products."""
+    """FLOP/s of large matrix products that others leave of a device."""
     return _speed_of(computing_dtype(precision), slowed(rates or DATA_SHEET, (device,)), device) * idle_share(device)
 
 
@@ -92,12 +92,12 @@ _SPEEDS: dict[tuple[Hashable, ...], float] = {}
 def part_seconds(
     footprint: Footprint, device: Device, share: float, *, precision: str = "32-true", rates: Rates | None = None
 ) -> list[tuple[str | None, float, float]]:
-    """Of each part in running order the block's FQN, None of what lies between blocks, and the seconds of its forward and its backward.
+    """For each part in running order: the block's FQN, or None between blocks, and the seconds of its forward and its backward.
 
     Args:
         footprint: at the whole batch.
         device: on which.
-        share: of the batch that it works off at a time.
+        share: of the batch that it runs at a time.
         precision: Lightning's name of it.
         rates: of single operations; data sheets' unless given.
     """
@@ -150,7 +150,7 @@ def device_speeds(
 
 
 def by_sort(devices: Iterable[Device], measure: Callable[[Device], float]) -> dict[str, float]:
-    """What is measured of each device, by id; asked for once of those that are as fast and as busy as each other."""
+    """The figure that ``measure`` gives for each device, by id; computed once for devices that are equally fast and equally busy."""
     known: dict[tuple[object, ...], float] = {}
     found: dict[str, float] = {}
     for device in devices:

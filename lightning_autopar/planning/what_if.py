@@ -16,28 +16,27 @@ from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.work.work import Work, moved_bytes
 
-#: Torch's optimizers that have a fused kernel, and those that bitsandbytes has with a state of 8 bits.
+#: The optimizers that have a fused kernel in torch, and those that have an 8-bit state in bitsandbytes.
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 _EIGHT_BIT = frozenset({"Adam", "AdamW"})
-#: Two states of a byte an element, and for each of 256 elements a scale in fp32 (bitsandbytes, ``optimizer.py``, ``blocksize=256``).
+#: Two states with one byte an element, and one fp32 scale for every 256 elements (bitsandbytes, ``optimizer.py``, ``blocksize=256``).
 _EIGHT_BIT_BYTES = 2 * (1 + Fraction(4, 256))
-#: An operation of the update that goes over no more is none over parameters.
+#: An operation of the update on fewer bytes than this isn't one over parameters.
 _SMALL_BYTES = 2048
 
 
 def fused(footprint: Footprint) -> Footprint | None:
-    """With ``fused=True`` in torch's optimizers: one pass over what they read and write, and no temporaries.
-
-    None where they are fused, or where a class has no such kernel.
+    """The footprint with ``fused=True`` in torch's optimizers: one pass over what they read and write, and no temporaries. None where they
+    are fused already, or a class has no such kernel.
     """
     if not _has_plain_update(footprint) or not _FUSED.issuperset(footprint.optimizer_classes):
         return None
-    passes = 3 * footprint.gradient_bytes + 2 * footprint.optimizer_bytes  # parameters and states both ways, gradients one
+    passes = 3 * footprint.gradient_bytes + 2 * footprint.optimizer_bytes  # parameters and states are read and written, gradients only read
     return _updated(footprint, f"_fused_{footprint.optimizer_classes[0].lower()}_", passes, footprint.optimizer_classes)
 
 
 def eight_bit(footprint: Footprint) -> Footprint | None:
-    """With bitsandbytes' Adam, whose state has 8 bits; None where another optimizer runs, or nothing becomes smaller."""
+    """The footprint with bitsandbytes' Adam, whose state has 8 bits; None where another optimizer runs, or nothing gets smaller."""
     state_bytes = math.ceil(footprint.trainable_parameters * _EIGHT_BIT_BYTES)
     known = bool(footprint.optimizer_classes) and _EIGHT_BIT.issuperset(footprint.optimizer_classes)
     if not footprint.training or not known or state_bytes >= footprint.optimizer_bytes:
@@ -67,14 +66,14 @@ def eight_bit(footprint: Footprint) -> Footprint | None:
 
 
 def validated(footprint: Footprint, share: float) -> Footprint:
-    """With a validation batch that is so many times as large."""
+    """The footprint with a validation batch that is so many times as large."""
     evaluation = footprint.evaluation_bytes
     parts = tuple(round(size * share) for size in footprint.evaluation_parts)
     return replace(footprint, evaluation_bytes=None if evaluation is None else round(evaluation * share), evaluation_parts=parts)
 
 
 def more_devices(inventory: Inventory, count: int) -> Inventory | None:
-    """With so many more devices like the others on the first node; None where devices aren't alike, or aren't whole GPUs."""
+    """The inventory with so many more like devices on the first node; None if devices aren't alike, or aren't whole GPUs."""
     if count > 1 and (fewer := more_devices(inventory, count - 1)) is not None:
         inventory = fewer
     devices = [device for device in inventory.devices if device.node == inventory.devices[0].node]
@@ -87,7 +86,7 @@ def more_devices(inventory: Inventory, count: int) -> Inventory | None:
     place = inventory.devices.index(last) + 1
     found = replace(inventory, devices=(*inventory.devices[:place], more, *inventory.devices[place:]))
     if last.kind != "catalogue":
-        return found  # linked through the host: another socket than the others' is what is sure to be there
+        return found  # linked through the host, as if on another socket: the worst case
     hosts = list(inventory.node_host_bytes)
     if last.node in inventory.assumed_hosts:
         hosts[last.node] += assumed_host_bytes(more)
@@ -96,7 +95,7 @@ def more_devices(inventory: Inventory, count: int) -> Inventory | None:
 
 
 def with_host(inventory: Inventory, size: int) -> Inventory:
-    """With hosts that have so many bytes at least."""
+    """The inventory whose hosts have at least so many free bytes."""
     nodes = tuple(max(size, have) for have in inventory.node_host_bytes)
     total, free = (max(size, have) for have in (inventory.host_total_bytes, inventory.host_free_bytes))
     return replace(inventory, host_total_bytes=total, host_free_bytes=free, node_host_bytes=nodes)
@@ -109,13 +108,13 @@ def _has_plain_update(footprint: Footprint) -> bool:
 
 
 def _updated(footprint: Footprint, name: str, passes_bytes: int, classes: tuple[str, ...]) -> Footprint:
-    """With an update that goes over so many bytes in one kernel, and takes no memory."""
+    """The footprint with an update that goes over so many bytes in one kernel, and takes no memory."""
     before = footprint.optimizer_work
     clips = any(work.kind == "reduce" and "norm" in work.name for work in before)
-    # Counting steps and what clipping does with its norm are small operations that stay.
+    # Counting steps, and clipping's operations on its norm, are small and stay.
     kept = [work for work in before if work.kind not in ("pointwise", "copy") or (4 < work.moved_bytes <= _SMALL_BYTES)]
     dtype = next((work.dtype for work in before if work.kind == "pointwise"), "fp32")
-    if clips:  # gradients are multiplied in place
+    if clips:  # clipping multiplies gradients in place
         twice = 2 * footprint.gradient_bytes
         kept.append(Work(kind="pointwise", name="_foreach_mul_", dtype=dtype, moved_bytes=twice, fixed_bytes=twice))
     kept.append(Work(kind="pointwise", name=name, dtype=dtype, moved_bytes=passes_bytes, fixed_bytes=passes_bytes))
@@ -133,7 +132,7 @@ def _updated(footprint: Footprint, name: str, passes_bytes: int, classes: tuple[
 
 
 def _without_scratch(tape: Tape) -> Tape:
-    """The tape without what the optimizer's step allocates for itself and frees again."""
+    """The tape without the temporaries that the optimizer's step allocates and frees."""
     rows = list(tape.rows())
     begins = max((index for index, row in enumerate(rows) if row[0] == "optimizer"), default=len(rows))
     made = {row[1] for row in rows[begins:] if row[0] == "allocate" and row[3] == "fixed"}

@@ -13,11 +13,11 @@ from typing import Any
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.text import format_bytes, format_seconds
 
-#: What can be read off a run by itself; the rest is activations, temporaries, communication and input.
+#: The categories that can be measured separately in a run; the rest is activations, temporaries, communication and input.
 _READABLE = ("parameters", "gradients", "optimizer", "buffers")
 _TITLES = {"rest": "activations and the rest", "allocated": "tensors in all", "reserved": "held by torch", "context": "beside torch"}
 _WIDTH = 100
-#: What a device may take beyond what was allowed for before anybody is warned: a share of that, and what loggers and metrics hold.
+#: By how much a device may exceed the allowed bytes before a warning: a share of them, and what loggers and metrics hold.
 _TOLERATED_SHARE, _TOLERATED_BYTES = 0.02, 1 << 20
 
 
@@ -29,8 +29,8 @@ class Comparison:
         device: its device's id.
         predicted: bytes by category: those of ``measured``, and ``"allocated"``, their sum.
         measured: bytes by category: ``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"buffers"`` and ``"rest"`` at the peak of a
-            training step, ``"allocated"``, their sum; on a GPU ``"reserved"`` by torch's allocator and ``"context"`` beside it. What isn't
-            known isn't there.
+            training step, ``"allocated"``, their sum; on a GPU ``"reserved"`` by torch's allocator and ``"context"`` beside it. Unknown
+            figures are missing.
         predicted_seconds: of a step.
         measured_seconds: of a step.
     """
@@ -80,7 +80,7 @@ def compare(candidate: Candidate, measured: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def metrics(comparisons: Sequence[Comparison]) -> dict[str, float]:
-    """What loggers take: ``autopar/rank0/measured_bytes/parameters`` and so on."""
+    """The values for loggers: ``autopar/rank0/measured_bytes/parameters`` and so on."""
     found: dict[str, float] = {}
     for rank, each in enumerate(comparisons):
         for side, sizes in (("predicted", each.predicted), ("measured", each.measured)):
@@ -92,7 +92,7 @@ def metrics(comparisons: Sequence[Comparison]) -> dict[str, float]:
 
 
 def table(comparisons: Sequence[Comparison], title: str) -> str:
-    """A text for a person: a line for each device and category that is worth one."""
+    """A text table: a line for each device and category that is worth one."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -55,8 +55,8 @@ class Candidate:
         fits: whether it can be taken.
         reason: why not, one sentence; None where it fits.
         bytes: predicted bytes by device id, corrected by what earlier runs took; empty where a plan is ruled out before any prediction.
-        raw: the same before the correction: what a run is compared with, for the next one.
-        needs: by device id, the bytes that must be there for it: the prediction with what the footprint may miss.
+        raw: the same before the correction, with which a run is compared, to correct the next one.
+        needs: by device id, the bytes that must be there for it: the prediction with the footprint's margin.
         host: what it takes of the memory of the host that has least to spare; None where it offloads nothing.
         seconds: predicted seconds of a step, corrected by what earlier runs took; None where there is no prediction.
         raw_seconds: the same before the correction; None where nothing was predicted.
@@ -86,12 +86,12 @@ class Candidate:
 
     @property
     def runnable(self) -> bool:
-        """Whether such a plan may be taken. One that may not is predicted all the same."""
+        """Whether such a plan may be taken. A plan that may not is still predicted."""
         return not self.held_back
 
     @property
     def short_reason(self) -> str:
-        """The reason without what is the same for all plans, or stands beside it in a table: how the budget came to be, the seconds."""
+        """The reason without what is the same for all plans or in another column: how the budget was computed, the seconds."""
         reason = self.reason or ""
         if not self.runnable:
             return reason.partition("; it would")[0]
@@ -99,7 +99,7 @@ class Candidate:
 
     @property
     def step_seconds(self) -> float:
-        """Predicted seconds of a step, of a candidate that has a prediction, as every fitting one."""
+        """Predicted seconds of a step; only for candidates with a prediction, such as all fitting ones."""
         assert self.seconds is not None, "a plan that is ruled out has no prediction"
         return self.seconds.step
 
@@ -123,7 +123,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """One change that would let a plan fit, or a faster one than the best that does.
+    """One change with which a plan would fit, or a faster one than the best that fits now.
 
     Args:
         kind: what is to be changed. ``"memory"``: free bytes of devices or hosts; ``"batch_size"``; ``"setting"``: an argument of the
@@ -131,8 +131,8 @@ class Advice:
             user's own code, its optimizer or its validation loader; ``"devices"``: how many there are.
         text: the sentence.
         change: the same for a program: ``{"batch_size": 12}``, ``{"more_free_bytes": {"cpu:1": 4096}}``, ``{"allow": ["single", "ddp"]}``.
-        plan: the plan that would be taken; None where nothing is promised.
-        speedup: seconds a sample as it is now over those after the change, both predicted; None where nothing fits now.
+        plan: the plan that would be taken; None where none is certain.
+        speedup: seconds a sample now over those after the change, both predicted; None where nothing fits now.
         gained_seconds: by how many seconds a batch is shorter then; None where nothing fits now.
         gained_bytes: by how many bytes the fullest device is emptier then, below 0 where it is fuller; None where nothing fits now.
     """
@@ -168,7 +168,7 @@ class Report:
     Args:
         inventory: the devices as they were.
         footprint: what one step needs.
-        candidates: best first; behind the fitting ones those that don't fit, then those that are ruled out.
+        candidates: best first; after the fitting ones those that don't fit, then those that are ruled out.
         best_index: which of them is to be run; None where nothing fits.
         budgets: bytes that a plan may use, by device id.
         residuals: what earlier runs were measured to take, by which the predictions are corrected.
@@ -200,21 +200,21 @@ class Report:
 
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
-        """What would make something fit, or a faster plan, the most helpful first. Found when it is first asked for."""
+        """Changes with which something would fit, or a faster plan, the most helpful first. Computed at the first access."""
         return self.adviser() if self.adviser is not None else ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """With the advice instead of the adviser, which knows the whole search."""
+        """The state with the advice instead of the adviser, which refers to the whole search."""
         return {**self.__dict__, "advice": self.advice, "adviser": None}
 
     def headroom_bytes(self, candidate: Candidate) -> dict[str, int]:
-        """What the plan leaves of what it may use, by device id; below 0 where that much is missing."""
+        """The bytes of the budget that the plan leaves, by device id; below 0 where that much is missing."""
         return {
             device: self.budgets.get(device, self.inventory.device(device).free_bytes) - need for device, need in candidate.needs.items()
         }
 
     def shown_candidate(self) -> Candidate | None:
-        """The one to look at closely: the best, or, where nothing fits, the first with a prediction, preferably one that could be run."""
+        """The candidate to show in detail: the best, or, where nothing fits, the first with a prediction, preferably a runnable one."""
         predicted = [candidate for candidate in self.candidates if candidate.bytes]
         return self.best_candidate or next(iter(sorted(predicted, key=lambda candidate: not candidate.runnable)), None)
 
@@ -235,7 +235,7 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def table(self) -> RenderableType:
-        """What rich shows, as wide as the console: model and devices, a line for each candidate worth one, notes and advice."""
+        """The table for rich, as wide as the console: model and devices, a line for each candidate worth one, notes and advice."""
         from lightning_autopar.report.table import ReportTable
 
         return ReportTable(self)
@@ -264,7 +264,7 @@ class Report:
         save(path, picture=lambda: self.picture(candidate), page=lambda: self.to_html(candidate))
 
     def to_html(self, candidate: Candidate | None = None) -> str:
-        """The whole report as one HTML page that needs nothing but itself: readable in light and dark, and printable.
+        """The whole report as one HTML page without external files: readable in light and dark, and printable.
 
         Args:
             candidate: whose memory and step are drawn; as for :meth:`picture`.
@@ -284,13 +284,13 @@ class Report:
         write(self.to_html(candidate), path)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page as a fragment whose style touches nothing else."""
+        """For a notebook: the page as a fragment whose style changes nothing else."""
         from lightning_autopar.report.page.report_page import report_fragment
 
         return str(report_fragment(self))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython shows in a terminal, and keeps beside the fragment in a notebook: the table."""
+        """For IPython in a terminal, and stored with the fragment in a notebook: the table."""
         printer.text(str(self))
 
     def __str__(self) -> str:
@@ -304,11 +304,11 @@ class Report:
 
 
 class NothingFits(ValueError):
-    """No plan can be run. The message holds the report's table, what is needed, what is there and what would help.
+    """No plan can be run. The message contains the report's table, what is needed, what there is and what would help.
 
     Args:
         report: one without a best plan, kept in :attr:`report`.
-        waited: for what and how long the run waited before, a sentence; "" where it didn't.
+        waited: a sentence on what the run waited for and how long; "" if it didn't wait.
     """
 
     def __init__(self, report: Report, waited: str = "") -> None:
@@ -323,7 +323,7 @@ class NothingFits(ValueError):
 
 
 def _shortest_reason(report: Report) -> str:
-    """What the plan that needs least needs, and what there is."""
+    """The need of the plan that needs least, and what there is."""
     predicted = [candidate for candidate in report.candidates if candidate.needs and candidate.runnable]
     if not predicted:
         return "; ".join(dict.fromkeys(f"{candidate.plan.engine}: {candidate.short_reason}" for candidate in report.candidates))

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from lightning_autopar.report.page.picture import Picture
 
 
-#: More marks or losses can't be read; the rest of the marks is counted in words.
+#: The most marks and losses that can be read; further marks are only counted.
 MOST_WORDS, _MOST_POINTS = 14, 4000
-#: Of losses whose ends lie further apart, a linear axis shows only the first.
+#: If losses differ by a larger factor, a linear axis shows only the first ones.
 _LOG_RATIO = 50.0
 _LINE_CHARACTERS, _DEVICE_CHARACTERS = 150, 12
 
 
 class MemoryUse(NamedTuple):
-    """Memory of a device at a moment; what is neither is free."""
+    """Memory of a device at a moment: this run's and others'; the rest is free."""
 
     ours: int
     others: int
@@ -81,7 +81,7 @@ class RunMark:
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySample:
-    """The devices' memory at a moment; it holds until the next sample. A device that isn't in it wasn't there."""
+    """The devices' memory at a moment, valid until the next sample. A device that isn't in it was missing."""
 
     at_seconds: float
     devices: Mapping[str, MemoryUse]
@@ -96,7 +96,7 @@ class RunHistory:
         spans: plans and times of being parked, at least one; those between two of them were spent moving.
         marks: moves, parks, failures, with their reasons.
         memory: samples in the order of time.
-        losses: in the order of time; after a step that was done again, there are two of it.
+        losses: in the order of time; a step that was repeated has two.
 
     Raises:
         ValueError: if a span ends before it begins, or a time isn't finite.
@@ -121,7 +121,7 @@ class RunHistory:
             raise ValueError("a run's history holds a time that isn't finite; times are seconds since the run began")
 
     def to_html(self) -> str:
-        """One HTML page that needs nothing but itself, readable in light and dark.
+        """One HTML page without external files, readable in light and dark.
 
         Raises:
             ValueError: if no plan ran.
@@ -129,7 +129,7 @@ class RunHistory:
         return str(run_page(self))
 
     def picture(self) -> Picture:
-        """What is drawn on the page, as SVG, which a notebook shows as a cell's last value.
+        """The page's drawings as SVG, which a notebook shows as a cell's last value.
 
         Raises:
             ValueError: if no plan ran.
@@ -147,11 +147,11 @@ class RunHistory:
         save(path, picture=self.picture, page=self.to_html)
 
     def _repr_html_(self) -> str | None:
-        """What a notebook shows; nothing of its own where no plan ran."""
+        """For a notebook; None where no plan ran."""
         return str(run_fragment(self)) if self.spans else None
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython shows in a terminal, and keeps beside the page in a notebook: a line for the run, and one for each mark."""
+        """For IPython in a terminal, and stored with the page in a notebook: a line for the run, and one for each mark."""
         printer.text("\n".join([title_of(self), *mark_lines(self.marks)]))
 
     def end_seconds(self) -> float:
@@ -169,19 +169,19 @@ def title_of(history: RunHistory) -> str:
 
 
 def time_unit(end_seconds: float) -> tuple[float, str]:
-    """Seconds of the unit in which the axis reads well."""
+    """The seconds of the axis' unit."""
     return (1.0, "seconds") if end_seconds < 300 else (60.0, "minutes") if end_seconds < 3 * 3600 else (3600.0, "hours")
 
 
 def devices_of(history: RunHistory) -> list[str]:
-    """Those with a sample, the ones that the run was on first."""
+    """The devices with a sample, those of the run first."""
     sampled = dict.fromkeys(device for sample in history.memory for device in sample.devices)
     used = {device for span in history.spans for device in span.devices}
     return sorted(sampled, key=lambda device: device not in used)
 
 
 def short_name(device: str) -> str:
-    """So much of a UUID as tells the devices of a host apart."""
+    """The part of a UUID that tells a host's devices apart."""
     return device[:_DEVICE_CHARACTERS] if device.startswith(("GPU-", "MIG-")) else device
 
 
@@ -191,7 +191,7 @@ def is_steep(values: Sequence[float]) -> bool:
 
 
 def thinned(points: Sequence[LossPoint]) -> Sequence[LossPoint]:
-    """Of very many points the lowest and the highest of each part, and every one that isn't a number, so that no peak is lost."""
+    """If there are very many points, the lowest and the highest of each part, and all that aren't numbers, so that no peak is lost."""
     if len(points) <= _MOST_POINTS:
         return points
     size = math.ceil(2 * len(points) / _MOST_POINTS)
@@ -225,7 +225,7 @@ def mark_levels(marks: Sequence[RunMark], apart_seconds: float, levels: int) -> 
 
 
 def mark_lines(marks: Sequence[RunMark]) -> list[str]:
-    """What the numbers mean, a line or more each."""
+    """The marks' texts with their numbers, one or more lines each."""
     lines = []
     for number, mark in enumerate(marks[:MOST_WORDS], start=1):
         words = f"{number}  at {format_seconds(mark.at_seconds)}, {mark.kind}: {mark.words}"
@@ -239,9 +239,9 @@ __all__ = ["run_fragment", "run_page", "run_picture"]
 
 _LOSS_PIXELS, _MEMORY_PIXELS, _PLAN_PIXELS, _LEVEL_PIXELS = 150, 46, 34, 15
 _MOST_DEVICES, _MOST_MARKS = 16, 200
-#: Paths are drawn on a grid so wide, which is stretched to what room there is.
+#: The width of the grid on which paths are drawn, which is stretched to the available width.
 _GRID, _LEAST_GRID = 2000, 1.5
-#: So much of the width a character takes where the page is wide, and a mark's number everywhere.
+#: The share of the width of a character on a wide page, and of a mark's number on every page.
 _CHARACTER_SHARE, _NUMBER_SHARE, _LEVELS = 0.0075, 0.035, 3
 
 
@@ -255,12 +255,12 @@ def run_page(history: RunHistory) -> Html:
 
 
 def run_fragment(history: RunHistory) -> Html:
-    """The same for a place in somebody's page, such as a notebook's cell."""
+    """The same for a place in another page, such as a notebook's cell."""
     return fragment(_body(history))
 
 
 def run_picture(history: RunHistory) -> Picture:
-    """What is drawn on the page, as one SVG.
+    """The page's drawings, as one SVG.
 
     Raises:
         ValueError: if the history is empty.
@@ -349,7 +349,7 @@ def _meanings(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def _stretched(height: float, *children: Html) -> Html:
-    """Paths on the grid, as wide as the drawing that they are in; their lines keep their width."""
+    """Paths on the grid, stretched to the drawing's width; their lines keep their width."""
     return element("svg", *children, width="100%", height=height, viewBox=f"0 0 {_GRID} {height:g}", preserveAspectRatio="none")
 
 
@@ -366,7 +366,7 @@ def _moments(history: RunHistory, time: _Time, height: float, top: float = 0) ->
 
 
 def _loss(history: RunHistory, time: _Time) -> Row:
-    """A line, broken while the run was parked and where the loss was no number."""
+    """The line of losses, broken while the run was parked and where the loss was not a number."""
     points = [LossPoint(*point) for point in history.losses]
     finite = [point.value for point in points if math.isfinite(point.value)]
     if not finite:
@@ -386,7 +386,7 @@ def _loss(history: RunHistory, time: _Time) -> Row:
     for at_seconds, value in drawn:
         if math.isfinite(value):
             commands.append(f"{pen}{time.grid(at_seconds):g} {height(value)}")
-            # A point without neighbours is a dot, by the line's round ends.
+            # A point without neighbours becomes a dot, as lines have round ends.
             commands.append("h0" if pen == "M" else "")
             pen = "L"
         else:
@@ -411,7 +411,7 @@ def _loss(history: RunHistory, time: _Time) -> Row:
 
 
 def _memory(device: str, history: RunHistory, time: _Time) -> Row:
-    """What this run takes, above it what others do, up to the whole; the prediction as a line; hatched while the device isn't there."""
+    """This run's memory, above it others', up to the device's whole; the prediction as a line; hatched while the device is missing."""
     samples = sorted(history.memory, key=lambda sample: sample.at_seconds)
     found = [(sample.at_seconds, None if (each := sample.devices.get(device)) is None else MemoryUse(*each)) for sample in samples]
     held = [each for _, each in found if each is not None]
@@ -452,7 +452,7 @@ def _height(size: float, most: float) -> str:
 
 
 def _joined(spans: Iterable[tuple[float, float, MemoryUse | None]]) -> list[tuple[float, float, MemoryUse | None]]:
-    """Those of the same figures in a row as one."""
+    """The samples, with successive equal ones merged."""
     out: list[tuple[float, float, MemoryUse | None]] = []
     for start, end, each in spans:
         if out and out[-1][2] == each:
@@ -463,7 +463,7 @@ def _joined(spans: Iterable[tuple[float, float, MemoryUse | None]]) -> list[tupl
 
 
 def _area(spans: Sequence[tuple[float, float, MemoryUse | None]], most: int, time: _Time, *, others: bool) -> str:
-    """The path below a line of steps; of several in one place of the grid the highest, so that no peak is lost."""
+    """The area below a step line; of several values at one place of the grid, the highest, so that no peak is lost."""
     steps: list[tuple[float, float, float]] = []
     for start, end, each in _joined(spans):
         size = 0 if each is None else each.ours + (each.others if others else 0)
@@ -515,7 +515,7 @@ def _plans(history: RunHistory, time: _Time) -> Row:
 
 
 def _span_words(span: PlanSpan, devices: str, time: _Time, top: float) -> list[Html]:
-    """As many words as there is room for where the page is wide."""
+    """As many words as fit on a wide page."""
     room = (span.end_seconds - span.start_seconds) / time.length / _CHARACTER_SHARE
     words = [each for each in (span.title, devices) if each and len(each) <= room]
     middle = time.at((span.start_seconds + span.end_seconds) / 2)

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from lightning_autopar.timing.step import Seconds
 
 
-#: From this width on the parts of the time and the headroom have columns; below that the reasons stand under the plans.
+#: From the first width on, the parts of the time and the headroom have columns; below the second, the reasons are under the plans.
 _WIDE, _NARROW = 150, 100
 _MOST_FITTING = 8
 _MOST_OTHERS = 3
-#: Parts of a step that are a smaller share of it aren't named.
+#: Parts of a step with a smaller share aren't named.
 _LEAST_SHARE = 0.02
-#: When a device is fullest, where that is not in a training step.
+#: The words for when a device is fullest, if not in a training step.
 _OCCASIONS = {"validation": "in validation", "checkpoint": "saving a checkpoint", "start": "at the start"}
 
 
 class ReportTable:
-    """What rich shows of a report, at whatever width there is."""
+    """A report for rich, at any width."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -94,7 +94,7 @@ class ReportTable:
         return table
 
     def _spread(self, indices: Sequence[int], most: int) -> list[int]:
-        """The first ``most``, but of every engine at least the first: why it isn't the best is what people ask."""
+        """The first ``most``, and at least the first of every engine: readers ask why it isn't the best."""
         first = {self.report.candidates[index].plan.engine: index for index in reversed(indices)}
         chosen = set(first.values())
         for index in indices:
@@ -143,7 +143,7 @@ class ReportTable:
 
 
 def device_words(inventory: Inventory) -> list[str]:
-    """Devices with their memory, those alike as one."""
+    """Devices with their memory, equal ones as one."""
     alike: dict[str, list[Device]] = {}
     for device in inventory.devices:
         words = f"{format_bytes(device.free_bytes)} free of {format_bytes(device.total_bytes)}"
@@ -174,7 +174,7 @@ def host_words(inventory: Inventory) -> str:
 
 
 def grouped(report: Report) -> dict[str, list[int]]:
-    """Indices of the candidates by what came of them; the groups' names go on after a number of them."""
+    """Indices of the candidates by outcome; a group's name follows the number of its plans."""
     groups: dict[str, list[int]] = {"that fit": [], "that are held back": [], "that don't fit": [], "ruled out": []}
     for index, candidate in enumerate(report.candidates):
         if candidate.fits:
@@ -188,7 +188,7 @@ def grouped(report: Report) -> dict[str, list[int]]:
 
 
 def fullest(report: Report, candidate: Candidate) -> tuple[int, int] | None:
-    """Of the fullest device the bytes that are needed and those that may be used; None without a prediction."""
+    """The bytes that are needed on the fullest device, and those that may be used; None without a prediction."""
     if (device := _fullest_device(report, candidate)) is None:
         return None
     need = candidate.needs[device]
@@ -196,7 +196,7 @@ def fullest(report: Report, candidate: Candidate) -> tuple[int, int] | None:
 
 
 def _fullest_device(report: Report, candidate: Candidate) -> str | None:
-    """The device that is used most, by its id."""
+    """The id of the device that is used most."""
     left = report.headroom_bytes(candidate)
     used = {device: (need / max(1, need + left[device]), need) for device, need in candidate.needs.items()}
     return max(used, key=lambda device: used[device]) if used else None
@@ -220,7 +220,7 @@ def fullest_words(report: Report, candidate: Candidate) -> tuple[str, str]:
 
 
 def headroom_words(report: Report, candidate: Candidate) -> str:
-    """What is left on the device that has least left, with a minus where it is missing."""
+    """The bytes left on the device with least left, with a minus if they are missing."""
     left = report.headroom_bytes(candidate)
     return format_bytes(min(left.values())).replace("-", "−") if left else "–"
 
@@ -234,13 +234,13 @@ def time_words(seconds: Seconds | None) -> str:
     return ", ".join(f"{name} {share * 100:.0f} %" for name, share in named)
 
 
-#: Sums of the others, shown after them.
+#: Sums of the other categories, shown after them.
 _SUMS = ("allocated", "reserved")
 _MOST_COMPARED = 4
 
 
 def by_category(report: Report, candidate: Candidate) -> Table:
-    """What the candidate holds at its fullest moment, and what that leaves: a column for each group of devices that hold the same.
+    """The candidate's bytes at its fullest moment, and the bytes left: a column for each group of devices that hold the same.
 
     Args:
         report: has the candidate's devices.
@@ -292,7 +292,7 @@ def by_layer(footprint: Footprint) -> Table:
 
 
 def layer_groups(footprint: Footprint) -> list[tuple[str, LayerFootprint, int]]:
-    """The parts that hold or compute anything, those in a row that take the same as one: a name, one's figures, how many there are."""
+    """The parts that hold or compute anything, with successive equal ones merged: a name, one part's figures, and their number."""
     shown = [(name, part) for name, part in footprint.parts() if part.parameter_bytes or part.activation_bytes or part.flops]
     found = []
     for _, group in groupby(shown, key=lambda item: layer_figures(item[1])):

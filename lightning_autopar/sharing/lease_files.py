@@ -9,33 +9,33 @@ from pathlib import Path
 from lightning_autopar.sharing.live_files import Found, LiveFile, byte_sizes, live_files
 
 _PREFIX = "autopar-lease-"
-#: Digits of a number that is written over while others read it.
+#: Digits of a number that is overwritten while others read it.
 _DIGITS = 20
-#: A line that is written over once.
+#: A line that is overwritten once.
 _ASKED, _GRANTED = b"0\n", b"1\n"
-#: Twice the number on the next, so that whoever reads it half written notices.
+#: A line with the number twice, so that a reader notices if it is half written.
 _ENDS_BYTES = 2 * (_DIGITS + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """A lease that is alive, as anybody on the host can read it.
+    """A live lease, as every process on the host can read it.
 
     Args:
         name: of its file.
         uid: whose it is, by the file system.
         pid: its process, as that one's namespace counts.
-        here: whether that is this process's namespace; else it is a container's.
+        here: whether that is this process's namespace, not a container's.
         run: what its owner calls the run.
         bytes: what is leased, by device id.
         visible_bytes: how much of that its owner has taken already, so that the driver's figures show it.
-        granted: whether it is decided; else somebody is just asking for it.
-        made_ns: when it was made, on the host's monotonic clock, which no change of the date moves.
+        granted: whether it is granted; if not, its process is just asking for it.
+        made_ns: when it was made, by the host's monotonic clock, which doesn't change with the date.
         priority: of its run, larger first.
         elastic: whether the run can give devices back before its end.
         since_ns: when the run first asked for anything, on the same clock.
         ends_ns: when it expects to end, on the same clock; None where nobody knows.
-        part_of: the process whose run this is a part of, beside that one's own lease, counted as ``pid`` is; 0: it is the run's own.
+        part_of: the process of whose run this is a part, in addition to that one's own lease, counted like ``pid``; 0: it is the run's own.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Lease:
     part_of: int = 0
 
     def pending_bytes(self, device: str) -> int:
-        """What is promised on a device and can't be seen there yet."""
+        """The bytes that are promised on a device and that the driver doesn't show as used yet."""
         return max(0, self.bytes.get(device, 0) - self.visible_bytes.get(device, 0))
 
     @property
     def order(self) -> tuple[int, str]:
-        """Who asked before whom."""
+        """The sort key: who asked first."""
         return self.made_ns, self.name
 
 
@@ -106,25 +106,25 @@ class LeaseFile:
         return self._file.made_ns
 
     def grant(self) -> None:
-        """It is decided."""
+        """Mark the lease as granted."""
         self._file.write(0, _GRANTED)
 
     def expect(self, ends_ns: int | None) -> None:
-        """Its run expects to end then."""
+        """Write when its run expects to end."""
         self._file.write(len(_GRANTED), _ends_line(ends_ns))
 
     def show(self, device: str, visible_bytes: int) -> None:
-        """So much of a device's share is taken, and seen by others as used."""
+        """Write how much of a device's share is taken, which others see as used."""
         place = len(_GRANTED) + _ENDS_BYTES + self._devices.index(device) * (_DIGITS + 1)
         self._file.write(place, b"%0*d" % (_DIGITS, visible_bytes))
 
     def withdraw(self) -> None:
-        """It is no more."""
+        """Remove the lease."""
         self._file.withdraw()
 
 
 def live_leases(folder: Path) -> Iterator[Lease]:
-    """All leases that are alive, in no order; dead ones are removed where this user may.
+    """All live leases, in no order; dead ones are removed if this user is allowed to.
 
     Raises:
         OSError: if the folder can't be read.
@@ -141,7 +141,7 @@ def _ends_line(ends_ns: int | None) -> bytes:
 
 
 def _parsed(found: Found) -> Lease | None:
-    """The lease in a file; None where that is no lease's words."""
+    """The lease in a file; None if the file holds no lease."""
     said, body = found.said, found.body
     state, ends, shown = body[: len(_GRANTED)], body[len(_GRANTED) :][:_ENDS_BYTES], body[len(_GRANTED) + _ENDS_BYTES :]
     try:

@@ -42,38 +42,38 @@ _Answer = TypeVar("_Answer")
 class Leases:
     """The leases of one process's runs, one after the other.
 
-    Where the ledger can't be used, and nobody has named one, runs go by what the driver says alone, which is said once.
+    If the ledger can't be used, and the user has named none, runs use only what the driver shows, which is logged once.
     """
 
     def __init__(self) -> None:
         self._ledger: Ledger | None = None
         self._opened_for: str | None = None
         self._held: Held | None = None
-        #: What others read of the run: how important its user takes it to be, whether it makes room when asked, and its age.
+        #: What others read of the run: its priority, whether it makes room when asked, and its age.
         self.priority = 0
         self.elastic = False
         self.since_ns = time.monotonic_ns()
 
     def ask_as(self, *, priority: int, elastic: bool) -> None:
-        """A run begins to ask: what others read of it from now on."""
+        """A run begins to ask; from now on others read this of it."""
         self.priority, self.elastic, self.since_ns = priority, elastic, time.monotonic_ns()
 
     @property
     def held_names(self) -> set[str]:
-        """The names of this run's leases, by which others ask it for room."""
+        """The names of this run's leases, with which others ask it for room."""
         return set() if self._held is None else {self._held.name}
 
     def expect(self, seconds: float | None) -> None:
-        """The run is expected to end in so many seconds; None where nobody knows. Others read it."""
+        """Tell others in how many seconds the run is expected to end; None where nobody knows."""
         if self._held is not None:
             self._held.expect(None if seconds is None or seconds == math.inf else time.monotonic_ns() + int(seconds * 1e9))
 
     def others(self) -> list[Lease]:
-        """Others' leases, in the order in which they were asked for; none where there is no ledger."""
+        """Others' leases, in the order in which they were asked for; empty without a ledger."""
         return self._ask(lambda ledger: [lease for lease in ledger.leases() if not _is_own(lease)]) or []
 
     def places(self) -> list[Place]:
-        """Who waits on this host, in order, without this process; nobody where there is no ledger."""
+        """The places of others that wait on this host, in order; empty without a ledger."""
         return self._ask(lambda ledger: [place for place in live_places(ledger.folder) if not _is_here(place)]) or []
 
     def queue(self) -> PlaceFile | None:
@@ -82,15 +82,15 @@ class Leases:
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """What is promised to this run now, by device id."""
+        """The bytes that are promised to this run now, by device id."""
         return {} if self._held is None else dict(self._held.bytes)
 
     def see(self, inventory: Inventory) -> Inventory:
-        """The inventory less what others have been promised."""
+        """The inventory without what others were promised."""
         return without_leased(inventory, self.others())
 
     def take(self, wants: Mapping[str, int], probe: Callable[[], Inventory]) -> Shortage | None:
-        """Have a plan's memory promised, instead of what this run has; None once it is.
+        """Get a plan's memory promised, in place of what this run has; None if that worked, else the shortage.
 
         Args:
             wants: bytes by device id.
@@ -99,20 +99,19 @@ class Leases:
         held = self._claim(wants, probe, instead_of=self._held)
         if isinstance(held, Shortage):
             return held
-        if held is None:  # what is needed isn't shared, or there is no ledger any more
+        if held is None:  # the needed memory isn't shared, or there is no ledger any more
             self.release()
         self._held = held
         return None
 
     def prepare(self, wants: Mapping[str, int], probe: Callable[[], Inventory]) -> Held | Shortage | None:
-        """Have the next plan's memory promised, while this run keeps what it has; None where there are no leases.
-
-        Whoever gets a promise hands it to :meth:`settle`, or releases it.
+        """Get the next plan's memory promised, while this run keeps what it has; None where there are no leases. The caller passes the
+        promise to :meth:`settle`, or releases it.
         """
         return self._claim(wants, probe, beside=self._held)
 
     def settle(self, held: Held | None) -> None:
-        """What was prepared is what this run has; what it had before it gives back."""
+        """The prepared promise becomes this run's; give back what it had before."""
         self.release()
         self._held = held
 
@@ -138,7 +137,7 @@ class Leases:
         return self._ask(lambda ledger: ledger.claim(asked, look, run=_run_name(), **about, **options))  # type: ignore[arg-type]  # of Held alone
 
     def _ask(self, what: Callable[[Ledger], _Answer]) -> _Answer | None:
-        """What the ledger says; None where there is none, or none any more."""
+        """The ledger's answer; None without a ledger, or if it no longer works."""
         ledger = self._open()
         if ledger is None:
             return None
@@ -167,27 +166,27 @@ class Leases:
 
 
 def _is_own(lease: Lease) -> bool:
-    """Whether it is this process's, or that of one of its workers, which have some beside it (``growth``)."""
+    """Whether a lease is this process's, or one that its worker has in addition (``gpu_limit``)."""
     return lease.here and lease.uid == os.geteuid() and os.getpid() in (lease.pid, lease.part_of)
 
 
 def _is_here(place: Place) -> bool:
-    """Whether it is this process's."""
+    """Whether a lease is this process's."""
     return place.here and place.pid == os.getpid()
 
 
 def _is_a_part(lease: Lease) -> bool:
-    """Whether it is a worker's of this process."""
+    """Whether a lease belongs to a worker of this process."""
     return lease.here and lease.uid == os.geteuid() and lease.part_of == os.getpid()
 
 
 def words(short: Shortage) -> str:
-    """Why there was no lease, for people."""
+    """Why there was no lease, in words."""
     holders = ", ".join(f"{printable(lease.run)} of {user_name(lease.uid)}" for lease in short.holders)
     whose = f"; promised to {holders}" if holders else ""
     return f"{format_bytes(short.room_bytes)} of the {format_bytes(short.wanted_bytes)} wanted are left on {short.device}{whose}"
 
 
 def _run_name() -> str:
-    """What others read: the script and its process."""
+    """The run's name for others: the script and its process."""
     return f"{Path(sys.argv[0]).stem or 'python'} ({os.getpid()})"

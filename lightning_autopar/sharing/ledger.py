@@ -26,13 +26,14 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.sharing.lease_files import Lease, LeaseFile, live_leases
 from lightning_autopar.sharing.processes import is_drivers
 
-#: Names the folder that all runs of the host share; "off": there are no leases.
+#: The variable that names the folder that all runs of the host share; "off": there are no leases.
 LEDGER_VARIABLE = "AUTOPAR_LEDGER"
-#: So long somebody else's undecided claim counts: its process may have been stopped. Whoever decides later than half of it asks anew.
+#: How long another process's undecided claim counts: that process may have been stopped. A process that needs more than half of this asks
+#: anew.
 FRESH_SECONDS = 4.0
-#: What there is on each device for whoever asks, beside these leases of others; as it was when it was looked at.
+#: Gives the bytes on each device for a new claim, besides these leases of others, at the time of the look.
 Room = Callable[[Sequence[Lease]], Mapping[str, int]]
-#: Between two looks at whether others have decided.
+#: Seconds between two looks whether others have decided.
 _LOOK_SECONDS = 0.001
 
 
@@ -43,7 +44,7 @@ class Shortage:
     Args:
         device: one that has too little.
         wanted_bytes: of it.
-        room_bytes: what is free there and promised to nobody else.
+        room_bytes: the bytes that are free there and promised to nobody else.
         holders: who has a lease on it.
     """
 
@@ -54,7 +55,7 @@ class Shortage:
 
 
 class Held:
-    """A claim that was granted; it lasts until it is released or this process ends, however it does.
+    """A granted claim; it lasts until it is released or this process ends in any way.
 
     Args:
         file: behind it.
@@ -77,15 +78,15 @@ class Held:
         self.release()
 
     def show(self, device: str, visible_bytes: int) -> None:
-        """So much of it is in use on the device, so that the driver's figures show it to others."""
+        """Tell others how much of it is in use on the device, so that the driver's figures include it."""
         self._file.show(device, visible_bytes)
 
     def expect(self, ends_ns: int | None) -> None:
-        """The run expects to end then, on the host's monotonic clock; None where it doesn't know. Others see it at their next look."""
+        """Tell others when the run expects to end, by the host's monotonic clock; None if unknown. They see it at their next look."""
         self._file.expect(ends_ns)
 
     def release(self) -> None:
-        """Give it back; the memory must be free before. Again does nothing."""
+        """Give it back; the memory must be free before. A second call does nothing."""
         self._file.withdraw()
 
 
@@ -93,10 +94,10 @@ class Ledger:
     """The leases of a host.
 
     Args:
-        folder: that all its runs share.
+        folder: the one that all its runs share.
 
     Raises:
-        ValueError: if somebody in that folder could remove others' leases, or it can't be used, with the remedy.
+        ValueError: if users could remove others' leases in that folder, or it can't be used, with the remedy.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -117,7 +118,7 @@ class Ledger:
             raise ValueError(f"in {LEDGER_VARIABLE}={folder} users can remove each other's leases; set its sticky bit (chmod +t), or 'off'")
 
     def leases(self) -> list[Lease]:
-        """All that are granted and alive, in the order in which they were asked for.
+        """All granted leases that are alive, in the order in which they were asked for.
 
         Raises:
             OSError: if the folder can't be read any more.
@@ -139,20 +140,20 @@ class Ledger:
         part_of: int = 0,
         ours: Callable[[Lease], bool] = lambda lease: False,
     ) -> Held | Shortage:
-        """Be promised memory on devices, on all of them or on none.
+        """Claim memory on devices: it is promised on all of them or on none.
 
         Args:
             wants: bytes by device id.
-            look: looks at the devices, after others' leases were read: what they take meanwhile is counted twice rather than not at all.
+            look: looks at the devices, after others' leases were read: so what they take meanwhile is counted twice rather than not at all.
             run: a name for others to read.
             instead_of: what this run has and gives back for it, once it is granted; its memory must count as free.
             beside: what this run has and keeps for now, whose memory counts as free, too.
-            within_seconds: for others who ask at the same time to decide.
+            within_seconds: how long to wait until others that ask at the same time have decided.
             priority: of the run, for others to read.
             elastic: whether it can give devices back before its end.
             since_ns: when the run first asked for anything, on the monotonic clock; now by default.
             part_of: the process whose run it is a part of, if another's than this one.
-            ours: whether a lease is a part of this run that goes with what it gives back, and whose memory counts as free, too.
+            ours: whether a lease is a part of this run that it also gives back, and whose memory counts as free, too.
 
         Raises:
             OSError: if the folder can't be read or written, as on a full disk; nothing is claimed then.
@@ -170,7 +171,7 @@ class Ledger:
                 verdict = self._judged(file, wants, look, besides)
                 if verdict is None:
                     file.grant()
-                    # Others count a claim no more that was undecided for too long: this process may have been stopped.
+                    # Others no longer count a claim that was undecided for too long: this process may have been stopped.
                     if time.monotonic_ns() - file.made_ns <= FRESH_SECONDS / 2 * 1e9:
                         held = Held(file, wants)
                         if instead_of is not None:
@@ -187,7 +188,7 @@ class Ledger:
     def _judged(
         self, file: LeaseFile, wants: Mapping[str, int], look: Callable[[], Room], besides: Callable[[Lease], bool]
     ) -> Shortage | None:
-        """None where there is room for a claim, whatever others do who ask now."""
+        """None if there is room for a claim, whatever other askers do; else the shortage."""
         while True:
             others = self._others(file, besides)
             now = time.monotonic_ns()
@@ -199,17 +200,17 @@ class Ledger:
                 again = [lease for lease in self._others(file, besides) if lease.granted]
                 if again == granted or now - file.made_ns > FRESH_SECONDS / 2 * 1e9:
                     return short
-                continue  # somebody took what was promised, or gave it back: it may have been counted twice
+                continue  # another process took what it was promised, or gave it back: it may have been counted twice
             short = _shortage(wants, room, [*granted, *asking])
             if short is None:
                 return None
             before = any(lease.order < (file.made_ns, file.name) for lease in asking if any(lease.bytes.get(each) for each in wants))
             if before or now - file.made_ns > FRESH_SECONDS / 2 * 1e9:
                 return short
-            time.sleep(_LOOK_SECONDS)  # whoever asked later gives way, and asks again
+            time.sleep(_LOOK_SECONDS)  # the later asker gives way, and asks again
 
     def _others(self, file: LeaseFile, besides: Callable[[Lease], bool]) -> list[Lease]:
-        """Whoever has or asks for something; in order, so that two readings can be compared."""
+        """Others' leases and claims, in order, so that two readings can be compared."""
         others = [lease for lease in live_leases(self.folder) if lease.name != file.name and not besides(lease)]
         return sorted(others, key=lambda lease: lease.order)
 
@@ -224,9 +225,8 @@ def _shortage(wants: Mapping[str, int], room: Room, others: list[Lease]) -> Shor
 
 
 def ledger_folder() -> Path | None:
-    """Where this host's leases lie; None where there are to be none.
-
-    By default shared memory, which goes with the machine's restart as leases must; a container has its own unless it is given the host's.
+    """The folder of this host's leases; None if leases are off. By default in shared memory, which a restart of the machine clears, as it
+    must; a container has its own unless it is given the host's.
     """
     named = os.environ.get(LEDGER_VARIABLE, "").strip()
     if named:
@@ -236,7 +236,7 @@ def ledger_folder() -> Path | None:
 
 
 def open_ledger() -> Ledger | None:
-    """The host's ledger; None where there is to be none.
+    """The host's ledger; None if leases are off.
 
     Raises:
         ValueError: if the folder that the variable names can't be used.
@@ -246,7 +246,7 @@ def open_ledger() -> Ledger | None:
 
 
 def live() -> list[Lease]:
-    """All leases of this host, for whoever only looks; none where there is no ledger that can be read."""
+    """All leases of this host, only for reading; empty without a readable ledger."""
     try:
         ledger = open_ledger()
         return [] if ledger is None else ledger.leases()
@@ -255,17 +255,17 @@ def live() -> list[Lease]:
 
 
 def is_leased(device: Device) -> bool:
-    """Whether runs share a device by leases: a GPU of this host. CPU devices are each run's own idea, unless a ledger is named for them."""
+    """Whether runs share a device by leases: a GPU of this host. CPU devices are each run's own, unless a ledger is named."""
     named = os.environ.get(LEDGER_VARIABLE, "").strip()
     return device.node == 0 and (device.kind == "cuda" or (device.kind == "cpu" and bool(named)))
 
 
 def promised_bytes(device: Device, leases: Iterable[Lease]) -> int:
-    """What these leases promise of a device beyond what their runs' processes have taken of it already.
+    """The bytes that these leases promise of a device beyond what their runs' processes have already taken.
 
     Args:
-        device: with the processes that the driver sees on it. What one of them has counts for its own lease first, as a worker may have one
-            beside its run's, then for that of whoever has started it.
+        device: with the processes that the driver sees on it. What one of them holds counts for its own lease first, as a worker may have
+            one in addition to its run's, then for the lease of the process that has started it.
         leases: others'.
     """
     owed: dict[int, int] = {}
@@ -273,7 +273,7 @@ def promised_bytes(device: Device, leases: Iterable[Lease]) -> int:
     for lease in leases:
         if lease.here:
             owed[lease.pid] = owed.get(lease.pid, 0) + lease.pending_bytes(device.id)
-        else:  # a container's processes have other numbers here
+        else:  # a container's processes have other ids here
             total += lease.pending_bytes(device.id)
     for process in device.processes:
         used_bytes = process.used_bytes or 0
@@ -285,12 +285,12 @@ def promised_bytes(device: Device, leases: Iterable[Lease]) -> int:
 
 
 def room_bytes(inventory: Inventory, leases: Sequence[Lease]) -> dict[str, int]:
-    """What is left on each device beside what is promised to these."""
+    """The bytes that are left on each device besides what is promised to these."""
     return {device.id: max(0, device.free_bytes - promised_bytes(device, leases)) for device in inventory.devices}
 
 
 def without_leased(inventory: Inventory, leases: Sequence[Lease]) -> Inventory:
-    """The inventory as a run that keeps others' leases may use it."""
+    """The inventory that a run may use without touching others' leases."""
     if not leases:
         return inventory
     left = room_bytes(inventory, leases)
@@ -299,7 +299,7 @@ def without_leased(inventory: Inventory, leases: Sequence[Lease]) -> Inventory:
 
 
 def owners(pid: int, among: Collection[int]) -> list[int]:
-    """Of ``among`` the one that the driver means and those that have started it, the nearest first; none where that can't be told."""
+    """The processes, of ``among``, that are the driver's process or have started it, the nearest first; empty where that isn't known."""
     if not is_drivers(pid):
         return []
     try:

@@ -29,18 +29,18 @@ _own: set[int] = set()
 
 
 def own(descriptor: int) -> int:
-    """Keep a descriptor to this process; returns it."""
+    """Register a descriptor as this process's own; returns it."""
     _own.add(descriptor)
     return descriptor
 
 
 def is_own(descriptor: int) -> bool:
-    """Whether it is kept here still: not in a forked child, nor after :func:`let_go`."""
+    """Whether this process still owns it: not in a forked child, nor after :func:`let_go`."""
     return descriptor in _own
 
 
 def let_go(descriptor: int) -> None:
-    """Close it, and with it the lock."""
+    """Close it, which releases the lock."""
     _own.discard(descriptor)
     os.close(descriptor)
 
@@ -54,7 +54,7 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-#: Why a file can't be opened that was withdrawn just now, or is a link, or isn't for us to read: none of ours looks so.
+#: Errors on opening a file that was just withdrawn, is a link, or isn't readable for us: our own files give none of them.
 _NO_FILE_OF_OURS = (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ESTALE)
 #: Larger files aren't ours.
 _MOST_BYTES = 64 * 1024
@@ -81,7 +81,7 @@ class LiveFile:
         data = head + body
         assert len(data) <= _MOST_BYTES, "others wouldn't read it"
         self._offset, self._gone = len(head), False
-        # Without a name until it is locked and written, so that nobody ever sees one that isn't.
+        # It has no name until it is locked and written, so that nobody sees it before.
         self._descriptor = own(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o644))
         try:
             os.fchmod(self._descriptor, 0o644)  # whatever the umask is: others must be able to read it
@@ -89,7 +89,7 @@ class LiveFile:
             if os.write(self._descriptor, data) != len(data):
                 raise OSError(errno.ENOSPC, "no room for a file", str(folder))
             self._path = folder / self.name
-            # With a folder's descriptor, which an absolute path needs not, Python calls linkat, which follows the link to the file.
+            # With a folder's descriptor, though an absolute path needs none, Python calls linkat, which follows the link to the file.
             os.link(f"/proc/self/fd/{self._descriptor}", self._path, src_dir_fd=self._descriptor, follow_symlinks=True)
         except BaseException:
             let_go(self._descriptor)
@@ -97,11 +97,11 @@ class LiveFile:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process holds it: else it is a forked child's parent's, or was withdrawn before."""
+        """Whether this process holds it, and not a forked child's parent; False after it was withdrawn."""
         return not self._gone and is_own(self._descriptor)
 
     def write(self, offset: int, data: bytes) -> None:
-        """Change some bytes of the body; nothing where it isn't ours any more."""
+        """Change some bytes of the body; does nothing if it isn't ours any more."""
         if self.is_ours:
             os.pwrite(self._descriptor, data, self._offset + offset)
 
@@ -124,7 +124,7 @@ class Found:
         made_ns: when it was made, on the host's monotonic clock, which no change of the date moves.
         pid: its process, as that one's namespace counts.
         here: whether that is this process's namespace; else it is a container's.
-        started_ticks: when its process began, in the kernel's ticks since the host's start; 0 where that can't be told.
+        started_ticks: when its process began, in the kernel's ticks since the host's start; 0 if unknown.
         said: what it says for good.
         body: what it says now.
     """
@@ -140,24 +140,24 @@ class Found:
 
     @property
     def started_ns(self) -> int:
-        """When its process began, on the monotonic clock, or some time before that: the host may have slept. 0 where it can't be told."""
+        """When its process began, by the monotonic clock, or somewhat earlier, as the host may have slept; 0 if unknown."""
         if not self.started_ticks:
             return 0
-        slept_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()  # the kernel's ticks go on meanwhile
+        slept_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()  # the kernel's ticks go on while the host sleeps
         return max(0, self.started_ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK") - slept_ns)
 
     @property
     def since_ns(self) -> int:
-        """When its run first asked, on the monotonic clock, as it says, but not before its process began.
+        """When its run first asked, by the monotonic clock: as the file says, but not before its process began.
 
         Raises:
-            ValueError, KeyError, TypeError, OverflowError: if it says no such thing.
+            ValueError, KeyError, TypeError, OverflowError: if the file doesn't say it correctly.
         """
         return self.made_ns if self.said["since"] is None else max(self.started_ns, int(self.said["since"]))
 
 
 def byte_sizes(words: Any) -> dict[str, int]:
-    """Bytes by device id, as somebody else has written them.
+    """Bytes by device id, written by another process.
 
     Raises:
         ValueError, TypeError, AttributeError, OverflowError: if they are none.
@@ -169,7 +169,7 @@ def byte_sizes(words: Any) -> dict[str, int]:
 
 
 def live_files(folder: Path, prefix: str) -> Iterator[Found]:
-    """All files of that prefix that are alive, in no order; dead ones are removed where this user may.
+    """All files of that prefix whose processes live, in no order; dead ones are removed if this user is allowed to.
 
     Raises:
         OSError: if the folder can't be read.
@@ -183,13 +183,13 @@ def live_files(folder: Path, prefix: str) -> Iterator[Found]:
 
 
 def _read(path: str, name: str, prefix: str) -> Found | None:
-    """What is in a file; None where its process is dead, or it is none of ours."""
+    """The contents of a file; None if its process is dead, or it isn't one of ours."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in _NO_FILE_OF_OURS:
             return None
-        raise  # no descriptors are left, say: what can't be read isn't nothing
+        raise  # no descriptors are left, say: an unreadable file isn't an absent one
     try:
         found = os.fstat(descriptor)
         parts = name.removeprefix(prefix).split("-")
@@ -201,7 +201,7 @@ def _read(path: str, name: str, prefix: str) -> Found | None:
                 with suppress(OSError):
                     os.unlink(path)
             return None
-        if found.st_nlink != 1:  # a second name for one
+        if found.st_nlink != 1:  # a second name for a file
             return None
         return _parsed(name, os.pread(descriptor, _MOST_BYTES, 0), found.st_uid, int(parts[1]))
     finally:
@@ -209,7 +209,7 @@ def _read(path: str, name: str, prefix: str) -> Found | None:
 
 
 def _unlocked(descriptor: int) -> bool:
-    """Whether nobody holds it: its process is dead."""
+    """Whether nobody holds its lock, so that its process is dead."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -219,7 +219,7 @@ def _unlocked(descriptor: int) -> bool:
 
 @lru_cache(maxsize=256)
 def _head(data: bytes) -> Mapping[str, Any]:
-    """What a file says for good: read at every look of everybody, and written once.
+    """The permanent part of a file: cached, as every process reads it at every look.
 
     Raises:
         ValueError: if it is no JSON.
@@ -228,7 +228,7 @@ def _head(data: bytes) -> Mapping[str, Any]:
 
 
 def _parsed(name: str, data: bytes, uid: int, made_ns: int) -> Found | None:
-    """What a file says; None where nobody can have said that, or its process is dead and somebody else holds the file."""
+    """The contents of a file; None if they can't be right, or its process is dead and another one holds the file."""
     head, _, body = data.partition(b"\n")
     try:
         said = _head(head)

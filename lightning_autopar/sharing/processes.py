@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def started_ticks(pid: int) -> int:
-    """When a process began, in the kernel's ticks since the host's start: with its number it is known for good; 0 where there is none."""
+    """When a process began, in the kernel's ticks since the host's start: with its id it identifies a process; 0 if there is none."""
     try:
         return int(_read(pid, "stat").rpartition(b")")[2].split()[19])
     except (IndexError, ValueError):
@@ -20,7 +20,7 @@ def started_ticks(pid: int) -> int:
 
 
 def lives(pid: int, started: int) -> bool:
-    """Whether the process that began then is there; one that this user may not look at counts as it."""
+    """Whether the process that began then is alive; one that this user may not look at counts as that one."""
     if pid <= 0:
         return False
     try:
@@ -34,7 +34,7 @@ def lives(pid: int, started: int) -> bool:
 
 @lru_cache(maxsize=1)
 def pid_namespace() -> str:
-    """Which processes' numbers this process knows: a container's are its own."""
+    """The namespace of process ids that this process sees: a container has its own."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -42,13 +42,13 @@ def pid_namespace() -> str:
 
 
 def owner_uid(pid: int) -> int | None:
-    """Whose process it is, by its effective user; None where that can't be seen."""
+    """The effective user of a process; None where that can't be seen."""
     found = _field(pid, b"Uid")
     return int(found.split()[1]) if found else None
 
 
 def inner_pid(pid: int) -> int | None:
-    """What a process's number is in the innermost namespace that it is in, such as a container's; None where the kernel doesn't say."""
+    """A process's id in its innermost namespace, such as a container's; None where the kernel doesn't say."""
     found = _field(pid, b"NSpid").split()
     return int(found[-1]) if found else None
 
@@ -60,12 +60,12 @@ def ignores(pid: int, number: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, Ctrl-Z), so that it does nothing until it is let go on."""
+    """Whether a process is stopped (SIGSTOP, Ctrl-Z), so that it does nothing until it is continued."""
     return _field(pid, b"State").startswith((b"T", b"t"))
 
 
 def _field(pid: int, name: bytes) -> bytes:
-    """What the kernel says of a process under that name (proc_pid_status(5)); empty where it says nothing."""
+    """The kernel's value of that name for a process (proc_pid_status(5)); empty if there is none."""
     for line in _read(pid, "status").splitlines():
         key, _, value = line.partition(b":")
         if key == name:
@@ -86,12 +86,12 @@ def _read(pid: int, name: str) -> bytes:
         os.close(descriptor)
 
 
-#: Of the host's own process namespace (Linux, include/linux/proc_ns.h: PROC_PID_INIT_INO).
+#: The inode of the host's own process namespace (Linux, include/linux/proc_ns.h: PROC_PID_INIT_INO).
 _HOST_NAMESPACE = 0xEFFFFFFC
 
 
 def is_drivers(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Whether a process of that number is the one that the driver means, which counts as the host does; in a container most aren't."""
+    """Whether a process with that id is the driver's, which uses the host's ids; in a container most aren't."""
     try:
         if (proc / "self" / "ns" / "pid").stat().st_ino == _HOST_NAMESPACE:
             return True

@@ -17,18 +17,18 @@ from typing import Any
 
 from lightning_autopar.sharing.live_files import Found, LiveFile, byte_sizes, live_files
 
-#: Larger goes first.
+#: The bounds of a priority; a larger one goes first.
 LEAST_PRIORITY, MOST_PRIORITY = -100, 100
 _PREFIX = "autopar-place-"
-#: What changes is written to one of two such slots in turn, so that there is always one that isn't half written.
+#: Changing values are written to two such slots in turn, so that one of them is always complete.
 _SLOT_BYTES = 16 * 1024
-#: More than these names of others don't fit.
+#: The most names of others that fit.
 MOST_ASKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place of a run that waits, as anybody on the host can read it. All times are on the host's monotonic clock.
+    """The place of a waiting run, as every process on the host can read it. All times are on the host's monotonic clock.
 
     Args:
         name: of its file.
@@ -40,8 +40,8 @@ class Place:
         priority: from -100 to 100, larger first.
         since_ns: when the run first asked; not before its process began, whatever it says.
         seen_ns: when its process was last there.
-        passed_ns: what it has seen by then and doesn't take: whoever is behind may have what was free then.
-        wants: what it reserves, bytes by device id, by its own prediction; nothing before it knows.
+        passed_ns: until when it has looked and taken nothing: runs behind it may take what was free then.
+        wants: what it reserves, bytes by device id, by its own prediction; empty until it knows.
         start_ns: when it expects to start; None where nobody knows.
         seconds: how long it expects to run; None where it doesn't know.
         asks: names of leases whose runs it asks to make room.
@@ -64,12 +64,12 @@ class Place:
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """Whose turn is before whose."""
+        """The sort key: whose turn comes first."""
         return -self.priority, self.since_ns, self.name
 
 
 class PlaceFile:
-    """A place of this process, until it is withdrawn or the process ends, however it does.
+    """A place of this process, until it is withdrawn or the process ends in any way.
 
     Args:
         folder: that all runs of the host share.
@@ -105,7 +105,7 @@ class PlaceFile:
         asks: Sequence[str] = (),
         at_ns: int | None = None,
     ) -> None:
-        """Say what it waits for; that counts as a look. Arguments as :class:`Place`'s and :meth:`look`'s."""
+        """Write what it waits for; that counts as a look. Arguments as :class:`Place`'s and :meth:`look`'s."""
         self._told = {"wants": dict(wants), "start": start_ns, "seconds": seconds, "asks": list(asks)[:MOST_ASKS]}
         self.look(at_ns)
 
@@ -113,18 +113,18 @@ class PlaceFile:
         """Its process has looked, and doesn't start.
 
         Args:
-            at_ns: when the devices were as it saw them; now by default. Whoever is behind takes nothing that came free later.
+            at_ns: when it looked at the devices; now by default. Runs behind it take nothing that came free later.
         """
         self._passed_ns = time.monotonic_ns() if at_ns is None else at_ns
         self.stay()
 
     def stay(self) -> None:
-        """Its process is there, and is about to look."""
+        """Its process lives, and is about to look."""
         self._count += 1
         self._file.write(self._count % 2 * _SLOT_BYTES, self._slot())
 
     def withdraw(self) -> None:
-        """It is no more; again does nothing."""
+        """Remove the place; a second call does nothing."""
         self._file.withdraw()
 
     def _slot(self) -> bytes:
@@ -145,7 +145,7 @@ def live_places(folder: Path) -> list[Place]:
 
 
 def _parsed(found: Found) -> Place | None:
-    """The place in a file; None where that is no place's words."""
+    """The place in a file; None if the file holds no place."""
     told = max((_told(slot) for slot in (found.body[:_SLOT_BYTES], found.body[_SLOT_BYTES:])), key=_count)
     if told is None:
         return None
@@ -178,7 +178,7 @@ def _parsed(found: Found) -> Place | None:
 
 
 def _told(slot: bytes) -> dict[str, Any] | None:
-    """What a slot says; None where it is being written, or never was."""
+    """The contents of a slot; None while it is being written, or if it never was."""
     try:
         crc, length, words = slot.split(b" ", 2)
         words = words[: int(length)]

@@ -18,12 +18,12 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.sharing.lease_files import Lease
 from lightning_autopar.sharing.queue import MOST_ASKS, Place
 
-#: Whose process hasn't looked for so long is passed over until it does.
+#: A run whose process hasn't looked for so long is skipped until it does.
 SILENT_SECONDS = 10.0
 
 
 def ahead(places: Iterable[Place], order: tuple[int, int, str], now_ns: int) -> list[Place]:
-    """The places before this one in the queue, without those whose process is silent; in order."""
+    """The places before this one in the queue, in order, without those whose process is silent."""
     return sorted(
         (place for place in places if place.order < order and now_ns - place.seen_ns <= SILENT_SECONDS * 1e9),
         key=lambda place: place.order,
@@ -39,14 +39,14 @@ def left_for_later(
     from_ns: int | None = None,
     ends_ns: int | None = None,
 ) -> Inventory:
-    """What of the devices a run may take without delaying anybody ahead of it, by their predictions and those of the leases' runs.
+    """The devices with what a run may take without delaying any run ahead of it, by their predictions and those of the leases' runs.
 
     Args:
         inventory: the devices as they are now, less what others were promised.
         leases: others'.
         ahead: see :func:`ahead`.
         now_ns: on the host's monotonic clock.
-        from_ns: when the run would begin, later than now; as it is expected to be then.
+        from_ns: when the run would begin, if later than now: the devices as they are expected then.
         ends_ns: when the run is expected to end; it keeps what it takes for ever, unless given.
     """
     timeline = _Timeline(leases, ahead, now_ns)
@@ -55,16 +55,15 @@ def left_for_later(
 
 
 def moments(leases: Iterable[Lease], ahead: Iterable[Place], now_ns: int) -> list[int]:
-    """When something is expected to be given back after now, in order, on the monotonic clock."""
+    """The times after now at which something is expected to be given back, in order, by the monotonic clock."""
     ends: list[float] = [lease.ends_ns for lease in leases if lease.ends_ns is not None]
     ends += [_end_ns(place, now_ns) for place in ahead if place.start_ns is not None]
     return sorted({math.ceil(end) for end in ends if now_ns < end < math.inf})
 
 
 def idle(inventory: Inventory, leases: Iterable[Lease]) -> Inventory:
-    """The devices as they would be without any other run and without strangers; what this process has itself stays.
-
-    A CPU device without a budget of its own shares the host's memory with all that runs there: of that, runs' leases alone are given back.
+    """The devices as they would be without any other run or process; what this process has stays. A CPU device without a budget shares the
+    host's memory with all that runs there: of that, only runs' leases count as free.
     """
     if inventory.source == "cpu":
         return without(inventory, leases)
@@ -97,7 +96,7 @@ def _end_ns(place: Place, now_ns: int) -> float:
 
 
 class _Timeline:
-    """What is expected of each device, from now on."""
+    """The expected free bytes of each device, from now on."""
 
     def __init__(self, leases: Iterable[Lease], ahead: Iterable[Place], now_ns: int) -> None:
         self._leases, self._now_ns = list(leases), now_ns
@@ -112,13 +111,13 @@ class _Timeline:
             start_ns = _start_ns(place, self._now_ns)
             if place.wants.get(device.id) and start_ns >= begins_ns and (ends_ns is None or start_ns < ends_ns):
                 least = min(least, self._level(device, start_ns))
-        if any(place.wants.get(device.id) for place in self._unknown):  # nobody knows when: perhaps before any end
+        if any(place.wants.get(device.id) for place in self._unknown):  # it isn't known when: perhaps before any end
             wanted = sum(place.wants.get(device.id, 0) for place in (*self._known, *self._unknown))
             least = min(least, device.total_bytes - wanted)
         return max(0, min(least, device.total_bytes))
 
     def _level(self, device: Device, at_ns: int) -> int:
-        """What is free of a device at some moment, beside those ahead who run then."""
+        """The free bytes of a device at some moment, besides the runs ahead that run then."""
         returned = sum(lease.bytes.get(device.id, 0) for lease in self._leases if lease.ends_ns is not None and lease.ends_ns <= at_ns)
         wanted = sum(
             place.wants.get(device.id, 0) for place in self._known if _start_ns(place, self._now_ns) <= at_ns < _end_ns(place, self._now_ns)
@@ -126,10 +125,10 @@ class _Timeline:
         return device.free_bytes + returned - wanted
 
 
-#: Sets another number of seconds that an elastic run is left alone before it is asked to make room.
+#: The variable that sets for how many seconds an elastic run is left alone before it is asked to make room.
 QUANTUM_VARIABLE = "AUTOPAR_QUANTUM"
 _QUANTUM_SECONDS = 60.0
-#: Who was asked for room and is there after so long doesn't answer, and isn't asked again for as long as the second.
+#: If a run that was asked for room is still there after the first time, it doesn't answer, and isn't asked again for the second time.
 _ANSWER_SECONDS, _REFUSED_SECONDS = 30.0, 600.0
 
 
@@ -166,7 +165,7 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """What a run waits for, as :class:`~lightning_autopar.sharing.queue.Place` has it."""
+    """What a run waits for; see :class:`~lightning_autopar.sharing.queue.Place`."""
 
     wants: Mapping[str, int]
     start_ns: int | None
@@ -185,11 +184,11 @@ def reserve(
     quantum: float | None = None,
     refused: Collection[str] = (),
 ) -> Reservation | None:
-    """What a run that doesn't fit now waits for: what others make room for as it asks them to, or else the earliest moment that is known at
-    which a plan fits, or else the idle devices.
+    """What a run that doesn't fit now waits for: room that others make as it asks them to, or else the earliest known moment at which a
+    plan fits, or else the idle devices.
 
     Args:
-        plan: what the best plan for these devices takes; None where nothing fits.
+        plan: gives what the best plan for these devices takes; None where nothing fits.
         inventory: the devices as they are now, less what others were promised.
         leases: others'.
         ahead: see :func:`~lightning_autopar.sharing.reservation.ahead`.
@@ -199,7 +198,7 @@ def reserve(
         refused: names of leases that aren't asked, see :class:`Asking`.
 
     Returns:
-        None where it wouldn't fit on the idle devices either.
+        None if it wouldn't fit on the idle devices either.
 
     Raises:
         ValueError: as :func:`quantum_seconds`.
@@ -216,7 +215,7 @@ def reserve(
         return found[index] is not None
 
     if times and fits(len(times) - 1):
-        first = bisect_left(range(len(times)), True, key=fits)  # what is left grows from moment to moment
+        first = bisect_left(range(len(times)), True, key=fits)  # what is free grows from moment to moment
         need = found[first]
         assert need is not None, "it is one at which it fits"
         return Reservation(wants=need.bytes, start_ns=times[first], seconds=need.seconds)
@@ -226,7 +225,7 @@ def reserve(
 
 
 class Asking:
-    """Whom a run that waits has asked to make room, so that it doesn't go on asking those who don't."""
+    """Records which runs a waiting run has asked to make room, so that it doesn't ask those again that don't."""
 
     def __init__(self) -> None:
         self._since: dict[str, int] = {}
@@ -242,7 +241,7 @@ class Asking:
         return set(self._until)
 
     def ask(self, names: Iterable[str], now_ns: int) -> None:
-        """These are asked, and no others."""
+        """Record that these are asked, and no others."""
         self._since = {name: self._since.get(name, now_ns) for name in names}
 
 
@@ -254,7 +253,7 @@ def _with_room(
     now_ns: int,
     askable: Sequence[Lease],
 ) -> Reservation | None:
-    """What a run gets as soon as some of these have made room; None where that isn't enough."""
+    """What a run gets when some of these have made room; None where that isn't enough."""
     needs: dict[tuple[str, ...], Need | None] = {}
 
     def fits(given: Sequence[Lease]) -> bool:
@@ -282,7 +281,7 @@ def may_ask(leases: Iterable[Lease], priority: int, now_ns: int, quantum: float,
 
     Args:
         leases: others'.
-        priority: of whoever would ask.
+        priority: of the run that would ask.
         now_ns: on the host's monotonic clock.
         quantum: seconds, see :func:`quantum_seconds`.
         refused: names of those that aren't to be asked.
@@ -296,7 +295,7 @@ def may_ask(leases: Iterable[Lease], priority: int, now_ns: int, quantum: float,
 
 
 def least(leases: Sequence[Lease], fits: Callable[[Sequence[Lease]], bool]) -> tuple[Lease, ...]:
-    """As few of these leases as it takes, so that a run fits without them; none where it doesn't even fit without all.
+    """The fewest of these leases without which a run fits; empty if it doesn't fit even without all.
 
     Args:
         leases: those to ask first come first.

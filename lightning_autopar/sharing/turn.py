@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lightning_autopar.sharing.queue import LEAST_PRIORITY, MOST_PRIORITY
 from lightning_autopar.text import parse_seconds
 
-#: How long runs wait, and how important they are, where the script doesn't say.
+#: The variables for how long runs wait, and how important they are, if the script doesn't say.
 WAIT_VARIABLE, PRIORITY_VARIABLE = "AUTOPAR_WAIT", "AUTOPAR_PRIORITY"
 
 
@@ -21,11 +21,11 @@ class Turn:
     Args:
         wait: "forever" (or True), "never" (or False), or how long: seconds, or "90s", "30min", "2h". By default what the variable
             AUTOPAR_WAIT says, or else forever.
-        priority: from -100 to 100: of those that wait, the larger goes first, then whoever asked first; elastic runs of a smaller one may
-            be asked to make room. By default what the variable AUTOPAR_PRIORITY says, or else 0.
+        priority: from -100 to 100: of waiting runs, the larger goes first, then the one that asked first; elastic runs with a smaller one
+            may be asked to make room. By default what the variable AUTOPAR_PRIORITY says, or else 0.
 
     Raises:
-        ValueError: if it is no such thing, with the value, the bound and the remedy.
+        ValueError: if a value isn't allowed, with the value, the bound and the remedy.
     """
 
     wait: bool | int | float | str | None = None
@@ -42,14 +42,14 @@ class Turn:
         """The strategy's argument as a turn.
 
         Raises:
-            ValueError: if it, or a variable, is no such thing.
+            ValueError: if it, or a variable, isn't allowed.
         """
         turn = wait if isinstance(wait, Turn) else cls(wait=wait)
         turn.wait_seconds, turn.rank  # noqa: B018  # the variables are wrong now rather than after planning
         return turn
 
     def over(self, other: "Turn") -> "Turn":
-        """This one, with the other's words where it says nothing."""
+        """This turn, with the other's values where it has none."""
         return Turn(
             wait=other.wait if self.wait is None else self.wait,
             priority=other.priority if self.priority is None else self.priority,
@@ -60,7 +60,7 @@ class Turn:
         """How long the run waits at most, 0 for never.
 
         Raises:
-            ValueError: if the variable says no such thing.
+            ValueError: if the variable's value isn't allowed.
         """
         if self.wait is not None:
             return _seconds(self.wait, "wait=")
@@ -72,7 +72,7 @@ class Turn:
         """The run's priority.
 
         Raises:
-            ValueError: if the variable says no such thing.
+            ValueError: if the variable's value isn't allowed.
         """
         if self.priority is not None:
             return self.priority
@@ -81,10 +81,10 @@ class Turn:
 
 
 def _seconds(wait: bool | int | float | str, what: str) -> float:
-    """How long that is.
+    """The seconds of a value.
 
     Raises:
-        ValueError: if it says no such thing.
+        ValueError: if the value isn't allowed.
     """
     words = str(wait).strip().lower()
     if words in ("forever", "true"):

@@ -36,23 +36,23 @@ if TYPE_CHECKING:
     from lightning_autopar.sharing.queue import Place, PlaceFile
     from lightning_autopar.sharing.runs.display import RunDisplay
 
-#: The kind of decision that planning gives, and that a run gets.
+#: The type of the decision that planning makes for a run.
 D = TypeVar("D", bound=Decided)
 D_co = TypeVar("D_co", bound=Decided, covariant=True)
 #: Between two looks.
 _LOOK_SECONDS = 0.3
-#: A change of a device's free memory by less of it isn't planned for at once.
+#: A change of free memory by a smaller share of the device isn't planned for at once.
 _NOTABLE_SHARE = 0.01
-#: Planning again takes at most one in so many seconds, and happens at least so often, as what was expected may not come.
+#: Planning takes at most one second in so many, and happens at least this often, as the expected may not happen.
 _PLANNING_SHARE, _PLAN_SECONDS = 20, 10.0
 #: Expected ends that differ by less are the same.
 _END_NS = 5_000_000_000
-#: Between two lines in a log: of something new, and of nothing new.
+#: Seconds between two lines in a log: with news, and without.
 _NEWS_SECONDS, _STILL_SECONDS = 10.0, 300.0
 
 
 class Prospect(Protocol[D_co]):
-    """What was found out of a run, before any plan is chosen."""
+    """What was found out about a run, before any plan is chosen."""
 
     def decision(self, inventory: Inventory | None = None) -> D_co:
         """The best plan for these devices; raises NothingFits."""
@@ -69,7 +69,7 @@ class View:
         at_ns: when, on the monotonic clock.
         inventory: the devices that the run may use, less what others were promised.
         leases: others'.
-        ahead: who waits and goes before this run.
+        ahead: the waiting runs that go before this one.
     """
 
     at_ns: int
@@ -78,7 +78,7 @@ class View:
     ahead: Sequence[Place]
 
     def left(self, seconds: float | None = None) -> Inventory:
-        """What those ahead leave to a run that takes so long; for ever, unless given."""
+        """What the runs ahead leave for a run that takes so long; for ever, unless given."""
         if not self.ahead:
             return self.inventory
         ends_ns = None if seconds is None else self.at_ns + int(seconds * 1e9)
@@ -87,13 +87,13 @@ class View:
         return replace(found, notes=(*found.notes, note))
 
     def delays_nobody(self, need: Need) -> bool:
-        """Whether a run that takes this leaves to those ahead what they reserve."""
+        """Whether a run that takes this leaves the runs ahead what they reserve."""
         there = {device.id: device.free_bytes for device in self.left(need.seconds).devices}
         return all(size <= there.get(device, 0) for device, size in need.bytes.items())
 
 
 class Waiting(Generic[D]):
-    """How one run comes to its turn.
+    """How one run waits for its turn.
 
     Args:
         prospect: what was found out of the run.
@@ -145,7 +145,7 @@ class Waiting(Generic[D]):
                 return decision
             view = self._look_around()
         if self._prospect.need(view.inventory) is None and self._prospect.need(idle(view.inventory, view.leases)) is None:
-            self._prospect.decision(view.inventory)  # which says why it doesn't fit, and never will
+            self._prospect.decision(view.inventory)  # it says why the run doesn't fit, and never will
         if self._wait_seconds == 0:
             return self._without_waiting()
         with _told_to_end(), self._in_the_queue(), ExitStack() as until_the_turn:
@@ -162,10 +162,10 @@ class Waiting(Generic[D]):
                 if status is not None:
                     status.update(escape(told))
                 self._tell(told, log=status is None)
-                time.sleep(max(0.0, min(_LOOK_SECONDS, left)))  # what is waited for comes as files, and as memory that others let go of
+                time.sleep(max(0.0, min(_LOOK_SECONDS, left)))  # the run waits for files, and for memory that others release
 
     def look(self) -> D | None:
-        """Whether it is this run's turn: then the decision, with its memory promised. Else others are told what it waits for."""
+        """If it is this run's turn: the decision, with its memory promised. If not, tell others what it waits for."""
         view = self._look_around()
         fits_since_ns, decision = self._fits_since_ns, None
         if fits_since_ns is not None or self._is_worth_planning(view):
@@ -180,14 +180,14 @@ class Waiting(Generic[D]):
                     decision = self._try(there)
             self._planned, self._plan_seconds = view, time.monotonic() - begun
         if decision is None and self._place is not None:
-            # Who is behind mustn't take what this run is about to take.
+            # Runs behind mustn't take what this run is about to take.
             at_ns = view.at_ns if self._fits_since_ns is None else min(view.at_ns, self._fits_since_ns - 1)
             made = self._reserved or Reservation(wants={}, start_ns=None, seconds=None)
             self._place.tell(wants=made.wants, start_ns=made.start_ns, seconds=made.seconds, asks=made.asks, at_ns=at_ns)
         return decision
 
     def words(self) -> str:
-        """What the run waits for, behind whom, and how long by what is known, for people."""
+        """What the run waits for, behind whom, and how long as far as is known, in words."""
         made, view = self._reserved, self._view
         assert view is not None, "it has looked"
         told = f"waiting{self._for_what()}, {self._for_whom()}"
@@ -208,7 +208,7 @@ class Waiting(Generic[D]):
         return self._view
 
     def _is_worth_planning(self, view: View) -> bool:
-        """Whether something has changed since it was planned for, as far as planning isn't too dear for that."""
+        """Whether something has changed since the last planning that justifies the cost of planning again."""
         before = self._planned
         if before is None or self._outline(view) != self._outline(before):
             return True
@@ -221,7 +221,7 @@ class Waiting(Generic[D]):
         return any(now.free_bytes != was.free_bytes for was, now in pairs) and since > _PLANNING_SHARE * self._plan_seconds
 
     def _outline(self, view: View) -> tuple[object, ...]:
-        """What a change of is always worth a plan."""
+        """The values whose change always justifies planning again."""
         return (
             [(device.id, device.error) for device in view.inventory.devices],
             [(lease.name, None if lease.ends_ns is None else lease.ends_ns // _END_NS) for lease in view.leases],
@@ -234,7 +234,7 @@ class Waiting(Generic[D]):
         return may_ask(view.leases, self._leases.priority, view.at_ns, quantum_seconds(), refused)
 
     def _to_plan_on(self, view: View) -> Inventory | None:
-        """The devices as the run may use them now; None where nothing fits, or would delay somebody ahead."""
+        """The devices as the run may use them now; None where nothing fits, or would delay a run ahead."""
         need = self._need(view.inventory)
         if need is None or view.delays_nobody(need):
             return None if need is None else view.inventory
@@ -242,17 +242,17 @@ class Waiting(Generic[D]):
         return None if self._need(left) is None else left
 
     def _need(self, there: Inventory) -> Need | None:
-        """What the best plan for these devices takes; others see meanwhile that this process is there."""
+        """What the best plan for these devices takes; meanwhile others see that this process lives."""
         if self._place is not None:
             self._place.stay()
         return self._prospect.need(there)
 
     def _try(self, there: Inventory) -> D | None:
-        """Start on these devices, if all is still so once it is planned."""
+        """Start on these devices, if nothing has changed when planning is done."""
         self._shown.planning()
         try:
             decision = self._prospect.decision(there)
-        except NothingFits:  # what was predicted to fit didn't stand its trial
+        except NothingFits:  # the plan that was predicted to fit failed its trial
             self._fits_since_ns = None
             return None
         if self._look_around().delays_nobody(decision.need) and self._promised(decision):
@@ -261,7 +261,7 @@ class Waiting(Generic[D]):
         return None
 
     def _promised(self, decision: D) -> bool:
-        """Have what a decision needs promised."""
+        """Get a decision's memory promised."""
         short = self._leases.take(decision.run_plan.needed_bytes, self._devices)
         if short is not None:
             rank_zero_info(f"autopar: planned again, as another run took the memory first: {words(short)}")
@@ -301,7 +301,7 @@ class Waiting(Generic[D]):
                 self._place = None
 
     def _without_waiting(self) -> D:
-        """For a run that doesn't wait while others do: what these leave, as soon as they have looked at it."""
+        """For a run that doesn't wait: take what waiting runs leave, as soon as they have looked at it."""
         while (found := self.look()) is None:
             if self._fits_since_ns is None:
                 self._give_up(f"it doesn't wait, {self._for_whom()}")
@@ -309,7 +309,7 @@ class Waiting(Generic[D]):
         return found
 
     def _give_up(self, waited: str) -> None:
-        """Raise what there is to say, if it is still so.
+        """Raise the error, if nothing fits still.
 
         Raises:
             NothingFits: with that.
@@ -330,7 +330,7 @@ class Waiting(Generic[D]):
         return " for devices that it fits on" if made is None else f" for {_amounts(made.wants)}"
 
     def _for_whom(self) -> str:
-        """Who goes first, or has what this run waits for."""
+        """Who goes first, or has what this run waits for, in words."""
         view = self._view
         assert view is not None, "it has looked"
         if view.ahead:
@@ -340,7 +340,7 @@ class Waiting(Generic[D]):
         return f"which {_names(holders)} {'has' if len(holders) == 1 else 'have'}" if holders else "which others' processes have"
 
     def _tell(self, told: str, *, log: bool) -> None:
-        """Show it, and where there is no terminal write a line now and then."""
+        """Show the state; without a terminal, write a line from time to time."""
         now = time.monotonic()
         news, at = told.partition("; expected")[0], self._told
         if log and now - at[1] >= (_STILL_SECONDS if news == at[0] else _NEWS_SECONDS):
@@ -364,7 +364,7 @@ class Waiting(Generic[D]):
 
 @contextmanager
 def _told_to_end() -> Iterator[None]:
-    """While open, SIGTERM ends the script as Ctrl-C does, so that nothing is left behind; the user's own handler goes before."""
+    """While open, SIGTERM ends the script as Ctrl-C does, so that nothing is left behind; the user's own handler is called first."""
     own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if not own:
         yield
@@ -381,13 +381,13 @@ def _told_to_end() -> Iterator[None]:
 
 
 def _names(holders: Sequence[Lease] | Sequence[Place]) -> str:
-    """The first one, and how many more."""
+    """The first name, and how many more."""
     first = f"{printable(holders[0].run)} of {user_name(holders[0].uid)}"
     return first if len(holders) == 1 else f"{first} and {len(holders) - 1} more"
 
 
 def _amounts(wants: Mapping[str, int]) -> str:
-    """Bytes on devices, for people."""
+    """Bytes on devices, in words."""
     sizes = {device: format_bytes(size) for device, size in wants.items()}
     if len(sizes) <= 2:
         return " and ".join(f"{size} on {device}" for device, size in sizes.items())

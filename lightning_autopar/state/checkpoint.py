@@ -22,7 +22,7 @@ from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.data.loader import is_loader_state
 from lightning_autopar.state import scratch_files as scratch
 
-#: The checkpoint's key for what plain Lightning has no place for.
+#: The checkpoint's key for values for which plain Lightning has no place.
 KEY = "lightning_autopar"
 
 
@@ -49,7 +49,7 @@ def _fit_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_checkpoint(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """A checkpoint's dictionary; of a local file mapped rather than read, so that every rank may take its part without holding the whole.
+    """A checkpoint's dictionary; a local file is mapped rather than read, so that every rank can take its part without holding the whole.
 
     Args:
         io: the strategy's; anything but Lightning's own is asked to read the file itself.
@@ -68,7 +68,7 @@ def read_checkpoint(io: CheckpointIO, path: Any, weights_only: bool | None) -> d
 def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """The module's state dict with sharded tensors whole, on the CPU.
 
-    A collective where tensors are sharded: every rank must call it. One tensor at a time is whole on a rank, besides what is kept.
+    A collective where tensors are sharded: every rank must call it. One tensor at a time is whole on each rank, besides what is kept.
 
     Args:
         module: the root.
@@ -85,7 +85,7 @@ def whole_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> di
 
 
 def own_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
-    """What this rank has of a module in stages, on the CPU; sharded tensors whole, which is a collective of the ranks that have the same.
+    """This rank's part of a module in stages, on the CPU, with sharded tensors whole; a collective of the ranks with the same part.
 
     Args:
         module: with absent tensors.
@@ -94,7 +94,7 @@ def own_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     state = module.state_dict()
     elsewhere = {
         name.rpartition(".")[0] for name, value in state.items() if is_absent(value)
-    }  # a module's own extra state goes with its tensors
+    }  # a module's own extra state is kept with its tensors
     own: dict[str, Any] = _whole({name: value for name, value in state.items() if not is_absent(value)}, keep)
     return {name: value for name, value in own.items() if isinstance(value, Tensor) or name.rpartition(".")[0] not in elsewhere}
 
@@ -111,12 +111,12 @@ def own_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict
 
 
 def _whole(tree: Any, keep: bool) -> Any:
-    """The tree with each DTensor gathered; one that occurs twice (a tied weight) stays one."""
+    """The tree with each DTensor gathered; a tensor that occurs twice (a tied weight) stays one."""
     seen: dict[tuple[Any, ...], Tensor | None] = {}
 
     def gather(tensor: Tensor) -> Tensor | None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        # By the storage itself: of an empty shard every address is 0, and all ranks must gather equally often.
+        # By the storage itself: every empty shard has the address 0, and all ranks must gather equally often.
         key = (local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, tensor.stride())
         if key not in seen:
             whole = cast(Any, tensor.detach()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
@@ -142,7 +142,7 @@ def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor], *
 
 def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load an optimizer's plain state dict into one whose parameters may be sharded; one of another form, as it is."""
-    if not {"state", "param_groups"} <= set(state):  # Lightning's stand-in for no optimizer has none, a stranger's may have its own
+    if not {"state", "param_groups"} <= set(state):  # Lightning's stand-in for none, or a user's own form
         optimizer.load_state_dict(dict(state))
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -159,11 +159,11 @@ def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[
 
 
 def like(whole: Tensor, target: Tensor) -> Tensor:
-    """The whole tensor, sharded as ``target`` is, if it is; without communication, since every rank holds (or maps) the whole."""
+    """The whole tensor, sharded like ``target`` if that is sharded; without communication, since every rank holds (or maps) the whole."""
     if not isinstance(target, DTensor) or isinstance(whole, DTensor):
         return whole
     if whole.shape != target.shape:
-        return whole  # load_state_dict names it
+        return whole  # load_state_dict reports it
     # Local parts are cut on the CPU first: the whole tensor never lies on the device.
     local = distribute_tensor(whole, _cpu_mesh(target), target.placements, src_data_rank=None).to_local()
     return DTensor.from_local(
@@ -177,7 +177,7 @@ def like(whole: Tensor, target: Tensor) -> Tensor:
 
 
 def _cpu_mesh(target: DTensor) -> Any:
-    """The mesh to cut on; the tensor's own serves, since cutting without a source rank doesn't communicate."""
+    """The mesh for cutting; the tensor's own works, since cutting without a source rank doesn't communicate."""
     return target.device_mesh
 
 
@@ -186,7 +186,7 @@ class OneFile(Strategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Once each rank has its part of the module, so that none reads more than that."""
+        """True: restore after each rank has its part of the module, so that none reads more than that."""
         return True
 
     @property
@@ -195,7 +195,7 @@ class OneFile(Strategy):
         return True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Rank 0 writes one ordinary ``.ckpt``: without a copy of it in memory, where Lightning's own plugin would write a local file."""
+        """Rank 0 writes one ordinary ``.ckpt``: without a copy of it in memory if Lightning's own plugin would write a local file."""
         if not self.is_global_zero:
             return
         if type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None and "://" not in str(filepath):
@@ -204,5 +204,5 @@ class OneFile(Strategy):
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Map the file, so that a rank reads no more of it than its part; by the user's own CheckpointIO, if there is one."""
+        """Map the file, so that a rank reads only its part; a user's own CheckpointIO is used if there is one."""
         return read_checkpoint(self.checkpoint_io, self.broadcast(checkpoint_path), weights_only)

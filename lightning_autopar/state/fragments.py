@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-#: What torch's optimizers keep once for a parameter; told by name, for a parameter may itself be a number.
+#: The values that torch's optimizers keep once for a parameter; known by name, as a parameter may itself be a number.
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rectangle:
-    """A rectangular part of a tensor whose elements lie one after the other in its memory.
+    """A rectangular part of a tensor, whose elements are contiguous in its memory.
 
     Args:
         offsets: where it begins, in each dimension.
@@ -74,10 +74,10 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatPart:
-    """What a rank has of a parameter: a range of its elements.
+    """A rank's part of a parameter: a range of its elements.
 
     Args:
-        parameter: the module's; what it holds itself doesn't matter here.
+        parameter: the module's; its own values don't matter here.
         shape: the whole parameter's.
         flat: the elements, one-dimensional; none where the rank has none.
         start: the first one's place in the flattened parameter.
@@ -89,7 +89,7 @@ class FlatPart:
     start: int
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The same part of a whole tensor of the parameter's shape; a view where that lies in memory in order."""
+        """Cut the same part out of a whole tensor of the parameter's shape; a view if that is contiguous."""
         return whole.reshape(-1).narrow(0, self.start, self.flat.numel())
 
     def is_like(self, value: Any) -> bool:
@@ -108,7 +108,7 @@ class FlatPart:
 class Fragment(Tensor):
     """Looks like the whole tensor to DCP and holds a range of its elements; implements DCP's ``_Checkpointable`` protocol.
 
-    DCP asks for a subclass of Tensor (torch 2.13, ``checkpoint/utils.py``, ``find_state_dict_object``); nothing can be computed with it.
+    DCP needs a subclass of Tensor (torch 2.13, ``checkpoint/utils.py``, ``find_state_dict_object``); computing with it raises.
 
     Args:
         flat: the elements, one-dimensional; what DCP loads is written into it.
@@ -147,7 +147,7 @@ class Fragment(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Where the boxes lie in the whole tensor."""
+        """The places of the boxes in the whole tensor."""
         return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in self._boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -29,7 +29,7 @@ def loads(data: bytes, device: torch.device) -> Any:
 
     Args:
         data: of :func:`dumps`.
-        device: where tensors come out that lay on a GPU; so does a ``torch.device``. What lay on the host stays there.
+        device: the device for tensors that lay on a GPU, and for a ``torch.device``. Tensors on the host stay there.
     """
     return _Unpickler(io.BytesIO(data), device).load()
 
@@ -41,12 +41,12 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, target: Any) -> Any:
         """What stands for a device, and for a storage on one."""
-        if type(target) is torch.device:  # one without a number means each process's own already
+        if type(target) is torch.device:  # a device without a number means each process's own already
             return None if target.type in _HOST or target.index is None else (_DEVICE,)
         storage = target._untyped_storage if isinstance(target, torch.TypedStorage) else target
         if not isinstance(storage, torch.UntypedStorage) or storage.device.type in _HOST:
             return None
-        if storage._cdata not in self._copies:  # the original is held as well: its address would be another one's otherwise
+        if storage._cdata not in self._copies:  # the original is kept, too: otherwise another one could get its address
             self._copies[storage._cdata] = storage, torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
         return _STORAGE, self._copies[storage._cdata][1], None if storage is target else target.dtype
 

@@ -27,7 +27,7 @@ from lightning_autopar.state.scratch_files import SMALL_BYTES, ScratchFile, hand
 
 
 def move_tensors(module: nn.Module, device: str, which: Callable[[Tensor], bool]) -> None:
-    """Put tensors without values into the places of some of a module's, on another device; those that are tied stay so.
+    """Replace some of a module's tensors by tensors without values on another device; tied ones stay tied.
 
     Args:
         module: whose parameters and buffers.
@@ -49,9 +49,9 @@ def move_tensors(module: nn.Module, device: str, which: Callable[[Tensor], bool]
 
 
 _CPU = torch.device("cpu")
-#: What a load computes stays in ordinary memory up to this share of what is free.
+#: Tensors that a load computes stay in ordinary memory up to this share of the free memory.
 MEMORY_SHARE = 0.5
-#: So much of a scratch may be written before its pages are handed back.
+#: How many bytes of a scratch file may be written before its pages are handed back.
 _WINDOW_BYTES = 256 * 1024**2
 #: Tells transformers (5.x, ``core_model_loading.convert_and_load_state_dict_in_model``) to convert one tensor after the other: its threads
 #: hold many of them at a time, and no mode of this thread sees them.
@@ -62,10 +62,10 @@ def load_pretrained(model_class: Any, source: str | os.PathLike[str], **options:
     """``model_class.from_pretrained(source, **options)``, for models larger than memory as well.
 
     Weights that the files have in the wanted dtype are mapped, as transformers does. What has to be computed, such as 32-bit weights from a
-    16-bit file or a head that the files lack, is computed tensor by tensor. Where all of it would take more than half of the free memory,
-    it lies in a nameless file in the working folder (or the system's folder for temporary files), whose pages the kernel brings and takes
-    away. What a forked process writes to the weights is its own, wherever they lie. It is the same with and without this package's
-    strategy, in a script, a module's ``__init__`` and its ``configure_model``.
+    16-bit file or a head that the files lack, is computed tensor by tensor. If all of it would take more than half of the free memory, it
+    lies in a nameless file in the working folder (or the system's folder for temporary files), whose pages the kernel loads and drops. A
+    forked process's writes to the weights are its own, wherever they lie. It works with and without this package's strategy, in a script, a
+    module's ``__init__`` and its ``configure_model``.
 
     Args:
         model_class: ``AutoModelForCausalLM`` or another class of transformers with ``from_pretrained``.
@@ -85,13 +85,12 @@ def load_pretrained(model_class: Any, source: str | os.PathLike[str], **options:
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """While open, modules are built on the meta device, and ``from_pretrained``, which refuses that device, gives shapes as well.
-
-    For processes whose part of the weights comes from another one. What is built is what would be loaded: dtypes, tied weights and all.
+    """While open, modules are built on the meta device, and ``from_pretrained``, which refuses that device, gives shapes, too. For
+    processes whose part of the weights comes from another one. The result has all that a load would give: dtypes, tied weights and so on.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.device("meta"))
-        if "transformers" in sys.modules:  # which imports this part of itself when it is first used: in here, maybe
+        if "transformers" in sys.modules:  # transformers imports this part of itself at its first use, which may be in here
             modeling = importlib.import_module("transformers.modeling_utils")
             load = modeling.PreTrainedModel.__dict__["from_pretrained"].__func__
 
@@ -102,12 +101,12 @@ def shapes_only() -> Iterator[None]:
         yield
 
 
-#: Puts a tensor's values, in a dtype, into a place of their own.
+#: Copies a tensor's values, in a dtype, to new memory.
 _Place = Callable[[Tensor, torch.dtype], Tensor]
 
 
 class _Room:
-    """Where what a load computes goes: ordinary memory first, then a scratch.
+    """Memory for what a load computes: ordinary memory first, then a scratch file.
 
     Args:
         scratch: for what is more than that.
@@ -120,7 +119,7 @@ class _Room:
         self._since_bytes = 0
 
     def place(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor of its own with these values; what is there already stays where it is, if it may."""
+        """A tensor with these values in its own memory; one that lies there already stays, if it may."""
         size_bytes = values.numel() * dtype.itemsize
         if self._left_bytes >= size_bytes:
             self._left_bytes -= size_bytes
@@ -134,7 +133,7 @@ class _Room:
 
 
 class _Placed(TorchDispatchMode):
-    """Has a say in where each large tensor lies that an operator makes on the CPU; views of others are none."""
+    """A mode that decides where each large tensor lies that an operator makes on the CPU, except views."""
 
     def __init__(self, place: _Place) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -166,7 +165,7 @@ def _loaded(load: Callable[[], Any], place: _Place) -> Any:
 
 
 def _shapes(load: Callable[[], Any]) -> Any:
-    """What a load gives, on the meta device: files are mapped but not read, and what would be computed isn't."""
+    """The result of a load on the meta device: files are mapped but not read, and nothing is computed."""
     with torch.device("cpu"):
         loaded = _loaded(load, lambda values, dtype: torch.empty_like(values, dtype=dtype, device="meta"))
     move_tensors(loaded[0] if isinstance(loaded, tuple) else loaded, "meta", lambda tensor: True)
@@ -185,7 +184,7 @@ def without_values(module: nn.Module) -> str | None:
 
 
 def check_values(module: nn.Module) -> None:
-    """Refuse a module that would be trained on whatever lies in memory.
+    """Refuse a module that would be trained from uninitialised memory.
 
     Raises:
         ValueError: if one of its tensors is on the meta device, and nothing gives it values.

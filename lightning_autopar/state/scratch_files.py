@@ -19,9 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-#: Smaller tensors lie in ordinary memory: a mapping of its own costs a page, and a few µs.
+#: Tensors smaller than this lie in ordinary memory: a mapping of its own costs a page, and a few µs.
 SMALL_BYTES = 1024**2
-#: So much of the file may be in memory while it is read before its pages are handed back.
+#: How much of the file may be in memory while it is read, before its pages are handed back.
 _WINDOW_BYTES = 32 * 1024**2
 
 #: The mappings that tensors of this process lie in.
@@ -29,10 +29,10 @@ _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 class ScratchFile:
-    """A file that tensors lie in; it is gone with the last of them.
+    """A file in which tensors lie; it is removed with the last of them.
 
     Args:
-        folder: where there is room for it, on a disk. None: the system's folder for such files.
+        folder: one with room for it, on a disk. None: the system's folder for such files.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -45,9 +45,8 @@ class ScratchFile:
         return self._made(shape, dtype)[0]
 
     def keep(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of the values, to be read and written as if in ordinary memory: what a process writes after a fork is its own.
-
-        Pages that nobody has written to since are the file's, and the same for all processes.
+        """A copy of the values, to read and write like ordinary memory: a process's writes after a fork are its own. Pages without writes
+        since then are the file's, and shared by all processes.
         """
         room, place = self._made(values.shape, dtype)
         room.copy_(values)
@@ -75,7 +74,7 @@ class ScratchFile:
         return torch.frombuffer(mapping, dtype=dtype, count=count).view(shape), (start, length)  # the tensor holds the mapping
 
     def close(self) -> None:
-        """Make no more of them; those that there are stay."""
+        """Make no more tensors; existing ones stay."""
         self._file.close()
 
     def __enter__(self) -> ScratchFile:
@@ -86,19 +85,19 @@ class ScratchFile:
 
 
 def hand_back_pages() -> None:
-    """Let go of the pages of all such tensors; they are read again from the page cache, or the disk, when they are touched."""
+    """Drop the pages of all such tensors; they are read again from the page cache, or the disk, when they are used."""
     for mapping in list(_mappings):
-        mapping.madvise(mmap.MADV_DONTNEED)  # of a shared mapping: what was written stays in the file
+        mapping.madvise(mmap.MADV_DONTNEED)  # in a shared mapping, what was written stays in the file
 
 
 def hand_back_freed() -> None:
-    """Give the system what was freed: a heap keeps it, up to a third of what a process holds that has moved large tensors about."""
+    """Return freed memory to the system: a heap keeps it, up to a third of a process that has moved large tensors."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
         trim(0)
 
 
 def save_without_copies(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """``torch.save`` into a file that is there whole or not at all, with no copy of it in memory.
+    """``torch.save`` into a file that exists whole or not at all, without a copy in memory.
 
     Lightning's own (``lightning.fabric.utilities.cloud_io._atomic_save``, 2.6) builds the file in memory first, and copies it there.
 
@@ -118,7 +117,7 @@ def save_without_copies(checkpoint: dict[str, Any], path: str | Path) -> None:
 
 
 class _Writer:
-    """A file that hands pages back while a scratch's tensors are written into it."""
+    """A file that hands pages back while a scratch file's tensors are written into it."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -140,8 +139,8 @@ class _Writer:
 def parameters_in(scratch: ScratchFile) -> Iterator[None]:
     """While open, each parameter that is put into a module of this process moves into the scratch.
 
-    So a module larger than memory can be built layer by layer: what a layer draws for its weights goes there. A layer that registers a
-    parameter first and fills it afterwards (as torch's own do) fills it there.
+    So a module larger than memory can be built layer by layer: a layer's initial weights go there. A layer that registers a parameter first
+    and fills it afterwards (as torch's own do) fills it there.
     """
     moved = 0
 

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _TENSORS, _REST = "tensors", "rest.pkl"
-#: The key of what belongs to the optimizers and is no tensor, in Lightning's dictionary.
+#: The key, in Lightning's dictionary, of the optimizers' values that aren't tensors.
 _OPTIMIZERS = "lightning_autopar_optimizers"
-#: The key of gradients by FQN, in the dictionary of :func:`load_snapshot`: whoever loads it sets them when Lightning has cleared all
+#: The key of gradients by FQN, in the dictionary of :func:`load_snapshot`: the code that loads it sets them after Lightning has cleared all
 #: gradients (``Trainer._run_stage``).
 GRADIENTS = "lightning_autopar_gradients"
-#: What the names of gradients begin with, which manual optimization may keep from one batch to the next.
+#: The prefix of the names of gradients, which manual optimization may keep from one batch to the next.
 _GRADIENT = "gradient"
-#: Between the parts of a tensor's name; no FQN holds it.
+#: Separates the parts of a tensor's name; no FQN contains it.
 _SEPARATOR = "|"
 
 
@@ -76,8 +76,8 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
         partial = folder / f"{_REST}.part"
         try:
             partial.write_bytes(placed.dumps(rest))
-            partial.replace(folder / _REST)  # the snapshot is there once this file is
-        except Exception as error:  # a full disk, what has no pickle: the others mustn't wait for ever
+            partial.replace(folder / _REST)  # the snapshot is complete once this file exists
+        except Exception as error:  # a full disk, or a value that can't be pickled: the others mustn't wait for ever
             problem = error
     strategy.barrier("snapshot")
     if problem is not None:
@@ -85,7 +85,7 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
 
 
 def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
-    """Load weights and optimizer states into a strategy that is set up, whatever plan wrote them; return Lightning's dictionary.
+    """Load weights and optimizer states into a strategy that is set up, written under any plan; return Lightning's dictionary.
 
     Args:
         strategy: with module and optimizers as they will be trained.
@@ -129,7 +129,7 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Without torch's warnings that a single process is one, that ranks have other names than each other, and that files are only read."""
+    """While open, torch doesn't warn of a single process, of ranks that have different names, and of read-only files."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         warnings.filterwarnings("ignore", message="Detected mismatched keys")
@@ -138,7 +138,7 @@ def _alone() -> Iterator[None]:
 
 
 def _state_dict(strategy: Any) -> dict[str, Any]:
-    """What this rank has of the module's state dict: all of it, or for a partitioned parameter its part."""
+    """This rank's part of the module's state dict: all of it, except that it has only a part of a partitioned parameter."""
     module, parts = strategy.lightning_module, _weight_parts(strategy)
     if not parts:
         return dict(module.state_dict())
@@ -151,7 +151,7 @@ def _state_dict(strategy: Any) -> dict[str, Any]:
 
 
 def _weights(strategy: Any) -> dict[str, Any]:
-    """What this rank has of the state dict; of a module's own extra state, what belongs to tensors that are here."""
+    """This rank's part of the state dict; a module's own extra state only where its tensors are here."""
     state = _state_dict(strategy)
     elsewhere = {name.rpartition(".")[0] for name, value in state.items() if is_absent(value)}
     return {
@@ -162,7 +162,7 @@ def _weights(strategy: Any) -> dict[str, Any]:
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    """The gradients that are there, by the FQN of their parameter."""
+    """The existing gradients, by the FQN of their parameter."""
     return {name: each.grad for name, each in module.named_parameters() if each.grad is not None and not is_absent(each)}
 
 
@@ -173,7 +173,7 @@ def _empty_gradients(module: nn.Module, kinds: dict[str, Any]) -> dict[str, Any]
 
 
 def _weight_parts(strategy: Any) -> dict[int, FlatPart]:
-    """Of parameters that are partitioned by their elements, by id: what this rank has."""
+    """This rank's part of each parameter that is partitioned by elements, by id."""
     parts: dict[int, FlatPart] = strategy.weight_parts() if hasattr(strategy, "weight_parts") else {}
     return parts
 
@@ -185,7 +185,7 @@ def _optimizer_parts(strategy: Any) -> dict[int, FlatPart]:
 
 
 def _names(module: nn.Module, optimizer: Optimizer, parts: Mapping[int, FlatPart]) -> list[str]:
-    """The FQN of each of an optimizer's parameters, in its order; of one that isn't the module's, its position."""
+    """The FQN of each of an optimizer's parameters, in its order; for one that isn't the module's, its position."""
     known = {id(parameter): name for name, parameter in module.named_parameters()}
     its = [parts[id(each)].parameter if id(each) in parts else each for each in _parameters(optimizer)]
     return [known.get(id(parameter), f"#{position}") for position, parameter in enumerate(its)]
@@ -198,12 +198,12 @@ def _is_here(parameter: Tensor, parts: Mapping[int, FlatPart]) -> bool:
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """In the order of their positions."""
+    """An optimizer's parameters, by position."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _join_values(optimizers: list[dict[str, Any]]) -> None:
-    """Give each rank what all of them have besides tensors, of which the first one's counts; a collective."""
+    """Give each rank the other values of all ranks, where the first rank's value counts; a collective."""
     everyones: list[Any] = [None] * dist.get_world_size()
     # On the CPU: torch would unpickle a tensor on the GPU of the rank that sent it. Whoever loads it moves it to its parameter's device.
     own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), [others["values"] for others in optimizers])
@@ -217,7 +217,7 @@ def _join_values(optimizers: list[dict[str, Any]]) -> None:
 def _optimizer_state(
     index: int, optimizer: Optimizer, names: list[str], parts: Mapping[int, FlatPart]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of an optimizer's state by name, and all the rest of it; of the parameters that are here."""
+    """The tensors of an optimizer's state by name, and its other values; of the parameters that are here."""
     state = optimizer.state_dict()
     parameters = _parameters(optimizer)
     tensors: dict[str, Any] = {}
@@ -238,7 +238,7 @@ def _optimizer_state(
 def _empty_state(
     index: int, optimizer: Optimizer, names: list[str], kinds: dict[str, Any], parts: Mapping[int, FlatPart], room_of: Any
 ) -> dict[str, Any]:
-    """Room for the tensors of an optimizer's saved state, sharded as its parameters are; of those that are here."""
+    """Room for the tensors of an optimizer's saved state, sharded like its parameters; of those that are here."""
     parameters = {name: each for name, each in zip(names, _parameters(optimizer), strict=True) if _is_here(each, parts)}
     room: dict[str, Any] = {}
     for name, kind in kinds.items():
@@ -258,7 +258,7 @@ def _empty_state(
 def _load_optimizer(
     optimizer: Optimizer, names: list[str], tensors: dict[str, Any], others: dict[str, Any], parts: Mapping[int, FlatPart]
 ) -> None:
-    """The saved state, by the positions that the parameters have now; the options of a group go with its place among the groups."""
+    """Load the saved state, by the parameters' present positions; a group's options belong to its place among the groups."""
     state: dict[int, dict[str, Any]] = {}
     parameters = _parameters(optimizer)
     positions = {name: position for position, name in enumerate(names) if _is_here(parameters[position], parts)}
@@ -275,7 +275,7 @@ def _rest(trainer: Trainer) -> dict[str, Any]:
     """Lightning's checkpoint dictionary without weights and optimizer states."""
     strategy: Any = trainer.strategy
     before = strategy.__dict__.get("lightning_module_state_dict"), strategy.__dict__.get("optimizer_state")
-    # Hooks of the user's may look at the weights: each rank's own part of them.
+    # The user's hooks may look at the weights: each rank's own part of them.
     strategy.__dict__.update(lightning_module_state_dict=lambda: _state_dict(strategy), optimizer_state=lambda optimizer: {})
     try:
         rest: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)

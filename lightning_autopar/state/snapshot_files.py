@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-#: The folder beside snapshots whose files may be written over, by whoever is first.
+#: The folder beside snapshots whose files may be overwritten, by the first rank that takes them.
 SPARE = "spare"
 #: A tensor begins at a multiple of this: of every dtype's size, and of a cache line.
 _ALIGNED_BYTES = 64
@@ -37,7 +37,7 @@ class FileRange:
         file: its name, in the snapshot's folder.
         offset_bytes: where it begins.
         size_bytes: what it takes.
-        dtype: of a tensor that lies there as in memory; None of what ``torch.save`` wrote, or of bytes.
+        dtype: of a tensor that lies there as in memory; None for what ``torch.save`` wrote, or for bytes.
         shape: of such a tensor.
     """
 
@@ -61,7 +61,7 @@ class PlainWriter(FileSystemWriter):
         self._spare = spare
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what this rank is to write; the file is on the disk, where it has one, when this returns."""
+        """Write this rank's part; when this returns, the file is on the disk, if it isn't in memory."""
         name = f"{plan.storage_data.prefix}0.distcp"
         results = []
         size_bytes = sum(_tensor_bytes(item) for item in plan.items)
@@ -80,14 +80,14 @@ class PlainWriter(FileSystemWriter):
 
 
 class PlainReader(FileSystemReader):
-    """Reads what :class:`PlainWriter` wrote, each tensor from the file's own pages into where it belongs.
+    """Reads what :class:`PlainWriter` wrote, each tensor from the file's own pages to its place.
 
     Args:
         path: the folder.
     """
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank is to read."""
+        """Read this rank's part."""
         mapped: dict[str, mmap.mmap] = {}
         for item in plan.items:
             place: FileRange = self.storage_data[item.storage_index]
@@ -110,7 +110,7 @@ class PlainReader(FileSystemReader):
 
 
 def set_aside(folder: Path, spare: Path) -> None:
-    """Remove a snapshot; its files may be written over from now on. Fewer than that are kept, if there are some already.
+    """Remove a snapshot; its files may be overwritten from now on. Fewer files are kept if there are some already.
 
     Args:
         folder: the snapshot's, of which nobody reads any more.
@@ -124,7 +124,7 @@ def set_aside(folder: Path, spare: Path) -> None:
 
 
 def spare_bytes(spare: Path) -> int:
-    """What the files take that may be written over."""
+    """The bytes of the files that may be overwritten."""
     total = 0
     with suppress(FileNotFoundError):  # no such folder, or a rank takes one
         for file in spare.iterdir():
@@ -133,7 +133,7 @@ def spare_bytes(spare: Path) -> int:
 
 
 def provide(spare: Path, sizes_bytes: list[int]) -> None:
-    """Make files that may be written over, whose pages are there.
+    """Make files to be overwritten, with their pages allocated.
 
     Args:
         spare: their folder, on a file system that can allocate.
@@ -155,7 +155,7 @@ def provide(spare: Path, sizes_bytes: list[int]) -> None:
 
 @contextmanager
 def _open(path: Path, spare: Path, size_bytes: int) -> Iterator[BinaryIO]:
-    """A file to write, by this name: the spare one whose size is nearest, or a new one."""
+    """Open a file for writing, by this name: the spare one whose size is nearest, or a new one."""
 
     def distance(file: Path) -> int:
         with suppress(FileNotFoundError):
@@ -179,7 +179,7 @@ def _tensor_bytes(item: Any) -> int:
 
 
 def _write(file: BinaryIO, name: str, data: Tensor | io.BytesIO) -> FileRange:
-    """Write the next thing; where it is."""
+    """Write the next value; returns its place."""
     offset_bytes = -(-file.tell() // _ALIGNED_BYTES) * _ALIGNED_BYTES
     file.seek(offset_bytes)
     if isinstance(data, io.BytesIO):
@@ -203,7 +203,7 @@ def _bytes(data: Any, place: FileRange) -> bytes:
 
 
 def _tensor(data: Any, place: FileRange) -> Tensor:
-    """The tensor that lies there, in the file's own pages; nothing may be written to it."""
+    """The tensor in the file's own pages, which must not be written to."""
     if place.dtype is None:
         loaded: Tensor = torch.load(io.BytesIO(_bytes(data, place)), map_location="cpu", weights_only=True)
         return loaded

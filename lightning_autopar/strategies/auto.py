@@ -30,29 +30,29 @@ class AutoParallelStrategy(IdleStrategy):
     """Chooses how to run a module on the devices that are free now, and runs it: one device, DDP, FSDP2, a pipeline, ZeRO.
 
     Before and after a run, ``report`` holds every candidate with its prediction, ``plan`` the chosen one, ``measured`` what the run used:
-    for each device id what :class:`lightning_autopar.strategies.base.measure.Measured` says, such as ``peak_bytes`` and ``step_seconds``.
-    What a training run took corrects the next prediction for the same module; the variable AUTOPAR_CACHE is the folder that this is kept
-    in, or "off". After an elastic run ``history`` is what happened to it, which its ``save_picture`` draws.
+    for each device id what :class:`lightning_autopar.strategies.base.measure.Measured` says, such as ``peak_bytes`` and ``step_seconds``. A
+    training run's measured figures correct the next prediction for the same module; the variable AUTOPAR_CACHE names the folder where they
+    are stored, or is "off". After an elastic run, ``history`` holds what happened to it; its ``save_picture`` draws that.
 
     Args:
-        allow: The engines to choose from: "single", "ddp", "fsdp" and "pipeline" by default; "zero" is one where it is named.
-        devices: What there is, such as "2xcpu:4GiB"; by default the variable AUTOPAR_DEVICES, or else the Trainer's devices.
+        allow: The engines to choose from: "single", "ddp", "fsdp" and "pipeline" by default; "zero" only where it is named.
+        devices: The devices to use, such as "2xcpu:4GiB"; by default the variable AUTOPAR_DEVICES, or else the Trainer's devices.
         memory_limit: The most to use of each device, in bytes or as "20GiB".
         memory_margin: The share of each device's free memory that is left alone, from 0 up to but not including 1.
         batch: "global" splits the user's batch over the devices; "per_device" gives each device batches of its own, as Lightning does; a
             :class:`Batch` also says who draws the random numbers of a split batch.
-        plan: A Plan, or the path of its JSON: run just this one.
+        plan: A Plan, or the path of its JSON: run only this plan.
         objective: "speed" for the shortest step, "memory" for the least memory.
-        exact: Leave out plans under which the loss would differ because it is no mean over samples.
+        exact: Leave out plans under which the loss would differ because it isn't a mean over samples.
         calibrate: "auto" measures this machine's rates once, for a few seconds, where there is more than one device to choose from, and
-            keeps them beside what runs took; True (or "now") measures them again; False (or "off") takes data sheets; "trial" also runs
+            stores them with the figures of runs; True (or "now") measures them again; False (or "off") takes data sheets; "trial" also runs
             the best plans for some steps on the user's own batches and takes the fastest.
-        wait: Where nothing fits now but would on idle devices: "forever" waits for the run's turn, "never" gives up, and so many seconds,
-            "30min" or "2h" is how long; a :class:`Turn` also says how important the run is. By default what the variables AUTOPAR_WAIT
-            and AUTOPAR_PRIORITY say, or else forever, at priority 0. Processes that torchrun or Slurm started never wait.
+        wait: Where nothing fits now but would on idle devices: "forever" waits for the run's turn, "never" gives up, and a number of
+            seconds, "30min" or "2h" waits so long at most; a :class:`Turn` also says how important the run is. By default as the variables
+            AUTOPAR_WAIT and AUTOPAR_PRIORITY say, or else forever, at priority 0. Processes that torchrun or Slurm started never wait.
 
     Raises:
-        ValueError: if an argument can't be, with the value, the bound and the remedy.
+        ValueError: if an argument isn't allowed, with the value, the bound and the remedy.
     """
 
     strategy_name = "autopar"
@@ -111,7 +111,7 @@ class AutoParallelStrategy(IdleStrategy):
         self._muted: tuple[list[Any], Any] | None = None
 
     def plan_for(self, devices: str) -> None:
-        """Plan for these devices from now on, whatever there is.
+        """Plan for these devices from now on, whether they are here or not.
 
         Raises:
             ValueError: if the spec is malformed.
@@ -141,13 +141,13 @@ class AutoParallelStrategy(IdleStrategy):
         return found.restrict(self._requested, fewer=fewer)
 
     def devices_now(self, *, own_host_bytes: int = 0) -> Inventory:
-        """All devices as the driver shows them, whoever has been promised what."""
+        """All devices as the driver shows them, without regard to leases."""
         kind: Literal["cuda", "cpu"] = "cuda" if self.root_device.type == "cuda" else "cpu"
         wanted = int(self._requested) if kind == "cpu" and str(self._requested).isdigit() else 1
         return probe(self._devices_spec, accelerator=kind, cpu_devices=wanted, own_host_bytes=own_host_bytes)
 
     def take_over(self, engine: Strategy) -> None:
-        """Keep what code after a run asks the strategy for."""
+        """Keep what code after a run may read from the strategy."""
         self._lightning_module = engine.lightning_module
         self.model = engine.lightning_module
         self.precision_plugin = engine.precision_plugin
@@ -158,12 +158,12 @@ class AutoParallelStrategy(IdleStrategy):
         restore_loaders(trainer, combined_loaders(trainer, unwrapped))
 
     def mute(self, trainer: Any) -> None:
-        """Keep Lightning from running the hooks of a failed run again here, on state that isn't the run's; see :meth:`on_exception`."""
+        """Keep Lightning from running the hooks of a failed run again here, where the state isn't the run's; see :meth:`on_exception`."""
         self._muted = (trainer.callbacks, trainer.datamodule)
         trainer.callbacks, trainer.datamodule = [], None
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning calls this after the callbacks' and the DataModule's hooks: give them back."""
+        """Lightning calls this after the callbacks' and the DataModule's hooks: unmute them."""
         if self._muted is not None:
             assert self._lightning_module is not None
             trainer: Any = self._lightning_module.trainer

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 class AutoLauncher(Launcher):
     """Plans in the parent process, then runs the trainer's function under the plan.
 
-    A plan of one device runs in this process; others in forked workers; where processes were started by torchrun or SLURM, in those; where
-    this process has used a GPU or autograd's threads for it already, in reruns of the script.
+    A plan of one device runs in this process. Others run in forked workers; if torchrun or SLURM started the processes, in those; if this
+    process has already used a GPU, or autograd's threads for one, in reruns of the script.
     """
 
     def __init__(self, strategy: RunHost) -> None:
@@ -73,7 +73,7 @@ class AutoLauncher(Launcher):
         return True
 
     def kill(self, signum: Any) -> None:
-        """The workers are ended by the generation that started them."""
+        """The generation that started the workers ends them."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Decide on a plan and run ``function`` under it.
@@ -84,7 +84,7 @@ class AutoLauncher(Launcher):
 
         Raises:
             NothingFits: if no plan fits, with the report.
-            ValueError: if what was asked for can't be.
+            ValueError: if the arguments can't be met.
         """
         assert trainer is not None
         arguments = run_arguments(function, args, kwargs)
@@ -102,10 +102,10 @@ class AutoLauncher(Launcher):
                     return self._run_with_peers(peers, arguments, function, args, kwargs, trainer)
                 return self._run_alone(arguments, function, args, kwargs, trainer)
             finally:
-                self._shown = RunDisplay(None, dict)  # the module and its trainer can be pickled again
+                self._shown = RunDisplay(None, dict)  # so that the module and its trainer can be pickled again
 
     def _run_alone(self, arguments: dict[str, Any], function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
-        """Decide and run where no launcher has started several processes."""
+        """Decide and run, where no launcher has started several processes."""
         if (nodes := requested_nodes(trainer)) > 1:
             raise ValueError(
                 f"num_nodes={nodes} needs a process on each device of each node, and there is only this one; start the script with "
@@ -140,7 +140,7 @@ class AutoLauncher(Launcher):
             leases.release()
 
     def _tried(self, decision: Decision, arguments: dict[str, Any], function: Callable[..., Any], trainer: Trainer) -> Decision:
-        """The decision for the fastest plan of a trial, with its memory promised; the same one where others have got that."""
+        """The decision for the fastest plan of a trial, with its memory promised; the given decision if others took that memory."""
         leases, found = self._strategy.leases, tried(decision, trainer, function, arguments)
         if found is decision:
             return decision
@@ -154,10 +154,10 @@ class AutoLauncher(Launcher):
     def _promised(
         self, decision: Decision, trainer: Trainer, inventory: Callable[[], tuple[Inventory, int | None]], *, elastic: bool
     ) -> Decision:
-        """The decision, or a later one, once what it needs has been promised to this run alone.
+        """The decision, or a later one, once the ledger has promised its memory to this run alone.
 
         Raises:
-            NothingFits: if others have been promised too much meanwhile.
+            NothingFits: if others were promised too much meanwhile.
         """
         leases = self._strategy.leases
         while (short := leases.take(decision.run_plan.needed_bytes, self._strategy.devices_now)) is not None:
@@ -169,7 +169,7 @@ class AutoLauncher(Launcher):
     def _run(
         self, decision: Decision, how: SnapshotSettings | None, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
     ) -> Any:
-        """Run what was decided, as this process can."""
+        """Run the decision in the way that this process allows."""
         self._strategy.report, self._strategy.plan = decision.report, decision.run_plan.plan
         decision.announce()
         if how is not None:
@@ -183,12 +183,12 @@ class AutoLauncher(Launcher):
         return self._run_generation(decision, function, args, kwargs, trainer)
 
     def _show(self, decision: Decision, progress: RunProgress) -> None:
-        """Others on this host see from now on which plan runs and how far it has come."""
+        """From now on, show others on this host which plan runs and how far it is."""
         run_plan = decision.run_plan
         self._shown.running(run_plan.plan.title(), run_plan.plan.devices, run_plan.reserved_bytes, decision.expected_seconds, progress)
 
     def _show_at_batches(self, decision: Decision, engine: EngineMixin, trainer: Trainer) -> None:
-        """The run's first process is this one: it shows at its batches how far it has come."""
+        """In the run's first process: show at its batches how far it is."""
         shown = self._shown
         if shown.run_id is None:
             return
@@ -214,7 +214,7 @@ class AutoLauncher(Launcher):
         return value
 
     def _function_with_hooks(self, engine: EngineMixin, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
-        """Run it; on an exception run the trainer's hooks while the engine is in place, and keep Lightning from running them again."""
+        """Call the function; on an exception run the trainer's hooks while the engine is installed, so that Lightning doesn't."""
         try:
             return function(*args, **kwargs)
         except BaseException as error:
@@ -222,7 +222,7 @@ class AutoLauncher(Launcher):
             learn_shortage(self._strategy.report, error)
             if not isinstance(error, TunerExit):
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does: who presses twice must not interrupt the hooks
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does: a second Ctrl-C must not interrupt the hooks
                 call_on_exception(trainer, error, finalize=False)
                 self._strategy.mute(trainer)
             engine.teardown()
@@ -243,7 +243,7 @@ class AutoLauncher(Launcher):
     def _run_elastic(
         self, decision: Decision, how: SnapshotSettings, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
     ) -> Any:
-        for name in self._strategy.settings.allow:  # any of them may be moved to
+        for name in self._strategy.settings.allow:  # the run may move to any of them
             engines.named(name).before_fork(decision.run_plan.devices)
         run = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how, self._shown)
         try:
@@ -253,7 +253,7 @@ class AutoLauncher(Launcher):
                 self._strategy.history = run.agent.recorder.history(type(trainer.lightning_module).__name__)
 
     def _take_back(self, outcome: Outcome, job: WorkerJob, trainer: Trainer) -> Any:
-        """Bring what the workers left back into this process; the function's value.
+        """Bring the workers' results back into this process; returns the function's value.
 
         Raises:
             BaseException: what ended the run.
@@ -271,18 +271,18 @@ class AutoLauncher(Launcher):
         return outcome.results[0].value
 
     def _failed(self, outcome: Outcome, trainer: Trainer, job: WorkerJob) -> BaseException:
-        """Bring back what a failed run left, as it would be here after plain Lightning, or say that it is lost; the exception to raise."""
+        """Bring back a failed run's state, as plain Lightning leaves it, or say that it is lost; returns the exception to raise."""
         assert outcome.error is not None
         learn_shortage(self._strategy.report, outcome.error)
         try:
             if outcome.results:
                 handover.restore(trainer, job.before, outcome.results, job.folder)
-        except Exception as error:  # the failure itself must not be hidden by what came after it
+        except Exception as error:  # a later error must not hide the failure itself
             rank_zero_warn(f"autopar: the state of the failed run could not be brought back: {error!r}")
         if not outcome.results and not outcome.saved:
             rank_zero_info("autopar: the workers' state is lost; module and trainer in this process are as they were before the run")
         if outcome.hooks_ran:
-            self._strategy.mute(trainer)  # on the state that they belong to
+            self._strategy.mute(trainer)  # with the state that they belong to
         return outcome.error
 
     # -- processes that somebody else started ------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class AutoLauncher(Launcher):
             self._strategy.leases.release()
 
     def _take_own_device(self, run_plan: RunPlan, rank: int) -> None:
-        """Each process of somebody else's launcher has a lease on its own device, whose memory others see as this process's."""
+        """Each process of a launcher takes a lease on its own device, whose memory others then see as this process's."""
         device = run_plan.plan.devices[rank]
         needed = run_plan.needed_bytes
         short = self._strategy.leases.take({device: needed[device]} if device in needed else {}, self._strategy.devices_now)
@@ -361,7 +361,7 @@ class AutoLauncher(Launcher):
         engine = self._strategy.make_engine(run_plan, forked=False)
         devices = peers.local_devices(run_plan)
         if isinstance(engine, ParallelStrategy):
-            engine.parallel_devices = devices  # of this node, as Lightning counts them
+            engine.parallel_devices = devices  # of this node, as Lightning counts processes
         keep_sampler = run_plan.batch == "per_device"
         with (
             peers.run(run_plan, engine),
@@ -385,7 +385,7 @@ class AutoLauncher(Launcher):
 
     @staticmethod
     def _everyones(value: Any, run_plan: RunPlan) -> list[Any]:
-        """Each rank's value, in rank order; a collective."""
+        """All ranks' values, in rank order; a collective."""
         if run_plan.plan.world_size == 1:
             return [value]
         values: list[Any] = [None] * run_plan.plan.world_size
@@ -395,7 +395,7 @@ class AutoLauncher(Launcher):
     # -- afterwards --------------------------------------------------------------------------------------------------------------------
 
     def _account(self) -> None:
-        """Say what was predicted and measured, and learn from it."""
+        """Log what was predicted and measured, and learn from it."""
         report = self._strategy.report
         assert report is not None, "it has been planned"
         announce_measured(report, self._strategy.measured)

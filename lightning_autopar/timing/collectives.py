@@ -20,12 +20,12 @@ from lightning_autopar.timing.rates import Collective, Rates, slowed
 
 #: Nominal bytes per second of links whose rate isn't known, one direction.
 _LINK_BYTES_PER_SECOND = {"nvlink": 150e9, "p2p": 15.75e9, "pcie": 15.75e9, "host": 15.75e9, "network": 1.25e9}
-#: What of a nominal rate NCCL's rings reach. NVLink by generation: 18 of 20, 20 of 25, 12 of 14.06, 20.6 of 25, 40.1 of 50 GB/s a link
-#: (``SM60_NVLINK_BW`` and so on). PCIe with peer access: 12 of 15.75 (``PCI_BW``). Network: 12 of 12.5 (``NET_BW``).
+#: The share of a nominal rate that NCCL's rings reach. NVLink by generation: 18 of 20, 20 of 25, 12 of 14.06, 20.6 of 25, 40.1 of 50 GB/s a
+#: link (``SM60_NVLINK_BW`` and so on). PCIe with peer access: 12 of 15.75 (``PCI_BW``). Network: 12 of 12.5 (``NET_BW``).
 _NVLINK_SHARE = {"pascal": 0.9, "volta": 0.8, "turing": 0.8, "ampere": 0.8, "hopper": 0.824, "blackwell": 0.802, "cdna3": 0.7, "cdna2": 0.7}
 _SHARE = {"nvlink": 0.8, "p2p": 0.76, "network": 0.96}
-#: Without peer access each hop goes into the host's memory and out of it again, at once in both directions on every device's link: half of
-#: what PCIe reaches. Behind different bridges it crosses between the sockets besides: NCCL takes 10 GB/s for that on Skylake and 16 on EPYC
+#: Without peer access each hop goes through the host's memory, in both directions at once on every device's link: half of what PCIe
+#: reaches. Between different bridges it also crosses between the sockets: NCCL takes 10 GB/s for that on Skylake and 16 on EPYC
 #: (``SKL_QPI_BW``, ``AMD_BW``) for all devices of a socket.
 _SHARED_MEMORY_SHARE = 0.38
 _SOCKET_BYTES_PER_SECOND = 10e9
@@ -33,7 +33,7 @@ _SOCKET_BYTES_PER_SECOND = 10e9
 #: (https://github.com/stas00/ml-engineering, network/benchmarks/README.md, 744d01e).
 _IN_SWITCH_SHARE = 1.07
 #: NCCL's base latencies of a tree and a ring, and of a step over NVLink, PCIe and network, protocol LL128 for small and Simple for large
-#: sizes (``ncclTunerConstantsDefaults``), in seconds. A call's launch and the wait of streams for each other come on top of it.
+#: sizes (``ncclTunerConstantsDefaults``), in seconds. A call's launch and the streams' waiting for each other come on top.
 _RING_BASE_SECONDS, _TREE_BASE_SECONDS = 8.4e-6, 8.4e-6
 _STEP_SECONDS = {"nvlink": 3.4e-6, "p2p": 5.7e-6, "pcie": 5.7e-6, "host": 5.7e-6, "network": 14e-6}
 _SMALL_STEP_SECONDS = {"nvlink": 1.9e-6, "p2p": 2.5e-6, "pcie": 2.5e-6, "host": 2.5e-6, "network": 4.0e-6}
@@ -48,7 +48,7 @@ _GLOO_LATENCY_SECONDS = 0.1e-3
 
 @dataclass(frozen=True)
 class Group:
-    """What a collective between some devices goes through.
+    """The links that a collective between some devices uses.
 
     Args:
         size: how many ranks.
@@ -71,7 +71,7 @@ class Group:
 
 
 class Topology:
-    """The links of an inventory, looked up once."""
+    """The links of an inventory, cached."""
 
     def __init__(self, inventory: Inventory) -> None:
         self.devices = {device.id: device for device in inventory.devices}
@@ -88,7 +88,7 @@ class Topology:
                 self.links[link.a, link.b] = self.links[link.b, link.a] = link.kind, link.bytes_per_second
 
     def group(self, devices: Sequence[Device]) -> Group:
-        """What a collective between these devices goes through."""
+        """The links that a collective between these devices uses."""
         key = tuple(map(_BY_ID, devices))
         found = self._groups.get(key)
         if found is None:
@@ -98,8 +98,8 @@ class Topology:
         return found
 
     def crew(self, device_ids: tuple[str, ...], rates: Rates, inventory: Inventory) -> tuple[list[Device], Rates, list[Hashable]]:
-        """These devices, the rates while a rank works on each of them, and of each a value that it shares with those that are as fast and
-        as busy. Plans of a search have their devices in common.
+        """These devices, the rates while a rank works on each of them, and for each a value that is equal for equally fast and busy
+        devices. Cached, as plans of a search share their devices.
 
         Raises:
             ValueError: if one of them isn't there.
@@ -128,7 +128,7 @@ class Topology:
         if kind == "nvlink":
             return kind, nominal * (_NVLINK_SHARE.get(model_a.generation, _SHARE["nvlink"]) if model_a else _SHARE["nvlink"])
         if kind == "pcie" and a.kind == b.kind == "catalogue" and model_a and model_b and model_a.peer_access and model_b.peer_access:
-            kind = "p2p"  # of a catalogue's devices nothing else is known than that they are on one host
+            kind = "p2p"  # all that is known of catalogue devices is that they are on one host
         if kind == "p2p":
             return kind, nominal * _SHARE["p2p"]
         reached = nominal * _SHARED_MEMORY_SHARE
@@ -174,7 +174,7 @@ class Topology:
         return Group(len(devices), len(nodes), max(whole), intra, reducing, inter, kind, on_cpu)
 
     def _inside(self, members: Sequence[Device]) -> tuple[str, float]:
-        """The slowest hop of the best way round a node: of a mesh each device's links to those that take part."""
+        """The slowest hop of the best ring in a node: in a mesh, each device's links to those that take part."""
         model = known_model(members[0])
         if model is not None and model.mesh and model.nvlink_bytes_per_second is not None:
             part = min(1.0, (len(members) - 1) / model.nvlink_links)
@@ -199,7 +199,7 @@ _TOPOLOGIES: dict[int, tuple[weakref.ref[Inventory], Topology]] = {}
 
 
 def topology(inventory: Inventory) -> Topology:
-    """The links of an inventory; worked out once for each."""
+    """The links of an inventory; computed once for each."""
     key = id(inventory)
     known = _TOPOLOGIES.get(key)
     if known is None or known[0]() is not inventory:
@@ -216,12 +216,12 @@ def _model_of(kind: str, name: str) -> catalogue.KnownDevice | None:
 
 
 def known_model(device: Device) -> catalogue.KnownDevice | None:
-    """The catalogue's row of a GPU; None where it has none, and of a CPU device."""
+    """The catalogue's row of a GPU; None if it has none, and for a CPU device."""
     return _model_of(device.kind, device.name)
 
 
 def pair_bandwidths(inventory: Inventory, devices: tuple[str, ...]) -> dict[tuple[str, str], float]:
-    """Bytes per second between each two of the devices, keyed both ways round."""
+    """Bytes per second between each two of the devices, under both orders of the pair."""
     links = topology(inventory)
     there = [links.devices[device] for device in devices]
     return {(a.id, b.id): links.pair(a, b)[1] for a in there for b in there if a.id != b.id}
@@ -240,7 +240,7 @@ def group_bandwidth(inventory: Inventory, devices: Iterable[str]) -> float:
 
 
 def collective_seconds(collective: Collective, size_bytes: int, group: Group) -> float:
-    """One collective, from the moment when the last rank has come to it.
+    """Seconds of one collective, from the moment when the last rank starts it.
 
     Args:
         collective: which.
@@ -263,7 +263,7 @@ def collective_seconds(collective: Collective, size_bytes: int, group: Group) ->
     moved = times * (1.0 if collective == "broadcast" else part) * size_bytes
 
     def ring(step: dict[str, float]) -> float:
-        """All steps, of which those between nodes go over the network."""
+        """Seconds of all steps of a ring; those between nodes use the network."""
         return _RING_BASE_SECONDS + (steps - across) * step[group.kind] + across * step["network"]
 
     seconds = min(ring(_STEP_SECONDS) + moved / speed, ring(_SMALL_STEP_SECONDS) + moved / (speed * _SMALL_SHARE))
@@ -274,7 +274,7 @@ def collective_seconds(collective: Collective, size_bytes: int, group: Group) ->
 
 
 def _gloo_seconds(collective: Collective, size_bytes: int, group: Group) -> float:
-    """A ring through the host; its reduce-scatter is an all-reduce of which each rank keeps its part."""
+    """Seconds of a ring through the host; gloo's reduce-scatter is an all-reduce of which each rank keeps its part."""
     times = 2.0 if collective in ("all_reduce", "reduce_scatter") else 1.0
     part = 1.0 if collective in ("broadcast", "send") else (group.size - 1) / group.size
     bandwidth = _GLOO_BYTES_PER_SECOND if group.nodes == 1 else min(_GLOO_BYTES_PER_SECOND, group.inter)

@@ -55,14 +55,14 @@ class Curve:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What it is of, whatever the number of ranks."""
+        """The curve's key, without the number of ranks."""
         return self.subject, self.thing, self.dtype
 
     def at(self, size: float) -> float:
-        """Seconds at a size: linear between the logarithms; the smallest size's below it, its largest one's rate beyond.
+        """Seconds at a size: linear between the logarithms; below the smallest size its seconds, beyond the largest its rate.
 
         Args:
-            size: positive, or 0 for as little as was measured.
+            size: positive, or 0 for the smallest measured one.
         """
         sizes, seconds = self.sizes, self.seconds
         if size <= sizes[0]:
@@ -75,7 +75,7 @@ class Curve:
         return float(seconds[index - 1] * (seconds[index] / seconds[index - 1]) ** part)
 
     def rate(self, size: float) -> float:
-        """Size a second there; below the smallest and beyond the largest size theirs."""
+        """Size a second at a size; below the smallest and beyond the largest, their rates."""
         nearest = min(max(size, self.sizes[0]), self.sizes[-1])
         return nearest / self.at(nearest)
 
@@ -120,7 +120,7 @@ class Calibration:
         curves: by :attr:`Curve.key`, and of each by the number of ranks.
         day: when the newest of them was measured, as ``"2026-11-21"``; empty where there is none.
         took_seconds: how long that took.
-        failures: what couldn't be measured, by its name the day on which that was found out.
+        failures: by the name of what couldn't be measured, the day of the attempt.
     """
 
     curves: Mapping[tuple[str, str, str], Mapping[int, Curve]] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class Calibration:
         return tuple(sorted(found))
 
     def measured(self, subject: str) -> bool:
-        """Whether anything is known of a subject."""
+        """Whether anything was measured of a subject."""
         return any(whose == subject for whose, _, _ in self.curves)
 
     def all(self) -> tuple[Curve, ...]:
@@ -145,14 +145,14 @@ class Calibration:
         return tuple(by_ranks[ranks] for _, by_ranks in sorted(self.curves.items()) for ranks in sorted(by_ranks))
 
     def with_curves(self, curves: Iterable[Curve], *, day: str, took_seconds: float) -> Calibration:
-        """With these in place of those of the same thing."""
+        """The calibration with these curves in place of those of the same things."""
         merged = {key: dict(by_ranks) for key, by_ranks in self.curves.items()}
         for curve in curves:
             merged.setdefault(curve.key, {})[curve.ranks] = curve
         return replace(self, curves=merged, day=day, took_seconds=took_seconds)
 
     def with_failures(self, failures: Mapping[str, str]) -> Calibration:
-        """With these besides."""
+        """The calibration with these failures added."""
         return replace(self, failures={**self.failures, **failures})
 
     def to_dict(self) -> dict[str, Any]:
@@ -192,13 +192,13 @@ _KIND = "rates"
 
 
 def cache_file(inventory: Inventory) -> Path | None:
-    """Where this machine's rates are kept; None where nothing is to be kept."""
+    """The file of this machine's rates; None if nothing is kept."""
     folder = cache_folder(_KIND)
     return None if folder is None else folder / f"{machine_key(inventory.host_threads)}.json"
 
 
 def load_calibration(inventory: Inventory) -> Calibration:
-    """What was measured on this machine with these versions; nothing where that is nothing, or can't be read."""
+    """What was measured on this machine with these versions; empty if nothing was, or it can't be read."""
     path = cache_file(inventory)
     try:
         data = None if path is None else read_json(path)

@@ -21,19 +21,19 @@ from lightning_autopar.plans import Engine, loaded
 from lightning_autopar.timing.collectives import collective_seconds, known_model, topology
 from lightning_autopar.timing.rates import Collective, Phase, Rates
 
-#: From one kernel's end to the end of an empty one behind it, both issued ahead: what any kernel takes at least.
+#: From one kernel's end to the end of an empty one after it, both issued ahead: the least seconds of a kernel.
 KERNEL_SECONDS = 2.0e-6
-#: Of the data sheet's bandwidth, what a copy of large tensors reaches: 1.43 of 1.56 TB/s on A100 (ekondis/mixbench#18), 304 of 336 GB/s on
-#: RTX 2060 (BabelStream's triad, alpaka-group/alpaka#1874).
+#: The share of the data sheet's bandwidth that a copy of large tensors reaches: 1.43 of 1.56 TB/s on A100 (ekondis/mixbench#18), 304 of 336
+#: GB/s on RTX 2060 (BabelStream's triad, alpaka-group/alpaka#1874).
 COPY_SHARE = 0.9
-#: What other memory-bound kernels of PyTorch reach of a copy's: a norm or softmax goes over its row more than once or waits for sums,
-#: rows picked by index come in pieces, rows added by index use atomics. Estimates, but for those by name below.
+#: The share of a copy's bandwidth that other memory-bound kernels of PyTorch reach: a norm or softmax reads its row more than once or waits
+#: for sums, rows picked by index come in pieces, rows added by index use atomics. Estimates, except those by name below.
 _KIND_SHARE = {"pointwise": 1.0, "copy": 1.0, "reduce": 0.8, "gather": 0.7, "scatter": 0.4, "other": 1.0}
 #: PyTorch's kernels for the weights of a layer norm: forward and backward of 8192 × 4096 in fp32 take 1.04 ms on A100, of 8192 × 1024
 #: 0.21 ms (pytorch/pytorch#87445), five times the tensor's bytes together.
 _NORM_BACKWARD_SHARE = 0.4
 #: Norms over groups go over their input once for its moments and once more to apply them: three passes where input and output are two, five
-#: backward where they are three. Those over the batch do so, too, but there the footprint's bytes count every pass.
+#: backward where they are three. Batch norms do so, too, but there the footprint's bytes count every pass.
 _TWICE_READ_SHARE = 0.6
 #: Bytes per second and multiprocessor out of the L2 cache, about 5 TB/s on A100's 108 and 6 on H100's 132 (microbenchmarks such as Luo et
 #: al., https://arxiv.org/abs/2402.13499). The tests hold the tiles that follow from it to products that were measured.
@@ -43,8 +43,8 @@ _FILL_SECONDS = 0.7e-6
 #: How many multiprocessors fetch an operand together: a cluster of Hopper's gets it from L2 once, Blackwell works in pairs besides
 #: ("Hopper Tuning Guide" and "Blackwell Tuning Guide", NVIDIA). Their kernels write a tile while they work on the next.
 _CLUSTER = {"hopper": 2, "blackwell": 4}
-#: Casts don't load in vectors (``unrolled_elementwise_kernel``, aten/src/ATen/native/cuda/CUDALoops.cuh), so that too few bytes are under
-#: way for a wide memory: bytes per second and multiprocessor. From bf16 to fp32 1.11 TB/s on A100's 108 (pytorch/pytorch#195542), from
+#: Casts don't load in vectors (``unrolled_elementwise_kernel``, aten/src/ATen/native/cuda/CUDALoops.cuh), so that too few bytes are in
+#: flight for a wide memory: bytes per second and multiprocessor. From bf16 to fp32 1.11 TB/s on A100's 108 (pytorch/pytorch#195542), from
 #: fp32 to fp16 1.45 on the 114 of an H100 PCIe (pytorch/pytorch#137053): 10.3 and 12.7 GB/s, the mean. Those to 16 bits load in vectors
 #: from Hopper on (the same, torch 2.6), those to fp32 on AMD (pytorch/pytorch#163869).
 _CAST_BYTES_PER_SECOND = 11.5e9
@@ -83,22 +83,22 @@ _OLD_INSTRUCTIONS = {"hopper": 0.63}
 _CUDNN = {(False, 128): 0.83, (False, 64): 0.57, (True, 128): 0.72, (True, 64): 0.60}
 #: xformers' CUTLASS kernel, PyTorch's "efficient" one, beside FlashAttention-2 (FlashAttention-2's figure 4: 100 against 176 TFLOP/s).
 _EFFICIENT_SHARE = 0.57
-#: Shorter sequences fill the kernels less: L / (L + this), which gives the same figures' 512 to 16k within 3 %.
+#: Shorter sequences use the kernels less: by L / (L + this), which matches the same figures for 512 to 16k within 3 %.
 _HALF_LENGTH = {(False, False): 85, (False, True): 290, (True, False): 250, (True, True): 450}
-_WIDE_SHARE = 0.88  # of heads wider than 128, beside 128 (the same figures)
-#: A convolution's gather of its input and its borders, beside the matrix product that it amounts to.
+_WIDE_SHARE = 0.88  # for heads wider than 128, relative to 128 (the same figures)
+#: The cost of a convolution's input gather and borders, relative to the equivalent matrix product.
 _CONVOLUTION_SHARE = 0.8
 #: Winograd's minimal filtering of 3 × 3 convolutions that move by one, which cuDNN uses on cores without matrix units: beside its direct
 #: convolution, at batches of 64 ("Fast Algorithms for Convolutional Neural Networks", https://arxiv.org/abs/1509.09308, table 5).
 _WINOGRAD_GAIN = 1.48
-_WINOGRAD_CHANNELS = 16  # of fewer the transforms of the pictures take longer than they save
-#: Where a footprint knows only totals: the typical share of a large product's rate over a transformer's products and what lies between.
+_WINOGRAD_CHANNELS = 16  # with fewer, transforming the pictures takes longer than it saves
+#: For a footprint with only totals: the typical share of a large product's rate, over a transformer's products and what lies between.
 _UNKNOWN_SHARE = 0.7
 
 
 @lru_cache(maxsize=65536)
 def kernel_seconds(model: KnownDevice, work: Work) -> float:
-    """One run of an operation on a GPU that nobody else uses, once it is issued.
+    """Seconds of one run of an operation on a GPU that nobody else uses, after it is issued.
 
     Args:
         model: its row in the catalogue.
@@ -123,18 +123,16 @@ def kernel_seconds(model: KnownDevice, work: Work) -> float:
 
 
 def memory_seconds(model: KnownDevice, size_bytes: int, share: float = 1.0) -> float:
-    """So many bytes of a step's tensors read or written.
-
-    They count as memory's, however few they are: a whole step lies between two uses of a weight, and what forward keeps is gigabytes by the
-    time that backward reads it. What an operation is handed by the one before may lie in the L2 cache, but nobody has measured a smaller
-    batch to be faster for it: GPT-2 in fp32 on H100 takes 33.2, 31.4, 30.2 and 29.6 ms a sample at 4, 8, 16 and 32 of them
-    (``benchmarks/rows/rows.json``, gpt2h100).
+    """Seconds to read or write so many bytes of a step's tensors. They always count as memory traffic: a whole step lies between two uses
+    of a weight, and forward has saved gigabytes by the time that backward reads them. An operation's input from the one before may be in
+    the L2 cache, but no measurement shows a smaller batch to be faster for that: GPT-2 in fp32 on H100 takes 33.2, 31.4, 30.2 and 29.6 ms a
+    sample at 4, 8, 16 and 32 of them (``benchmarks/rows/rows.json``, gpt2h100).
     """
     return size_bytes / (model.memory_bytes_per_second * COPY_SHARE * share)
 
 
 def _cached_seconds(model: KnownDevice, size_bytes: int) -> float:
-    """So many bytes that are read as soon as they are written, out of the L2 cache where they fit into half of it."""
+    """Seconds for so many bytes that are read right after they are written: from the L2 cache if they fit into half of it."""
     if size_bytes > model.l2_bytes / 2:
         return memory_seconds(model, size_bytes)
     return min(memory_seconds(model, size_bytes), size_bytes / l2_bytes_per_second(model))
@@ -146,10 +144,9 @@ def l2_bytes_per_second(model: KnownDevice) -> float:
 
 
 def tiled_seconds(model: KnownDevice, dtype: str, batch: int, m: int, n: int, k: int) -> float:
-    """A batch of products of an m × k by a k × n matrix, arithmetic alone: the best of the tiles that libraries have.
-
-    A multiprocessor works at its part of the rate that a large product sustains, fetches its operands through L2, and pays for filling its
-    pipeline and for writing its tile. Products with few tiles and a long k are split along k, and the parts added up.
+    """Seconds of a batch of products of an m × k by a k × n matrix, arithmetic alone, with the best of the libraries' tiles. A
+    multiprocessor works at its part of the rate that a large product sustains, fetches its operands through L2, fills its pipeline and
+    writes its tile. Products with few tiles and a long k are split along k, and the parts added up.
     """
     size = _ELEMENT_BYTES.get(dtype, 4)
     rate = model.sustained_flops(dtype if dtype in ("fp64", "fp32", "tf32", "bf16", "fp16") else "fp16") / model.multiprocessors
@@ -177,7 +174,7 @@ def tiled_seconds(model: KnownDevice, dtype: str, batch: int, m: int, n: int, k:
 
 
 def _matmul_seconds(model: KnownDevice, work: Work) -> float:
-    """By its shape; where only FLOPs are known, at a typical share of the rate."""
+    """Seconds by its shape; if only FLOPs are known, at a typical share of the rate."""
     if len(work.shape) != 4 or not all(work.shape):
         return work.flops / (_UNKNOWN_SHARE * model.sustained_flops(_known_dtype(work.dtype)))
     batch, m, n, k = work.shape
@@ -185,7 +182,7 @@ def _matmul_seconds(model: KnownDevice, work: Work) -> float:
 
 
 def _attention_seconds(model: KnownDevice, work: Work) -> float:
-    """A fused kernel, by the width of its heads and the length of its sequences."""
+    """Seconds of a fused kernel, by the width of its heads and the length of its sequences."""
     backward = "backward" in work.name
     dtype = _known_dtype(work.dtype)
     sustained = model.sustained_flops(dtype)
@@ -201,7 +198,7 @@ def _attention_seconds(model: KnownDevice, work: Work) -> float:
             narrow, wide = narrow * _EFFICIENT_SHARE, wide * _EFFICIENT_SHARE
     else:
         narrow = wide = _EFFICIENT_SHARE * sustained
-    # Between the two widths time a score is linear in the width: the products' part, and the exponential's, which has none.
+    # Between the two widths, time a score is linear in the width: the products' part grows with it, the exponential's doesn't.
     slope = (128 / wide - 64 / narrow) / 64
     rate = width / max(width / wide, 64 / narrow + (width - 64) * slope) if width <= 128 else _WIDE_SHARE * wide
     causal = work.name.endswith(".causal")
@@ -212,7 +209,7 @@ def _attention_seconds(model: KnownDevice, work: Work) -> float:
 
 
 def _convolution_seconds(model: KnownDevice, work: Work) -> float:
-    """As the matrix product that it amounts to; a depthwise one goes through plain arithmetic and is bound by memory."""
+    """Seconds of the equivalent matrix product; a depthwise convolution uses plain arithmetic and is bound by memory."""
     dtype = _in_library(model, work.dtype)
     if len(work.shape) != 6 or not all(work.shape):
         return work.flops / (_UNKNOWN_SHARE * _CONVOLUTION_SHARE * model.sustained_flops(_known_dtype(dtype)))
@@ -227,7 +224,7 @@ def _convolution_seconds(model: KnownDevice, work: Work) -> float:
     if dtype == "fp32" and kernel == 9 and groups == 1 and min(inputs, outputs) >= _WINOGRAD_CHANNELS and _moves_by_one(work):
         seconds /= _WINOGRAD_GAIN
     if dtype in ("tf32", "bf16", "fp16") and dtype in model.flops and "channels_last" not in work.name:
-        # Tensor cores want channels last: input and output are turned over, each read and written.
+        # Tensor cores need channels last: input and output are transposed, each read and written.
         seconds += memory_seconds(model, 2 * (work.moved_bytes - work.fixed_bytes))
     return seconds
 
@@ -240,7 +237,7 @@ def _moves_by_one(work: Work) -> bool:
 
 
 def _recurrent_seconds(model: KnownDevice, work: Work) -> float:
-    """The inputs' products of all steps at once, and the states' step by step, each a kernel that waits for the one before it."""
+    """Seconds of the inputs' products of all steps at once, and of the states' step by step, each a kernel that waits for the last."""
     dtype = _in_library(model, work.dtype)
     if len(work.shape) != 5 or not all(work.shape):
         return work.flops / (_UNKNOWN_SHARE * model.sustained_flops(_known_dtype(dtype)))
@@ -252,7 +249,7 @@ def _recurrent_seconds(model: KnownDevice, work: Work) -> float:
 
 
 def _in_library(model: KnownDevice, dtype: str) -> str:
-    """What cuDNN computes in: it may use TF32 for fp32 (``torch.backends.cudnn.allow_tf32`` is true, unlike that of products)."""
+    """The type in which cuDNN computes: it may use TF32 for fp32 (``torch.backends.cudnn.allow_tf32`` is true, unlike that of products)."""
     return "tf32" if dtype == "fp32" and "tf32" in model.flops else dtype
 
 
@@ -261,29 +258,29 @@ def _known_dtype(dtype: str) -> str:
     return dtype if dtype in ("fp64", "fp32", "tf32", "bf16", "fp16") else "fp16" if dtype in ("int8", "fp8") else "fp32"
 
 
-#: About a T4, so that a GPU of which nothing is known, a MIG instance, say, isn't preferred to a known one.
+#: About a T4, so that an unknown GPU, a MIG instance, say, isn't preferred to a known one.
 UNKNOWN_GPU = catalogue.KNOWN_DEVICES["T4-16GB"]
-#: Eager PyTorch, by the operation that a footprint counts: its own Python, dispatch, allocation and autograd's record, and its part of what
-#: isn't counted, views and the modules' Python. Measured with tensors so small that nothing is computed, torch 2.13 on one core of an AMD
-#: EPYC: BERT, GPT-2 and Llama of Hugging Face and two plain transformers take 18 to 28 µs in forward, 8 to 15 in backward, where there is
-#: no Python, and 4 in an update. ``cudaLaunchKernel`` takes 3 more. A rough rule: hosts differ by a factor of two, and SAM 2 on an A6000's
-#: host needs 45 µs a kernel (facebookresearch/sam2#768).
+#: Eager PyTorch, by the operation that a footprint counts: its own Python, dispatch, allocation and autograd's record, and its share of
+#: views and the modules' Python, which aren't counted. Measured with tensors so small that nothing is computed, torch 2.13 on one core of
+#: an AMD EPYC: BERT, GPT-2 and Llama of Hugging Face and two plain transformers take 18 to 28 µs in forward, 8 to 15 in backward, where
+#: there is no Python, and 4 in an update. ``cudaLaunchKernel`` takes 3 more. A rough rule: hosts differ by a factor of two, and SAM 2 on an
+#: A6000's host needs 45 µs a kernel (facebookresearch/sam2#768).
 _GPU_ISSUE_SECONDS: Mapping[Phase, float] = {"forward": 26e-6, "backward": 15e-6, "optimizer": 10e-6}
 _CPU_ISSUE_SECONDS = 5e-6
 _CPU_FLOPS_PER_THREAD = 30e9  # fp32 matrix products of one core with AVX2
-_CPU_FLOPS_SHARE = {"fp64": 0.5, "bf16": 0.25, "fp16": 0.1, "int8": 0.5}  # beside fp32, without units for them
+_CPU_FLOPS_SHARE = {"fp64": 0.5, "bf16": 0.25, "fp16": 0.1, "int8": 0.5}  # relative to fp32, without units for them
 _CPU_BYTES_PER_SECOND = 10e9
 _CPU_MATMUL_SHARE = {"matmul": 1.0, "attention": 0.5, "convolution": 0.6, "recurrent": 0.5}
 _CPU_VECTOR_FLOPS = 2e9  # of one core, in operations other than products
-#: Of PCIe's rate, what a copy out of pinned memory reaches: 55.4 of 63 GB/s on 8 H200 (https://github.com/stas00/ml-engineering,
+#: The share of PCIe's rate that a copy from pinned memory reaches: 55.4 of 63 GB/s on 8 H200 (https://github.com/stas00/ml-engineering,
 #: network/README.md, 744d01e); 12 to 13 of 15.75 on PCIe 3.
 _PINNED_SHARE = 0.85
 _COPY_LATENCY_SECONDS = 10e-6
 #: DeepSpeed's CPU-Adam: 1 billion parameters in 0.22 s on two 24-core Xeon Platinum 8168 with AVX512 and OpenMP ("ZeRO-Offload:
 #: Democratizing Billion-Scale Model Training", https://arxiv.org/abs/2101.06840, table 4).
 _HOST_ADAM_SECONDS = 0.22e-9
-#: NCCL's kernels take multiprocessors, memory and power from those that compute beside them: 18.9 % of their speed in the mean over A100,
-#: H100 and MI250 ("Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning",
+#: NCCL's kernels take multiprocessors, memory and power from kernels that compute at the same time: 18.9 % of their speed in the mean over
+#: A100, H100 and MI250 ("Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning",
 #: https://arxiv.org/abs/2507.03114).
 _GPU_OVERLAP = 1 - 0.189
 _CPU_OVERLAP = 0.0  # gloo's copies run on the cores that compute
@@ -296,19 +293,19 @@ _ADAM_BYTES = 28  # of an element: parameter and two moments both ways, and the 
 _CALL_SECONDS = 0.5e-6  # of the trainer's loop, by how many it makes: measured as calibration does, AMD EPYC
 _UNIT_SECONDS = 0.2e-3  # two hooks forward, two backward, and the collectives that they issue
 #: GPUs of one model differ by their power and heat: products take 8 % longer on the slow than on the fast ones of a cluster, in the mean
-#: over five clusters ("Not All GPUs Are Created Equal", https://arxiv.org/abs/2208.11035). That is taken for the range between the whiskers
-#: of a box plot, outliers left out, which of a normal distribution is 5.4 standard deviations.
+#: over five clusters ("Not All GPUs Are Created Equal", https://arxiv.org/abs/2208.11035). That is assumed to be the range between the
+#: whiskers of a box plot, without outliers, which for a normal distribution is 5.4 standard deviations.
 _DEVICE_SPREAD = 0.08 / 5.4
 
 
 @lru_cache(maxsize=1024)
 def _expected_largest(count: int) -> float:
-    """Of so many draws from a normal distribution the largest, in standard deviations (Blom, "Statistical Estimates", 1958)."""
+    """The expected largest of so many draws from a normal distribution, in standard deviations (Blom, "Statistical Estimates", 1958)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 class DataSheet(Rates):
-    """The catalogue's rates; one object is as good as another.
+    """The catalogue's rates; all objects are equal.
 
     Args:
         crowded: how many threads there are for each of the host's cores; 1 where they have one each.
@@ -323,13 +320,13 @@ class DataSheet(Rates):
         return "data sheet", self._crowded
 
     def among(self, devices: Sequence[Device], inventory: Inventory) -> Rates:
-        """CPU devices that want more threads than the host has cores take turns on them."""
+        """CPU devices that use more threads than the host has cores take turns on them."""
         threads = sum(device.threads or 1 for device in devices if device.kind == "cpu")
         crowded = max(1.0, threads / inventory.host_threads) if inventory.host_threads else 1.0
         return self if crowded == self._crowded else DataSheet(crowded)
 
     def device_class(self, device: Device) -> Hashable:
-        """By model; of a CPU device by its threads."""
+        """The class: a GPU's model, or a CPU device's threads."""
         return device.kind, device.name, device.threads
 
     def work_seconds(self, device: Device, work: Work) -> float:
@@ -374,7 +371,7 @@ class DataSheet(Rates):
         return _COPY_LATENCY_SECONDS + size_bytes / (model.pcie_bytes_per_second * _PINNED_SHARE)
 
     def host_adam_seconds(self, elements: int, device: Device) -> float:
-        """AdamW's update of so many fp32 elements on the host's cores; a CPU device has its threads, and is bound by what it goes over."""
+        """AdamW's update of so many fp32 elements on the host's cores; a CPU device uses its threads, and is bound by memory."""
         if device.kind == "cpu":
             moved = _ADAM_BYTES * elements
             return self.work_seconds(
@@ -388,7 +385,7 @@ class DataSheet(Rates):
 
     @staticmethod
     def _cpu_seconds(threads: int, work: Work) -> float:
-        """A core's rate times the cores; memory is what all of them share."""
+        """Seconds on a CPU device: a core's rate times the cores; all of them share memory."""
         if work.kind in _CPU_MATMUL_SHARE:
             rate = _CPU_FLOPS_PER_THREAD * _CPU_FLOPS_SHARE.get(work.dtype, 1.0) * _CPU_MATMUL_SHARE[work.kind]
         else:

@@ -21,7 +21,7 @@ from lightning_autopar.timing.roofline import Layout
 
 @dataclass(frozen=True)
 class Links:
-    """How a plan's ranks talk: groups of devices, and their collectives' seconds.
+    """How a plan's ranks communicate: groups of devices, and their collectives' seconds.
 
     Args:
         shards: the ranks that hold one copy of the model together.
@@ -37,7 +37,7 @@ class Links:
     _known: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def over_shards(self, collective: Collective, size_bytes: float) -> float:
-        """One collective among those that hold one copy together."""
+        """Seconds of one collective among the ranks that together hold one copy."""
         if len(self.shards) < 2 or size_bytes <= 0:
             return 0.0
         key = collective, round(size_bytes)
@@ -46,7 +46,7 @@ class Links:
         return self._known[key]
 
     def over_copies(self, size_bytes: float) -> float:
-        """One all-reduce among those that hold the same part."""
+        """Seconds of one all-reduce among the ranks that hold the same part."""
         if len(self.copies) < 2 or size_bytes <= 0:
             return 0.0
         key = "copies", round(size_bytes)
@@ -62,7 +62,7 @@ class LaneSeconds:
     Args:
         end: when its last collective and its last backward are done; the update follows.
         carried: seconds in which the links were busy.
-        copied: seconds of the device's lane that went into flat buffers and out of them.
+        copied: seconds of the device's lane for copies into flat buffers and out of them.
     """
 
     end: float
@@ -74,9 +74,8 @@ _BUCKETS: dict[int, tuple[weakref.ref[Layout], tuple[tuple[int, int, float], ...
 
 
 def buckets_of(layout: Layout) -> tuple[tuple[int, int, float], ...]:
-    """DDP's buckets in the order in which they fill: bytes, and the layer, and how far into its backward, that fills it.
-
-    Gradients come in the opposite order of the parameters, evenly over a layer's backward. A bucket is sent when it has reached its size.
+    """DDP's buckets in the order in which they fill: the bytes, and when it is full: the layer, and how far into its backward. Gradients
+    come in the opposite order of the parameters, evenly over a layer's backward. A bucket is sent when it has reached its size.
     """
     known = _BUCKETS.get(id(layout))
     if known is None or known[0]() is not layout:
@@ -94,7 +93,7 @@ def _fill(layout: Layout) -> list[tuple[int, int, float]]:
         total, seen = sum(gradients), 0
         for gradient in reversed(gradients):
             if size and size + gradient > most and size >= most / 2 and gradient >= most:
-                # A gradient that is as large as a bucket by itself leaves the one before it as it is.
+                # A gradient that alone is as large as a bucket doesn't join the bucket before it.
                 buckets.append((size, *place))
                 size, most = 0, BUCKET_BYTES
             size, seen = size + gradient, seen + gradient
@@ -114,8 +113,8 @@ def play_replicas(layout: Layout, run: RankWork, links: Links, scale: float, eve
         layout: of the step.
         run: the rank's own work.
         links: between the ranks.
-        scale: bytes that a gradient has on the wire, beside those that it has at rest.
-        events: where what happens is written down.
+        scale: a gradient's bytes on the wire over its bytes at rest.
+        events: where spans are recorded.
     """
     backwards = run.backwards()
     before = run.copied + run.parts * sum(run.forward) + (run.parts - 1) * sum(backwards)
@@ -136,7 +135,7 @@ def play_replicas(layout: Layout, run: RankWork, links: Links, scale: float, eve
 
 
 def note_computing(layout: Layout, run: RankWork, events: list[LaneSpan]) -> None:
-    """The compute lane of a rank that nothing stops."""
+    """Record the compute lane of a rank that never waits."""
     clock = run.copied
     if clock:
         events.append(LaneSpan("compute", 0.0, clock, "input", "batch"))
@@ -149,7 +148,7 @@ def note_computing(layout: Layout, run: RankWork, events: list[LaneSpan]) -> Non
 
 
 def note(events: list[LaneSpan] | None, clock: float, seconds: float, kind: str, label: str, lane: str = "compute") -> float:
-    """Write down what begins now; returns when it ends."""
+    """Record a span that begins now; returns when it ends."""
     if events is not None and seconds > 0:
         events.append(LaneSpan(lane, clock, clock + seconds, kind, label))
     return clock + seconds
@@ -190,7 +189,8 @@ def play_shards(
     training: bool,
     events: list[LaneSpan] | None = None,
 ) -> LaneSeconds:
-    """FSDP2, and ZeRO-3, which works alike: parameters come a unit ahead of what computes with them, gradients leave behind it.
+    """FSDP2, and ZeRO-3, which works alike: each unit's parameters are gathered while the unit before computes, and its gradients are
+    reduced afterwards.
 
     As torch 2.13 does it (``_fully_shard/_fsdp_param_group.py``): the next unit's all-gather begins when this unit's parameters have been
     copied out of their buffer; in backward that of the unit before it does. Links carry one collective after the other.
@@ -199,10 +199,10 @@ def play_shards(
         layout: of the step.
         run: the rank's own work; all its parts gather and reduce.
         units: of each layer, its own or None where the root has its parameters.
-        root: the rest, which stays gathered from forward's begin to backward's end.
+        root: the rest, which stays gathered from the beginning of forward to the end of backward.
         again: whether backward gathers a second time.
         training: whether there is a backward.
-        events: where what happens is written down.
+        events: where spans are recorded.
     """
     player = _Lanes(layout, run, units, root, again, training, events)
     play = player.part if events is not None else player.quiet_part
@@ -211,7 +211,7 @@ def play_shards(
     for _ in range(run.parts):
         clock = play(clock)
         ends.append(clock)
-        if events is None and len(ends) == 3 and run.parts > 3:  # each further one is like the third
+        if events is None and len(ends) == 3 and run.parts > 3:  # each further part is like the third
             left = run.parts - 3
             clock += left * (ends[2] - ends[1])
             player.carried *= run.parts / 3
@@ -221,7 +221,7 @@ def play_shards(
 
 
 class _Lanes:
-    """The state of a step of shards: when the links are free, and how long they were busy."""
+    """The state of a sharded step: when the links are free, and how long they were busy."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class _Lanes:
         self._forwards, self._backwards = run.forward, run.backwards()
 
     def carry(self, ready: float, seconds: float, label: str) -> float:
-        """One collective, when it is ready and the links are free; returns when it is done."""
+        """Run one collective, when it is ready and the links are free; returns when it is done."""
         self.link = note(self.events, max(self.link, ready), seconds, "communication", label, "communication")
         self.carried += seconds
         return self.link
@@ -250,7 +250,7 @@ class _Lanes:
         return note(self.events, clock, unit.unpack, "communication", f"copy out {label}")
 
     def quiet_part(self, clock: float) -> float:
-        """The same as :meth:`part` with nothing written down, as a search asks for it hundreds of times."""
+        """The same as :meth:`part` without recording, as a search calls it hundreds of times."""
         units, root, link, carried, unpacked = self.units, self.root, self.link, self.carried, self.unpacked
         own = [number for number, unit in enumerate(units) if unit is not None]
         gathers = [unit.fetch + unit.gather for unit in units if unit is not None]
@@ -260,7 +260,7 @@ class _Lanes:
         carried += seconds
         unpacked += root.unpack
         clock += root.unpack
-        ready, ahead = 0.0, 0  # when the next unit is gathered, and which of those that are
+        ready, ahead = 0.0, 0  # when the next unit is gathered, and which units are
         if own:
             link = ready = max(link, clock) + gathers[0]
             carried += gathers[0]
@@ -299,7 +299,7 @@ class _Lanes:
         return max(clock, link) if self.training else clock
 
     def part(self, clock: float) -> float:
-        """Forward and backward of one part of the batch; returns when its gradients are reduced."""
+        """Play forward and backward of one part of the batch; returns when its gradients are reduced."""
         own = [number for number, unit in enumerate(self.units) if unit is not None]
         following = dict(pairwise(own))
         gathered: dict[int, float] = {}
@@ -340,7 +340,7 @@ class _Lanes:
 
 
 def copy_seconds(rates: Rates, device: Device, size_bytes: float) -> float:
-    """Reading and writing on the device."""
+    """Seconds of reading and writing on the device."""
     if size_bytes <= 0:
         return 0.0
     return rates.work_seconds(device, Work(kind="copy", name="copy_", dtype="fp32", moved_bytes=round(size_bytes), fixed_bytes=0))

@@ -20,11 +20,11 @@ from lightning_autopar.timing.collectives import topology
 from lightning_autopar.timing.curves import Calibration, Curve
 from lightning_autopar.timing.rates import Collective, Phase, Rates
 
-#: The subject of what belongs to no device.
+#: The subject of curves that belong to no device.
 HOST = "host"
 #: The smallest dimensions for which matrix products are measured.
 SMALLEST_DIMENSIONS = (1, 8, 64, 512)
-#: Operations that cost what a measured one costs: the same passes over memory, the same arithmetic.
+#: Operations that cost the same as a measured one: the same passes over memory, the same arithmetic.
 _ALIKE: Mapping[str, str] = {
     **dict.fromkeys(("sub", "mul", "relu", "neg", "threshold_backward", "maximum", "where", "ge", "le", "eq", "masked_fill"), "add"),
     **dict.fromkeys(("sub_", "mul_", "relu_", "lerp_", "addcmul_", "neg_", "masked_fill_", "div_"), "add_"),
@@ -49,7 +49,7 @@ _ALIKE: Mapping[str, str] = {
     **dict.fromkeys(("avg_pool2d",), "max_pool2d_with_indices"),
     **dict.fromkeys(("avg_pool2d_backward",), "max_pool2d_with_indices_backward"),
 }
-#: What stands for a whole kind where an operation wasn't measured.
+#: The operation that stands for its kind where an operation wasn't measured.
 _OF_KIND: Mapping[str, str] = {
     "pointwise": "add",
     "reduce": "sum",
@@ -59,32 +59,32 @@ _OF_KIND: Mapping[str, str] = {
     "other": "add",
 }
 _BY_FLOPS = ("convolution", "attention", "recurrent")
-#: FLOPs a byte from which on arithmetic is the bound, rather than the memory that the cores share.
+#: FLOPs a byte from which on arithmetic is the bound, not the memory that the cores share.
 _COMPUTES = 8
-#: What AdamW's update reads and writes of an element: parameter, gradient and two moments, all but the gradient both ways.
+#: What AdamW's update moves for each element: parameter and two moments are read and written, the gradient is only read.
 _ADAM_BYTES = 28
 #: Channels of pictures, which kernels don't block.
 _FEW_CHANNELS = 4
 
 
 def device_key(device: Device) -> str:
-    """Under which a device's curves are kept: a GPU's model; of CPU devices, all alike, how many threads a rank on one has."""
+    """The key of a device's curves: a GPU's model; for CPU devices, all alike, how many threads a rank on one has."""
     return f"cpu/{device.threads or 1}" if device.kind == "cpu" else f"{device.kind}/{device.name}"
 
 
 def group_key(devices: Sequence[Device], inventory: Inventory) -> str:
-    """Under which a group's collectives are kept: the models, and of GPUs the slowest kind of link on their best way round."""
+    """The key of a group's collectives: the devices' models, and for GPUs the slowest kind of link of their best ring."""
     models = "+".join(sorted({device_key(device) for device in devices}))
     group = topology(inventory).group(devices)
     return models if group.on_cpu else f"{models} by {group.kind}"
 
 
 class MeasuredRates(Rates):
-    """Rates as they were measured.
+    """Measured rates; where nothing was measured, other rates.
 
     Args:
         calibration: what was measured.
-        otherwise: asked for what wasn't.
+        otherwise: the rates for what wasn't.
     """
 
     def __init__(self, calibration: Calibration, otherwise: Rates) -> None:
@@ -98,16 +98,16 @@ class MeasuredRates(Rates):
 
     @property
     def name(self) -> str:
-        """What these are, for people."""
+        """The rates' name in reports."""
         return f"measured on {self.calibration.day}"
 
     @property
     def identity(self) -> str:
-        """Which measurement these are of: what runs took is compared with predictions by the same rates alone."""
+        """Names the measurement: a run's seconds are compared only with predictions by the same rates."""
         return f"measured on {self.calibration.day} in {self.calibration.took_seconds:.3f} s"
 
     def device_class(self, device: Device) -> Hashable:
-        """By what was measured; devices that weren't, by the other rates."""
+        """The class by what was measured; of devices that weren't measured, by the other rates."""
         key = device_key(device)
         return key if self.calibration.measured(key) else self.otherwise.device_class(device)
 
@@ -124,7 +124,7 @@ class MeasuredRates(Rates):
         return view
 
     def work_seconds(self, device: Device, work: Work) -> float:
-        """One run of an operation, without the host's part; by its own curve, or that of another of its kind."""
+        """Seconds of one run of an operation, without the host's part, by its own curve or that of another operation of its kind."""
         asked = (device_key(device), work.kind, work.name, work.dtype, work.flops, work.moved_bytes, work.shape)
         seconds = self._found.get(asked)
         if seconds is None:
@@ -134,38 +134,38 @@ class MeasuredRates(Rates):
         return seconds
 
     def issue_seconds(self, device: Device, phase: Phase = "forward") -> float:
-        """What the host needs to issue one operation in a part of the step."""
+        """The host's seconds to issue one operation in a phase of the step."""
         curve = self._curve(device_key(device), f"issue/{phase}")
         return self.otherwise.issue_seconds(device, phase) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def loop_seconds(self, device: Device, engine: Engine) -> float:
-        """What a step costs beside operations and collectives: the trainer's loop, the engine's hooks."""
+        """Seconds of a step beside operations and collectives: the trainer's loop, the engine's hooks."""
         thing = f"loop/{loaded(engine).loop or engine}"
         curve, otherwise = self._of_host(device, thing), self.otherwise.loop_seconds(device, engine)
         if curve is not None:
             return curve.seconds[0] * self._crowded(device, "matmul", 0)
         if (single := self._of_host(device, "loop/single")) is None:
             return otherwise
-        # What an engine adds to the trainer's own loop is the data sheet's.
+        # The data sheet says what an engine adds to the trainer's own loop.
         return single.seconds[0] * self._crowded(device, "matmul", 0) + otherwise - self.otherwise.loop_seconds(device, "single")
 
     def action_seconds(self, device: Device) -> float:
-        """A rank of a pipeline's part of a micro-batch's forward or backward beside its operations."""
+        """Seconds of a pipeline rank in a micro-batch's forward or backward, beside its operations."""
         curve = self._curve(device_key(device), "action")
         return self.otherwise.action_seconds(device) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def call_seconds(self, device: Device) -> float:
-        """A call in a framework's Python, as the trainer's loop makes them."""
+        """Seconds of one Python call of a framework, as the trainer's loop makes it."""
         curve = self._of_host(device, "call")
         return self.otherwise.call_seconds(device) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def unit_seconds(self, device: Device) -> float:
-        """The host's part of one FSDP unit in a step."""
+        """The host's seconds for one FSDP unit in a step."""
         curve = self._curve(device_key(device), "unit")
         return self.otherwise.unit_seconds(device) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
-        """One collective between ranks on these devices, by what as many of them were measured to take."""
+        """Seconds of one collective between ranks on these devices, by the measurement with as many ranks."""
         otherwise = self.otherwise.collective_seconds(collective, size_bytes, devices, inventory)
         if len({device.node for device in devices}) > 1:
             return otherwise
@@ -173,9 +173,9 @@ class MeasuredRates(Rates):
         by_ranks = self._group(collective, devices, inventory)
         if not by_ranks:
             return otherwise
-        if ranks in by_ranks:  # more ranks never take less: what others' work lengthened, while it was measured, shows by that
+        if ranks in by_ranks:  # more ranks never take less: a rate above theirs was lengthened by others' work
             return min(curve.at(size_bytes) for count, curve in by_ranks.items() if count >= ranks)
-        # As the data sheet has it between numbers of ranks, from the nearest that was measured.
+        # From the nearest number of ranks that was measured, in the data sheet's ratio.
         nearest = min(by_ranks, key=lambda count: (abs(math.log(count / ranks)), count))
         known = by_ranks[nearest].at(size_bytes)
         if nearest > len(devices):
@@ -184,14 +184,14 @@ class MeasuredRates(Rates):
         return known * otherwise / fewer if fewer else known
 
     def host_copy_seconds(self, device: Device, size_bytes: int) -> float:
-        """Between pinned host memory and the device."""
+        """Seconds of a copy between pinned host memory and the device."""
         curve = self._curve(device_key(device), "host_copy")
         if device.kind == "cpu" or curve is None:
             return self.otherwise.host_copy_seconds(device, size_bytes)
         return curve.at(size_bytes)
 
     def host_adam_seconds(self, elements: int, device: Device) -> float:
-        """AdamW's update on all of the host's cores; on a CPU device's own threads, while the other ranks' do the same."""
+        """AdamW's update on all of the host's cores; on a CPU device's own threads, while the other ranks do the same."""
         own = self._curve(device_key(device), "adam") if device.kind == "cpu" else None
         if own is not None:
             return own.at(elements) * self._crowded(device, "add", _ADAM_BYTES * elements)
@@ -210,7 +210,7 @@ class MeasuredRates(Rates):
     # -- one operation -----------------------------------------------------------------------------------------------------------------
 
     def _alone(self, subject: str, work: Work) -> float | None:
-        """On a device that nobody shares; None where nothing like it was measured."""
+        """Seconds on a device that nobody shares; None where nothing like it was measured."""
         if work.kind == "matmul":
             return self._product(subject, work)
         name = work.name.rpartition("aten.")[2]
@@ -224,11 +224,11 @@ class MeasuredRates(Rates):
         return None
 
     def _by_flops(self, subject: str, name: str, work: Work) -> float | None:
-        """A kernel that is known by what it computes."""
+        """Seconds of a kernel by its FLOPs."""
         parts, thing, back = 1, str(work.kind), "_backward" if "_backward" in name else ""
         if thing == "convolution" and len(work.shape) == 6:
             thing = _convolution(work.shape)
-            parts = 2 if name.endswith((".input", ".weight")) else 1  # the backward's two halves are measured as one
+            parts = 2 if name.endswith((".input", ".weight")) else 1  # the two halves of backward are measured as one
         thing = thing + back
         curve = (self._curve(subject, f"{thing}.causal", work.dtype) if name.endswith(".causal") else None) or self._curve(
             subject, thing, work.dtype
@@ -236,11 +236,11 @@ class MeasuredRates(Rates):
         return None if curve is None or not work.flops else curve.at(parts * work.flops) / parts
 
     def _scaled(self, subject: str, thing: str, dtype: str) -> Curve | None:
-        """What moves bytes takes about as long in any dtype; fp32 is measured of all."""
+        """Seconds by bytes: moving them takes about equally long in any dtype; fp32 is measured for all."""
         return None if dtype == "fp32" else self._curve(subject, thing, "fp32")
 
     def _product(self, subject: str, work: Work) -> float | None:
-        """A product of matrices, between the measured smallest dimensions and sizes of the others."""
+        """Seconds of a matrix product, between the measured smallest dimensions and sizes of the others."""
         if len(work.shape) != 4 or not all(work.shape):
             return None
         batch, *dimensions = work.shape
@@ -265,7 +265,7 @@ class MeasuredRates(Rates):
         return self._crowded(device, "matmul" if computes else "add", work.moved_bytes)
 
     def _crowded(self, device: Device, thing: str, size: float) -> float:
-        """How much slower it is while as many ranks as there are do the same, at least 1."""
+        """How much slower it is while all ranks do the same, at least 1."""
         if self._ranks == 1 or device.kind != "cpu":
             return 1.0
         subject = device_key(device)
@@ -275,7 +275,7 @@ class MeasuredRates(Rates):
         counts = sorted(by_ranks)
 
         def slowdown(count: int) -> float:
-            """No less than threads have to take turns, and no more than among more ranks, whatever others did while it was measured."""
+            """The slowdown, limited by threads' turns and by that among more ranks, as others may have disturbed measuring."""
             measured = min(by_ranks[more].at(size) for more in counts if more >= count) / by_ranks[1].at(size)
             return max(self._oversubscribed(device, count), measured)
 
@@ -297,16 +297,16 @@ class MeasuredRates(Rates):
         return by_ranks[min(by_ranks)] if by_ranks else None
 
     def _of_host(self, device: Device, thing: str) -> Curve | None:
-        """What the host takes for a rank on this device."""
+        """The host's seconds for a rank on this device."""
         return self._curve(device_key(device), thing) or self._curve(HOST, thing)
 
     def _group(self, collective: Collective, devices: Sequence[Device], inventory: Inventory) -> Mapping[int, Curve]:
-        """What was measured of groups of such devices that are linked alike, by how many they were."""
+        """What was measured of groups of such devices with the same links, by their number."""
         return self.calibration.curves.get((group_key(devices, inventory), collective, ""), {})
 
 
 def _convolution(shape: tuple[int, ...]) -> str:
-    """Which of the measured ones a convolution is like."""
+    """Which measured convolution a convolution is like."""
     _, before, _, _, positions, groups = shape
     if 1 < groups == before:
         return "depthwise"

@@ -33,10 +33,10 @@ class RankWork:
         forward: seconds of a part's forwards on the device; ``backward`` and ``again`` (a second forward) likewise.
         update: of the optimizer.
         copied: of the batch to the device.
-        issued: what the host needs to issue forwards and backwards, while the device is at work; 0 of a CPU device, which does both.
+        issued: what the host needs to issue forwards and backwards, while the device works; 0 for a CPU device, which does both.
         issued_update: the same of the update.
         beside: what the host does besides: the loop, hooks.
-        synced: whether the host waits for the device in each step, as a scaler of gradients does before the update.
+        synced: whether the host waits for the device in each step, as a gradient scaler does before the update.
     """
 
     device: Device
@@ -53,25 +53,24 @@ class RankWork:
 
     @property
     def compute(self) -> float:
-        """Forwards and backwards of the step."""
+        """Seconds of the step's forwards and backwards."""
         return self.parts * (sum(self.forward) + sum(self.backward))
 
     @property
     def recompute(self) -> float:
-        """Second forwards of the step."""
+        """Seconds of the step's second forwards."""
         return self.parts * sum(self.again)
 
     @property
     def alone(self) -> float:
-        """The whole step, if there were nothing to communicate."""
+        """Seconds of the whole step without communication."""
         busy = self.compute + self.recompute + self.update + self.copied
         return busy + self.host_overhead(busy)
 
     def host_overhead(self, busy: float) -> float:
-        """What the host adds to a device that is busy for so long in a step.
-
-        A GPU's host runs ahead of it, from step to step: the longer of the two counts. Where it waits for the device before the update,
-        that goes for what comes before and for what comes after by itself. A CPU's host is the device.
+        """The seconds that the host adds to a device that is busy for so long in a step. A GPU's host runs ahead of it, from step to step:
+        the longer of the two counts. If it waits for the device before the update, that holds separately for the time before and after. A
+        CPU's host is the device.
         """
         if self.device.kind == "cpu":
             return self.host_seconds
@@ -85,7 +84,7 @@ class RankWork:
 
 
 def batch_parts(plan: Plan, rows: tuple[int, ...]) -> int:
-    """How many parts of its batch each rank runs: as many as any of them has samples at most."""
+    """How many parts of its batch each rank runs: at most as many as the largest number of samples of a rank."""
     return max(1, min(plan.micro_batches, max(rows, default=1)))
 
 
@@ -113,14 +112,14 @@ def work_of(
         rates: of single operations.
         share: of the batch that it gets, all its parts together.
         parts: of its batch.
-        held: the part of the optimizer's work that is its own.
+        held: its part of the optimizer's work.
         updates: whether the device does the update.
         units: of FSDP, whose hooks take the host's time.
         layers: which layers are its own; all of them by default.
     """
     own = layers if layers is not None else range(len(layout.layers))
     again = frozenset(plan.recompute) if footprint.training else frozenset()
-    # All wait for the slowest, in every collective; the update is bound by memory, in which devices don't differ.
+    # All wait for the slowest in every collective; the update is bound by memory, where devices don't differ.
     pace = rates.slowest_of(device, plan.world_size)
     idle = idle_share(device)
     on_cpu = device.kind == "cpu"
@@ -128,7 +127,7 @@ def work_of(
     own_layers = [layout.layers[number] for number in own]
 
     def loads(indices: list[int], phase: Phase) -> list[Load]:
-        """Of each layer. Blocks are mostly alike, so each kind is asked for once."""
+        """The load of each layer. Blocks are mostly alike, so each kind is computed once."""
         found: dict[int, Load] = {}
         for index in set(indices):
             part = part_load(layout, index, each, device, rates, phase)
@@ -161,7 +160,7 @@ def work_of(
 
 
 def _accumulation(layout: Layout, own: range, device: Device, rates: Rates, parts: int) -> tuple[float, ...]:
-    """What adding a part's gradients to those of the parts before it takes, evened out over the parts."""
+    """Seconds of adding a part's gradients to those of earlier parts, averaged over the parts."""
     known: dict[int, float] = {0: 0.0}
     sizes = [sum(layout.layers[number].gradients) for number in own]
     for size in set(sizes) - {0}:

@@ -18,7 +18,7 @@ Phase = Literal["forward", "backward", "optimizer"]
 
 
 class _Token:
-    """Equal for the same object alone, which it keeps alive as long as anything is remembered by it."""
+    """Equal only for the same object, which it keeps alive as long as anything is cached under it."""
 
     __slots__ = ("_rates",)
 
@@ -33,14 +33,13 @@ class _Token:
 
 
 class Rates(Protocol):
-    """Seconds of single things, on devices that nobody else uses. Answers are quick and may be asked thousands of times.
-
-    Answers are remembered: an object gives the same ones as long as it lives. Implementations subclass this.
+    """Seconds of single things, on devices that nobody else uses. Calls are fast and may be made thousands of times. Results are cached: an
+    object always returns the same ones. Implementations subclass this.
     """
 
     @property
     def token(self) -> Hashable:
-        """What tells these rates from others: objects with equal tokens give equal answers. By default each object has its own."""
+        """The identity of these rates: objects with equal tokens give equal results. By default each object has its own."""
         return _Token(self)
 
     def device_class(self, device: Device) -> Hashable:
@@ -52,23 +51,23 @@ class Rates(Protocol):
         return self
 
     def work_seconds(self, device: Device, work: Work) -> float:
-        """One run of an operation (its ``count`` isn't read), without the host's part."""
+        """Seconds of one run of an operation (its ``count`` isn't read), without the host's part."""
 
     def issue_seconds(self, device: Device, phase: Phase = "forward") -> float:
         """What the host needs to issue one operation; on a CPU device it comes on top of the operation, on a GPU it runs ahead of it."""
 
     def loop_seconds(self, device: Device, engine: Engine) -> float:
-        """What a step costs the host of a rank beside its operations and collectives: the trainer's loop and hooks, the engine's own."""
+        """Host seconds of a rank's step besides operations and collectives: of the trainer's loop and hooks, and of the engine."""
 
     def unit_seconds(self, device: Device) -> float:
         """What the hooks of one unit of FSDP cost the host in one step."""
 
     def slowest_of(self, device: Device, count: int) -> float:
-        """How much longer the slowest of so many devices takes than what these rates say of one, where they don't know each by itself."""
+        """How much longer the slowest of so many devices takes than these rates say of one, if they don't know each device."""
         return 1.0
 
     def call_seconds(self, device: Device) -> float:
-        """What a call costs the host in a framework's own Python, one of a builtin included: engines are known by how many they make."""
+        """Host seconds of a call in a framework's own Python, builtins included: engines give the number of their calls."""
 
     def action_seconds(self, device: Device) -> float:
         """What a micro-batch's forward or backward costs a rank of a pipeline beside its operations and the sending."""
@@ -98,15 +97,15 @@ class Rates(Protocol):
 
 
 def slowed(rates: Rates, devices: Sequence[Device]) -> Rates:
-    """The rates of these devices with their slowdowns; the very same where none is slowed."""
+    """The rates of these devices with their slowdowns; the same object if none is slowed."""
     return rates if all(device.slowdown == 1 for device in devices) else _Slowed(rates)
 
 
 class _Slowed(Rates):
     """Other rates, multiplied by each device's slowdown.
 
-    A CPU device is slow in all that it does: it is its own host, and gloo runs on it. Of a GPU the operations are; its host and its links
-    have nothing to do with what slows it.
+    A CPU device is slow in everything: it is its own host, and gloo runs on it. On a GPU only operations are slow: its host and its links
+    aren't slowed.
 
     Args:
         rates: of devices that nothing slows.
@@ -117,7 +116,7 @@ class _Slowed(Rates):
 
     @property
     def token(self) -> Hashable:
-        """Equal slowdowns of equal rates are equal: the rest is in :meth:`device_class`."""
+        """The token of the other rates: the slowdowns are in :meth:`device_class`."""
         return "slowed", self._rates.token
 
     def device_class(self, device: Device) -> Hashable:
@@ -145,7 +144,7 @@ class _Slowed(Rates):
         return _of_host(device) * self._rates.unit_seconds(device)
 
     def slowest_of(self, device: Device, count: int) -> float:
-        """As the other rates say."""
+        """The other rates' value."""
         return self._rates.slowest_of(device, count)
 
     def call_seconds(self, device: Device) -> float:
@@ -162,7 +161,7 @@ class _Slowed(Rates):
         return slowest * self._rates.collective_seconds(collective, size_bytes, devices, inventory)
 
     def host_copy_seconds(self, device: Device, size_bytes: int) -> float:
-        """As the other rates say: of a CPU device it is nothing, and a link isn't slowed."""
+        """The other rates' value: 0 for a CPU device, and a link isn't slowed."""
         return self._rates.host_copy_seconds(device, size_bytes)
 
     def host_adam_seconds(self, elements: int, device: Device) -> float:
@@ -170,14 +169,14 @@ class _Slowed(Rates):
         return _of_host(device) * self._rates.host_adam_seconds(elements, device)
 
     def disk_seconds(self, size_bytes: int, *, write: bool) -> float | None:
-        """As the other rates say."""
+        """The other rates' value."""
         return self._rates.disk_seconds(size_bytes, write=write)
 
     def overlap(self, device: Device) -> float:
-        """As the other rates say."""
+        """The other rates' value."""
         return self._rates.overlap(device)
 
 
 def _of_host(device: Device) -> float:
-    """By what a device's host is slowed with it."""
+    """The slowdown of a device's host."""
     return device.slowdown if device.kind == "cpu" else 1.0

@@ -17,12 +17,12 @@ from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.timing.rates import Phase, Rates
 
-#: Operations for each parameter of a part that wasn't traced: a product or norm, and something between it and the next.
+#: The assumed operations for each parameter of a part that wasn't traced: a product or norm, and something before the next.
 _GUESSED_OPERATIONS = 3
-#: Of an update these are on numbers that lie on the host: how often each parameter was updated.
+#: Operations of an update on numbers on the host: how often each parameter was updated.
 _ON_HOST = frozenset(("_local_scalar_dense",))
 _SCALERS = "_amp_foreach_non_finite_check"
-#: What a draw of the whole batch's random numbers takes on a rank beside the operations (``benchmarks/draws.py``).
+#: Seconds of drawing the whole batch's random numbers on a rank, besides the operations (``benchmarks/draws.py``).
 DRAW = 62
 _REMEMBERED = 16384
 
@@ -43,7 +43,7 @@ class Layer(NamedTuple):
     """A part of the step: a block, or what runs between two.
 
     Args:
-        fqn: the block's name; None of what lies between.
+        fqn: the block's name; None between blocks.
         forward: its operations, by number among those of the layout.
         backward: likewise.
         gradients: bytes of each of its gradients, in the order of its parameters.
@@ -79,7 +79,7 @@ class Layout:
 
 
 def computing_dtype(precision: str) -> str:
-    """In which dtype products run under Lightning's name of a precision."""
+    """The dtype of products at a precision, by Lightning's name."""
     if precision.startswith("64"):
         return "fp64"
     if precision.startswith(("bf16", "transformer-engine")):
@@ -142,7 +142,7 @@ def _gradients(part: LayerFootprint) -> tuple[int, ...]:
 
 
 def _rest(footprint: Footprint) -> LayerFootprint:
-    """What no block holds, as one part; the step's FLOPs are guessed from its parameters where nobody counted them."""
+    """All outside of blocks, as one part; the step's FLOPs are guessed from its parameters if they weren't counted."""
     times = 3 if footprint.training else 1
     flops = footprint.flops or 2 * footprint.parameters * max(1, footprint.batch_size) * times
     known = sum(block.flops + (block.backward_flops or (times - 1) * block.flops) for block in footprint.blocks)
@@ -169,7 +169,7 @@ def _guess(part: LayerFootprint, training: bool, dtype: str) -> tuple[tuple[Work
     def work(flops: int, moved: int, fixed: int, count: int) -> tuple[Work, ...]:
         if not flops and not moved:
             return ()
-        moved = max(moved, fixed + count)  # at least a byte grows with the batch, and with it the FLOPs
+        moved = max(moved, fixed + count)  # at least one byte grows with the batch, and so do the FLOPs
         each = Work(
             kind="matmul",
             name="guess",
@@ -210,20 +210,19 @@ _numbers = count(1)
 
 
 def _token(works: tuple[Work, ...]) -> int:
-    """A number that lists of equal operations share, so that they are compared but once; none is given out twice."""
+    """A number that lists of equal operations share, so that they are compared only once; each number is used once."""
     if len(_TOKENS) > _REMEMBERED:
         _TOKENS.clear()
     return _TOKENS.setdefault(works, next(_numbers))
 
 
 def drawn_seconds(work: Work, share: float, device: Device, rates: Rates) -> float:
-    """Random numbers for a share of the batch: they are drawn for all of it, into new memory, and the share's rows are copied.
-
-    A GPU may leave much of a large draw out (``strategies.own_rows``); by how much was never measured, and isn't counted on.
+    """Seconds of random numbers for a share of the batch: they are drawn for the whole batch, into new memory, and the share's rows are
+    copied. A GPU may skip much of a large draw (``exact.step.own_rows``); how much was never measured, so it isn't subtracted.
     """
     kept = Work(kind="copy", name="copy_", dtype=work.dtype, moved_bytes=2 * work.at(share).moved_bytes)
     new = Work(kind="copy", name="fill_", dtype=work.dtype, moved_bytes=work.moved_bytes)
-    new_memory = rates.work_seconds(device, new) if device.kind == "cpu" else 0.0  # a GPU's is kept by torch's allocator
+    new_memory = rates.work_seconds(device, new) if device.kind == "cpu" else 0.0  # torch's allocator keeps a GPU's memory
     return rates.work_seconds(device, work) + new_memory + rates.work_seconds(device, kept)
 
 
@@ -257,7 +256,7 @@ def part_load(layout: Layout, index: int, share: float, device: Device, rates: R
 
 
 def update_load(layout: Layout, held: float, device: Device, rates: Rates) -> Load:
-    """Seconds of the update, of which a rank does the part ``held``."""
+    """Seconds of the part ``held`` of the update."""
     key = "update", id(layout), held, rates.device_class(device), rates.token
     found = _UPDATES.get(key)
     if found is None or found[0] is not layout:
@@ -277,6 +276,6 @@ _UPDATES: dict[tuple[Hashable, ...], tuple[Layout, Load]] = {}
 
 
 def _shrunk(work: Work, held: float) -> Work:
-    """The same on shards."""
+    """The work on shards."""
     moved = round(work.moved_bytes * held)
     return replace(work, flops=round(work.flops * held), moved_bytes=moved, fixed_bytes=moved, shape=(), growing=None)

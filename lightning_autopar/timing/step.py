@@ -1,5 +1,5 @@
-"""One step of a plan: the ranks' own work by class of rank, and what they say to each other. An engine's own step overrides what it does
-otherwise. It finds no plans, and knows no engine.
+"""One step of a plan: the ranks' own work by class of rank, and their communication. An engine's own step overrides what it does otherwise.
+It finds no plans, and knows no engine.
 
 What a prediction of time says: seconds by part; and as what a plan's bytes are sent.
 """
@@ -28,7 +28,7 @@ class Seconds:
         compute: forward and backward.
         recompute: forwards that run a second time.
         optimizer: the update on the device, clipping included.
-        communication: what communication adds, beyond what hides behind computing, copies in and out of its buffers included.
+        communication: what communication adds, beyond what overlaps with computing, with copies in and out of its buffers.
         bubble: what the ranks of a pipeline wait for each other.
         offload: copies to host memory and back that nothing hides, and the update there.
         input: copying the batch to the device, and what the loader needs beyond the step.
@@ -60,7 +60,7 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """As what parameters and gradients are sent, where an engine casts them first. None: as they are stored.
+    """The types in which parameters and gradients are sent, where an engine casts them first. None: as they are stored.
 
     Args:
         parameter_bytes: of an element of gathered parameters (``MixedPrecisionPolicy.param_dtype``).
@@ -72,8 +72,8 @@ class Wire:
 
 
 AS_STORED = Wire()
-#: Torch's Adam as a loop of operations on the host's tensors beside one pass over them: 1.39 and 0.22 s for a billion parameters
-#: ("ZeRO-Offload", https://arxiv.org/abs/2101.06840, table 4).
+#: How much slower torch's Adam is as a loop of operations on the host's tensors than as one pass over them: 1.39 and 0.22 s for a billion
+#: parameters ("ZeRO-Offload", https://arxiv.org/abs/2101.06840, table 4).
 PLAIN_ADAM = 1.39 / 0.22
 #: Torch's optimizers whose update on the host is one pass; how often AdamW's goes over an element: parameter and two moments both ways, and
 #: the gradient.
@@ -82,7 +82,7 @@ _ADAMS_PASSES = 7
 
 
 class Step:
-    """One step of a plan: the ranks' own work by class of rank, and what they say to each other.
+    """One step of a plan: the ranks' own work by class of rank, and their communication.
 
     Args:
         footprint: of the whole batch.
@@ -90,7 +90,7 @@ class Step:
         inventory: devices and links.
         precision: Lightning's name.
         rates: of single things.
-        wire: as what parameters and gradients are sent.
+        wire: the types in which parameters and gradients are sent.
 
     Attributes:
         plain_update: by how much the optimizer's loop of operations in host memory is slower than one pass.
@@ -116,14 +116,14 @@ class Step:
     # -- replicas and shards -----------------------------------------------------------------------------------------------------------
 
     def classes(self) -> dict[tuple[Hashable, ...], list[int]]:
-        """Ranks that do the same work on devices that are alike."""
+        """Ranks that do the same work on equal devices."""
         found: dict[tuple[Hashable, ...], list[int]] = {}
         for rank, key in enumerate(zip(self._sorts, self.rows, strict=True)):
             found.setdefault(key, []).append(rank)
         return found
 
     def run(self, rank: int) -> RankWork:
-        """What a rank does by itself."""
+        """A rank's own work."""
         plan = self.plan
         world = plan.world_size
         share = self.rows[rank] / self.batch if self.footprint.batch_size else 1 / world
@@ -144,7 +144,7 @@ class Step:
 
     @property
     def shards(self) -> int:
-        """Into how many parts the update is divided, each a rank's."""
+        """Into how many parts the update is divided, one for each rank."""
         return 1
 
     @property
@@ -153,7 +153,7 @@ class Step:
         return 0
 
     def calls(self) -> int:
-        """What the engine's Python does in a step besides its units' hooks."""
+        """Calls of the engine's Python in a step, besides its units' hooks."""
         return 0
 
     def one_pass(self) -> bool:
@@ -165,12 +165,12 @@ class Step:
         return not self.on_cpu and "optimizer" in self.plan.offload and bool(kinds) and all(kind in _ONE_PASS for kind in kinds) and wide
 
     def seconds(self) -> Seconds:
-        """By part, of the slowest rank."""
+        """The seconds of the slowest rank, by part."""
         runs = [self.run(ranks[0]) for ranks in self.classes().values()]
         slowest = max(runs, key=lambda run: run.alone)
         played, offload = self.played(slowest), self.offload(slowest)
         own = slowest.copied + slowest.compute + slowest.recompute
-        # Of one device without offload the difference is nothing but rounding.
+        # For one device without offload, the difference is only rounding.
         exposed = max(0.0, played.end - own) if self.plan.world_size > 1 or self.plan.offload else 0.0
         hidden = max(0.0, played.carried + played.copied - exposed)
         exposed += (1 - self.rates.overlap(slowest.device)) * hidden + self.waited() + self.after()
@@ -185,11 +185,11 @@ class Step:
         )
 
     def played(self, run: RankWork, events: list[LaneSpan] | None = None) -> LaneSeconds:
-        """The lanes of a step up to its last backward and collective."""
+        """Play the lanes of a step up to its last backward and collective."""
         return play_replicas(self.layout, run, self.links(), 0.0, events)
 
     def links(self) -> Links:
-        """Who talks to whom: of hybrid sharding the replica whose links are the slowest."""
+        """The groups that communicate: with hybrid sharding, the replica whose links are the slowest."""
         plan = self.plan
         if plan.replicas == 1:
             return Links(self.devices, self.devices[:1], self.inventory, self.rates)
@@ -203,14 +203,14 @@ class Step:
         return max(groups, key=lambda group: self.rates.collective_seconds("all_reduce", 2**26, group, self.inventory))
 
     def waited(self) -> float:
-        """Statistics of the whole batch: one exchange forward, one backward, at once waited for."""
+        """Seconds of exchanging statistics of the whole batch: once forward, once backward, without overlap."""
         if not self.footprint.batch_norm or self.plan.world_size == 1:
             return 0.0
         times = len(self.footprint.batch_norm) * (2 if self.training else 1) * batch_parts(self.plan, self.rows)
         return times * self.rates.collective_seconds("all_reduce", 4096, self.devices, self.inventory)
 
     def after(self) -> float:
-        """What is communicated when the update is done, with nothing to hide behind."""
+        """Seconds of communication after the update, without overlap."""
         return 0.0
 
     def ranks_on_nodes(self) -> Counter[int]:
@@ -220,17 +220,15 @@ class Step:
     def offload(self, run: RankWork) -> float:
         """The update in host memory, all ranks of a node on its cores, where the plan offloads it.
 
-        A CPU device's host is itself: its rank's threads update its own part.
+        A CPU device is its own host: its rank's threads update its own part.
         """
         if "optimizer" not in self.plan.offload or not self.training:
             return 0.0
         return self._host_update(run.device, 1 if self.on_cpu else max(self.ranks_on_nodes().values()))
 
     def _host_update(self, device: Device, ranks: int) -> float:
-        """Of so many ranks' parts, on the cores that they share.
-
-        One pass takes what it goes over; a loop of operations is as on a device, where that is a CPU, and as much slower than one pass as
-        Adam's.
+        """Seconds of so many ranks' parts, on the cores that they share. One pass is bound by its bytes; a loop of operations takes as long
+        as on a CPU device, or is as much slower than one pass as Adam's.
         """
         plan, footprint = self.plan, self.footprint
         elements = footprint.trainable_parameters / plan.devices_per_replica * ranks
@@ -245,7 +243,7 @@ class Step:
         return adam * (1.0 if one_pass else self.plain_update)
 
     def events(self, ranks: int) -> list[list[LaneSpan]]:
-        """What each of the first ranks does, and when; ranks that are alike do alike."""
+        """What each of the first ranks does, and when; equal ranks do the same."""
         made: dict[Hashable, list[LaneSpan]] = {}
         by_rank: dict[int, Hashable] = {rank: key for key, members in self.classes().items() for rank in members}
         for rank in range(ranks):
@@ -277,7 +275,7 @@ class Step:
 
 
 def _on_one_lane(events: Iterable[LaneSpan]) -> list[LaneSpan]:
-    """What the same cores do, one after the other: computing waits while they communicate."""
+    """The spans of the same cores, one after the other: computing waits while they communicate."""
     out: list[LaneSpan] = []
     clock = 0.0
     for event in sorted(events, key=lambda event: (event.start, event.lane != "communication")):

@@ -24,21 +24,21 @@ BELOW = ("torch", "lightning", "peft", "deepspeed")
 HEAD = """# Other people's packages
 
 Models that others wrote, small and built from their configurations, on synthetic data. Every cell is a real run on CPU devices in a process
-of its own, held against plain Lightning's `Trainer(devices=1)` with the same seed: every logged row, the metrics, counters, callbacks'
-states, the final weights, and what the optimizers hold. Of a logged value its number is compared, whatever tensor's subclass holds it.
+of its own, compared with plain Lightning's `Trainer(devices=1)` with the same seed: every logged row, the metrics, counters, callbacks'
+states, the final weights, and what the optimizers hold. Logged values are compared as numbers, whatever subclass of a tensor holds them.
 
 - **✓** the same run: the number is the largest difference, relative above 1 and absolute below, at most 1e-5. Where single precision's own
-  noise is larger, the run and plain Lightning's were repeated in **float64**, which the number is of; the one in float32 stands beside it.
+  noise is larger, the run and plain Lightning's were repeated in **float64**: the number is from these, and float32's stands beside it.
   DeepSpeed runs no float64: there the run in float32 must be **as** that of another plan, which was the same in float64.
-  Where even that is hidden by noise, **rounding** is how far plain Lightning's run is from itself at this value when each initial weight
-  and each gradient is off by its last bit, the largest of three such runs; nothing in the cell's run differs by more than four times that.
+  Where noise hides even that, plain Lightning's run was repeated three times with each initial weight and each gradient off by its last
+  bit. **Rounding** is the largest difference of these at this value; nothing in the cell's run differs by more than four times that.
 - **warned** the loss isn't a mean over samples, so that splitting a batch changes it under any tool; the report says so, with the size of
   the difference, before the run. `AutoParallelStrategy(exact=True)` excludes such plans.
 - **refused** by a sentence, before any process starts.
 - **differs** and **crashed** are defects, listed below.
 
-`micro-batches` is one device that works off each batch in two parts, `zero-3` DeepSpeed's third stage; the others are two devices with
-one engine allowed, whose plan the planner chooses. A cell is as it last ran; a whole run of `make packages` renews all of them.
+`micro-batches` is one device that runs each batch in two parts, `zero-3` DeepSpeed's third stage; the others are two devices with
+one engine allowed, whose plan the planner chooses. Each cell shows its last run; a whole run of `make packages` renews all of them.
 """
 
 #: Kinds of refusals by their sentences, whether such a cell can't run by nature, and why.

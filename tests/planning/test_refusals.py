@@ -264,7 +264,7 @@ def test_what_else_a_run_may_rule_out() -> None:
 
 
 def test_processes_that_are_there_already_leave_no_plan_with_one_device() -> None:
-    assert rejections(options(min_devices=2)) == {"single": "2 processes were started, and each has to have a device"}
+    assert rejections(options(min_devices=2)) == {"single": "2 processes were started, and each needs a device"}
 
 
 @pytest.mark.parametrize(("started", "gpus"), [(None, ("a", "a")), (3, ("a", "a", "b"))])

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Over the containers that the dispatcher knows."""
+    """Apply a function to the leaves of containers that the dispatcher knows."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind(map_leaves(item, function) for item in value)
@@ -30,7 +30,7 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
-    """What is in containers."""
+    """The leaves of containers."""
     if isinstance(value, (tuple, list)):
         for item in value:
             yield from leaves_of(item)
@@ -42,7 +42,7 @@ def leaves_of(value: Any) -> Iterator[Any]:
 
 
 def indices_for_masks(args: Any) -> Any:
-    """An index by real masks as one by positions, whose number is known."""
+    """The index with positions, whose number is known, in place of real masks."""
     indices: list[Any] = []
     for index in args[1]:
         if isinstance(index, Tensor) and type(index) is Tensor and index.dtype in (torch.bool, torch.uint8):
@@ -62,13 +62,13 @@ def title(func: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in short."""
+    """The first line of an error's message."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
 class Rules:
-    """Of this process: whether absent tensors may be computed with, and which real tensors are never to become absent tensors."""
+    """This process's rules: whether computing with absent tensors is an error, and which real tensors must never become absent."""
 
     strict = False
     hollowing = False
@@ -80,17 +80,17 @@ RULES = Rules()
 
 
 def set_strict(value: bool) -> bool:
-    """Whether operations on absent tensors are errors; returns what it was."""
+    """Set whether operations on absent tensors are errors; returns the setting before."""
     before, RULES.strict = RULES.strict, value
     return before
 
 
 @contextmanager
 def recording_absence(kept: Callable[[], frozenset[int]] = frozenset) -> Iterator[None]:
-    """While open, a real tensor that is written to in terms of absent tensors becomes one; else that is an error.
+    """While open, a real tensor becomes absent when values of absent tensors are written to it; at other times that is an error.
 
     Args:
-        kept: gives the ids of tensors that don't: what is written to these, or to a parameter, is dropped.
+        kept: gives the ids of tensors that don't become absent: writes to these, or to a parameter, are dropped.
     """
     before = RULES.hollowing, RULES.kept
     RULES.hollowing, RULES.kept = True, kept
@@ -109,7 +109,7 @@ def _methods(*names: str) -> set[Any]:
     return found | {getattr(torch, name) for name in names if hasattr(torch, name) and not name.startswith("_")}
 
 
-#: What says something of a tensor without its values, and gives no tensor.
+#: Functions that need no values, and return no tensor.
 DESCRIBING = frozenset(
     _getters(
         *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "names", "itemsize", "nbytes", "_version"),
@@ -122,7 +122,7 @@ DESCRIBING = frozenset(
         *("is_pinned", "is_conj", "is_neg", "result_type", "can_cast", "is_tensor", "_is_view", "dim_order"),
     )
 )
-#: What gives a tensor's values to Python.
+#: Functions that give a tensor's values to Python.
 READING = frozenset(
     _methods(
         "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "numpy", "__array__", "__contains__", "equal"

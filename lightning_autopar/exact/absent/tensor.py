@@ -20,11 +20,11 @@ _META = torch.device("meta")
 
 
 class MissingValue(RuntimeError):
-    """The values of a tensor are needed where another stage has them."""
+    """Raised where a tensor's values are needed, and another stage has them."""
 
 
 class AbsentTensor(Tensor):
-    """A tensor without values; see the module. Made by :func:`absent_like` and by operations on absent tensors."""
+    """A tensor without values; see the module. :func:`absent_like` and operations on absent tensors make it."""
 
     _meta: Tensor
     _value: Tensor | None
@@ -47,7 +47,7 @@ class AbsentTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """On the tensors that absent tensors are provided with; where one isn't filled, for the result's shape."""
+        """Run on the tensors that fill absent tensors; if one isn't filled, only for the result's shape."""
         if func in DESCRIBING and len(args) == 1 and type(args[0]) is AbsentTensor and not kwargs:  # by far the most frequent
             value = args[0]._value
             if value is not None:
@@ -86,9 +86,7 @@ class AbsentTensor(Tensor):
 
 
 class OverwrittenTensor(Tensor):
-    """A tensor that this process made for itself, and that was then written to with another stage's values: an absent tensor from then
-    on.
-    """
+    """A tensor of this process to which another stage's values were written: it is absent from then on."""
 
     _absent: AbsentTensor
 
@@ -96,14 +94,14 @@ class OverwrittenTensor(Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """As of the absent tensor."""
         result = func(*_put_holes(args), **_put_holes(dict(kwargs or {})))
-        for leaf in args:  # what an operation in place returns is the tensor that the caller holds
+        for leaf in args:  # an operation in place returns the tensor that the caller holds
             if type(leaf) is OverwrittenTensor and leaf._absent is result:
                 return leaf
         return result
 
 
 def is_absent(tensor: object) -> bool:
-    """Whether it is an absent tensor that isn't provided."""
+    """Whether it is an absent tensor that isn't filled."""
     if type(tensor) is OverwrittenTensor:
         tensor = tensor._absent
     return isinstance(tensor, AbsentTensor) and tensor._value is None
@@ -113,7 +111,7 @@ def absent_like(tensor: Tensor, what: str, *, device: torch.device | None = None
     """An absent tensor in place of a tensor.
 
     Args:
-        tensor: whose shape, type and need of a gradient it has; an absent tensor's own or a meta tensor will do.
+        tensor: whose shape, type and ``requires_grad`` it has; may be absent or a meta tensor.
         what: names the value in errors: ``"the parameter 'net.0.weight'"``.
         device: the tensor's by default.
     """
@@ -136,21 +134,21 @@ def hole_shaped_like(tensor: Tensor, dtype: torch.dtype, what: str, requires_gra
 
 
 def hole_parameter(parameter: Tensor, what: str, *, device: torch.device | None = None) -> AbsentTensor:
-    """An absent tensor that is a parameter, as far as ``isinstance`` tells."""
+    """An absent tensor that is a parameter for ``isinstance``."""
     absent = absent_like(parameter, what, device=device)
     absent._is_param = True
     return absent
 
 
 def provide(absent: Tensor, tensor: Tensor) -> None:
-    """Let an absent tensor stand for a tensor from now on."""
+    """Fill an absent tensor: from now on it stands for this tensor."""
     inner = absent._absent if type(absent) is OverwrittenTensor else absent
     assert isinstance(inner, AbsentTensor), "only an absent tensor is given values"
     inner._value = tensor
 
 
 def filled(value: Any) -> Any:
-    """The tensor that an absent one is provided with; anything else as it is."""
+    """The tensor that fills an absent one; anything else is returned as it is."""
     if type(value) is OverwrittenTensor:
         value = value._absent
     if isinstance(value, AbsentTensor) and value._value is not None:
@@ -159,7 +157,7 @@ def filled(value: Any) -> Any:
 
 
 def resolved(value: Any) -> Any:
-    """Arguments with provided tensors replaced by their tensors; lists and dictionaries stay the same objects."""
+    """The arguments with filled absent tensors replaced by their tensors; lists and dictionaries stay the same objects."""
     kind = type(value)
     if kind is AbsentTensor or kind is OverwrittenTensor:
         return filled(value)
@@ -188,10 +186,10 @@ def name_of(absent: Tensor) -> str:
 
 
 class AbsentMode(TorchDispatchMode):
-    """While open, every operator runs for its results' shapes only, which are absent tensors; real tensors are neither read nor written.
+    """While open, every operator runs only for its results' shapes, and returns absent tensors; real tensors are neither read nor written.
 
     Args:
-        simulated: nothing that exists becomes an absent tensor, whatever is written to it.
+        simulated: no existing tensor becomes absent, whatever is written to it.
     """
 
     def __init__(self, *, simulated: bool = False) -> None:
@@ -204,7 +202,7 @@ class AbsentMode(TorchDispatchMode):
             return _hollow(func, args, kwargs or {})
         before, RULES.simulated = RULES.simulated, True
         try:
-            with _disable_current_modes():  # recordings under fake tensors, say
+            with _disable_current_modes():  # such as recordings under fake tensors
                 return _hollow(func, args, kwargs or {})
         finally:
             RULES.simulated = before
@@ -222,7 +220,7 @@ def _described(tensor: Tensor) -> Tensor:
 
 
 def _hollow(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """An operator of the dispatcher on meta tensors, its results as absent tensors."""
+    """Run an operator of the dispatcher on meta tensors; returns absent tensors."""
     if RULES.strict:
         _raise(next((leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, AbsentTensor)), None), func)
     origins: dict[int, Tensor] = {}
@@ -281,13 +279,13 @@ def _hollow(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def make_hole(tensor: Tensor, what: str) -> None:
-    """Make an absent tensor of a real tensor, and of the one that it is a view of: it was written to with another stage's values."""
+    """Make a real tensor, and the one of which it is a view, absent: another stage's values were written to it."""
     if not isinstance(tensor, (AbsentTensor, OverwrittenTensor)):
         _hollow_out(tensor, _described(tensor), what)
 
 
 def _hollow_out(tensor: Tensor, meta: Tensor, what: str) -> None:
-    """Make an absent tensor of a real tensor that was written to, and of the one that it is a view of."""
+    """Make a real tensor that was written to, and the one of which it is a view, absent."""
     if RULES.simulated:
         return
     if not RULES.hollowing:
@@ -305,7 +303,7 @@ def _hollow_out(tensor: Tensor, meta: Tensor, what: str) -> None:
 
 
 def _stand_in(value: Any, missing: list[AbsentTensor]) -> Any:
-    """Arguments with provided tensors replaced; those that aren't filled are noted."""
+    """The arguments with filled tensors replaced; those that aren't filled are recorded."""
     kind = type(value)
     if kind is AbsentTensor:
         if value._value is not None:

@@ -26,12 +26,12 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch, fresh, some_b
 _LOG = logging.getLogger(__name__)
 
 #: "whole": a rank's rows are cut out of the whole batch. "rows": its own samples make the same rows, and loading all is dear. "samples":
-#: the batch is no rows (graphs, say), so that a part is collated by itself.
+#: the batch has no rows (graphs, say), so a rank collates its own samples.
 Collation = Literal["whole", "rows", "samples"]
-#: From here on loading and collating a whole batch is dear (benchmarks/collating.py): padded texts take some milliseconds, pictures a
-#: hundred, and a word between ranks 0.1 ms.
+#: Seconds from which loading and collating a whole batch is dear (benchmarks/collating.py): padded texts take some milliseconds, pictures a
+#: hundred, and a message between ranks 0.1 ms.
 _DEAR_SECONDS = 0.005
-#: All loaders of a stage may take so long together.
+#: Seconds that all loaders of a stage may take together.
 _LOOK_SECONDS = 0.4
 
 
@@ -49,7 +49,7 @@ class Loading:
 
 
 def loader_key(loader: Any) -> str:
-    """What tells loaders of other datasets or collate functions apart, in every process."""
+    """A key that is the same in every process, and differs for loaders of other datasets or collate functions."""
     collate = getattr(loader, "collate_fn", None)
     while isinstance(collate, partial):
         collate = collate.func
@@ -58,12 +58,12 @@ def loader_key(loader: Any) -> str:
 
 
 def makes_rows(loader: Any) -> bool:
-    """Whether a loader's batches are made of samples one by one, by what its collate function is."""
+    """Whether a loader's collate function is known to treat samples one by one."""
     return getattr(loader, "collate_fn", None) in (default_collate, default_convert) and getattr(loader, "batch_sampler", None) is not None
 
 
 def look_at(loaders: Sequence[Any]) -> tuple[dict[str, Loading], list[list[FirstBatch]]]:
-    """What is found out about loaders by their keys, and the batches of each that were looked at, in this process."""
+    """Loads some batches of each loader in this process: what they show, by the loader's key, and the batches of each loader."""
     found: dict[str, Loading] = {}
     looked: list[list[FirstBatch]] = []
     state = rng.capture({})
@@ -71,7 +71,7 @@ def look_at(loaders: Sequence[Any]) -> tuple[dict[str, Loading], list[list[First
         batches: list[FirstBatch] = []
         try:
             batches = some_batches(loader, _LOOK_SECONDS / len(loaders))
-        except Exception:  # the user's dataset or collate function; where that isn't fit for it, the run will say so
+        except Exception:  # the user's dataset or collate function; if it is at fault, the run will say so
             _LOG.debug("not all batches of a loader can be looked at", exc_info=True)
         looked.append(batches)
         if batches:
@@ -86,7 +86,7 @@ def _draws(batches: Iterable[FirstBatch]) -> tuple[str, ...]:
 
 
 def _both(one: Loading, other: Loading) -> Loading:
-    """Of two loaders that can't be told apart."""
+    """What holds for both of two loaders that have the same key."""
     collations = {one.collation, other.collation}
     collation = one.collation if len(collations) == 1 else "whole" if collations == {"whole", "rows"} else None
     return Loading(draws=tuple(sorted({*one.draws, *other.draws})), collation=collation)
@@ -111,7 +111,7 @@ def collation_of(batches: Sequence[FirstBatch]) -> Collation | None:
 
 
 def _makes(batch: FirstBatch, rank: int, part: Any) -> bool:
-    """Whether a rank's own samples make the part of the whole batch."""
+    """Whether a rank's own samples, collated alone, give the same as its part of the whole batch."""
     assert batch.collate is not None
     try:
         _, own = CollateSamples(batch.collate, rank, Dealing.even(2))(fresh(batch.samples))
@@ -122,7 +122,7 @@ def _makes(batch: FirstBatch, rank: int, part: Any) -> bool:
 
 
 def collation_for(loader: Any, loadings: Mapping[str, Loading]) -> tuple[Collation | None, tuple[str, ...]]:
-    """How ranks make a loader's batches, None where nothing was found out about them, and where making them draws."""
+    """How ranks make a loader's batches (None where nothing is known about them), and where making them draws random numbers."""
     loading = loadings.get(loader_key(loader), Loading())
     if makes_rows(loader) or (loading.collation is None and getattr(loader, "batch_sampler", None) is None):
         return "samples", loading.draws

@@ -36,7 +36,7 @@ class CollateSamples:
 
 @dataclass(frozen=True)
 class CollateAll:
-    """Collates the whole batch and cuts a rank's rows out of it: exact whatever the collate function does.
+    """Collates the whole batch and cuts a rank's rows out of it: exact, whatever the collate function does.
 
     Args:
         collate: the user's.

@@ -18,7 +18,7 @@ try:
 except ImportError:  # torch runs without it
     numpy = None  # type: ignore[assignment]
 
-#: Of a larger tensor so many elements count, evenly spaced: what a random draw changes, it changes in many places.
+#: How many elements of a larger tensor count, evenly spaced: a random draw changes many elements, not one.
 _ELEMENTS = 1 << 16
 
 
@@ -28,7 +28,7 @@ _MASK = (1 << 62) - 1
 def fingerprint(batch: Any, _inside: frozenset[int] = frozenset()) -> int:
     """62 bits that differ where batches do, the same in every process for the same batch.
 
-    Floating-point numbers outside of tensors and arrays count nothing: they may be times. What holds itself counts once.
+    Floating-point numbers outside of tensors and arrays don't count: they may be times. An object that contains itself counts once.
     """
     if isinstance(batch, Tensor):
         return _of_tensor(batch)
@@ -41,7 +41,7 @@ def fingerprint(batch: Any, _inside: frozenset[int] = frozenset()) -> int:
         return zlib.crc32(batch.encode() if isinstance(batch, str) else batch)
     if batch is None or isinstance(batch, (bool, int)):
         return zlib.crc32(repr(batch).encode())
-    if id(batch) in _inside or isinstance(batch, type):  # what a class holds is its process's
+    if id(batch) in _inside or isinstance(batch, type):  # the attributes of a class are of this process alone
         return 0
     inside = _inside | {id(batch)}
     if isinstance(batch, Mapping):

@@ -25,7 +25,7 @@ from lightning_autopar.exact.data.worker_random import CollateAndTell, GoOn, sta
 
 __all__ = ["BatchShare", "ExactLoader", "is_loader_state", "orders_alike", "unwrapped"]
 
-#: What Lightning asks a DataLoader for, of an iterable that is none.
+#: What Lightning reads from a DataLoader, for iterables that are no DataLoader.
 _WITHOUT_WORKERS: Mapping[str, Any] = {"num_workers": 0, "multiprocessing_context": None, "persistent_workers": False, "pin_memory": False}
 #: How many shares are kept where nobody takes them; who takes them is a batch or two behind.
 _SHARES_KEPT = 64
@@ -35,7 +35,7 @@ Source = Literal["order", "stream", "iterable"]
 
 
 def is_loader_state(state: object) -> bool:
-    """Whether this is what :meth:`ExactLoader.state_dict` gave."""
+    """Whether this is a state that :meth:`ExactLoader.state_dict` returned."""
     return isinstance(state, Mapping) and STATE_VERSION in state
 
 
@@ -47,16 +47,16 @@ def unwrapped(loader: Any) -> Any:
 class ExactLoader(DataLoader[Any]):
     """One rank's part of every batch of the user's loader.
 
-    What it isn't asked for itself (``dataset``, ``sampler``, ``num_workers``, …) it takes from the user's loader, and sets there.
+    Attributes that it doesn't define (``dataset``, ``sampler``, ``num_workers``, …) are read from the user's loader, and set there.
 
-    - A map-style dataset's indices are split before anything is loaded: a rank loads no samples but those that it is dealt.
+    - A map-style dataset's indices are split before anything is loaded: a rank loads only the samples that it is dealt.
     - Every rank reads the whole stream of an IterableDataset, and collates its own samples of each batch.
     - Where the dataset makes the batches itself (``batch_size=None``), or the loader isn't a plain DataLoader, the rank's rows are cut out
       of the batch's tensors.
 
-    All ranks follow rank 0's random state where the order is drawn, so all must begin an epoch together. With more than one rank, random
-    augmentation of a map-style dataset draws from a stream of each rank's own, since no rank sees all samples; ``load_all`` avoids that.
-    Batches come in order, whatever the loader's ``in_order`` is: out of order, no two runs are the same.
+    All ranks follow rank 0's random state where the order is drawn, so all must begin an epoch together. With more than one rank, each
+    rank's augmentation of a map-style dataset draws from a random stream of its own, since no rank sees all samples; ``load_all`` avoids
+    that. Batches come in order, whatever the loader's ``in_order`` is: out of order, no two runs would be the same.
 
     Args:
         loader: the user's loader; any iterable of batches will do.
@@ -67,15 +67,15 @@ class ExactLoader(DataLoader[Any]):
             the last batch again, with a share of no rows.
         sync: gives every rank the object that rank 0 called it with; a collective. Ranks that all get the same batches need it as well.
             None with one rank, or where every rank's order is the same without it (a map-style dataset read in sequence).
-        boundary: called with a batch's position just before it is fetched, when everything before it is as a checkpoint would have it.
-        progress: how far training has come. Without it, each batch handed out counts as finished when the state is asked for.
+        boundary: called with a batch's position just before it is fetched, when all state is as a checkpoint saves it.
+        progress: how far training has come. Without it, each batch handed out counts as finished when a state is taken.
         load_all: every rank loads all samples of a map-style dataset's batch and keeps its own: world_size times the work, and the
             dataset's random draws are those of one process.
-        collate_all: every rank collates whole batches, too, and takes its rows of them: what the collate function makes of them, and its
-            random draws, are those of one process.
-        by_samples: with ``collate_all``, a batch that isn't rows is collated of the rank's own samples.
-        alike: whether all ranks called it with the same number; a collective. Where each rank collates its own samples, it tells at every
-            batch whether their parts have one shape. Where they haven't, as some are padded further, the batch is collated whole.
+        collate_all: every rank collates whole batches, too, and takes its rows of them: the batches, and the collate function's random
+            draws, are those of one process.
+        by_samples: with ``collate_all``, a batch that can't be cut into rows is collated from the rank's own samples.
+        alike: whether all ranks called it with the same number; a collective. Where each rank collates its own samples, the ranks compare
+            their parts' shapes at every batch; if the shapes differ, as some parts are padded further, each rank collates the whole batch.
 
     Raises:
         ValueError: if rank, world size or dealing make no sense, or the loader already distributes its samples.
@@ -141,7 +141,7 @@ class ExactLoader(DataLoader[Any]):
     # -- the user's loader, seen through --------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if name == "wrapped" or (name.startswith("__") and name.endswith("__")):  # being copied or unpickled: there is no loader yet
+        if name == "wrapped" or (name.startswith("__") and name.endswith("__")):  # it is being copied or unpickled: there is no loader yet
             raise AttributeError(name)
         if name in _WITHOUT_WORKERS and not isinstance(self.wrapped, DataLoader):
             return getattr(self.wrapped, name, _WITHOUT_WORKERS[name])
@@ -165,18 +165,18 @@ class ExactLoader(DataLoader[Any]):
             self.wrapped._iterator = value
 
     def __len__(self) -> int:
-        """How many batches this rank is given in an epoch: all of the loader's, or one a round with whole batches."""
+        """How many batches this rank gets in an epoch: as many as the loader has; with whole batches, one a round."""
         length = alone(len, self.wrapped)
         return -(-length // self._world_size) if self._whole_batches else length
 
     @property
     def knows_samples(self) -> bool:
-        """Whether a share counts samples, of which a batch's rows may be more or fewer."""
+        """Whether a share counts samples. A batch may have more or fewer rows than samples."""
         return self._split in ("indices", "samples")
 
     @property
     def generators(self) -> Mapping[str, Any]:
-        """The generator objects that the user gave to the loader, its samplers or its dataset, by the names they have in a state."""
+        """The generator objects that the user gave to the loader, its samplers or its dataset, by their names in a state."""
         return dict(self._own)
 
     # -- iteration ------------------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class ExactLoader(DataLoader[Any]):
     def _find_split(self) -> Split:
         if self._whole_batches:
             return "none"
-        # Also where a BatchSampler is the sampler and batch_size=None: the documented way to have a dataset load a batch at a time.
+        # So it is where batch_size=None and the sampler is a BatchSampler: the documented way to have a dataset load a batch at a time.
         if self._indexed:
             if self.wrapped.batch_sampler is not None:
                 return "samples" if self._load_all and self._world_size > 1 else "indices"
@@ -204,10 +204,10 @@ class ExactLoader(DataLoader[Any]):
         return "rows"
 
     def _make_inner(self, workers: Mapping[str, Any] | None = None, first: int = 0) -> Any:
-        """The iterable that loads: a torch DataLoader as the user's, but for the order and what is collated.
+        """The iterable that loads: a torch DataLoader like the user's, with another order and another collate function.
 
         Args:
-            workers: what is known of the workers of the loader that this one goes on for.
+            workers: what is known of the workers of the earlier loader whose work this one continues.
             first: the epoch's batch that it begins with.
         """
         if self._inner is not None and workers is None:  # its persistent workers hold the dataset
@@ -226,7 +226,7 @@ class ExactLoader(DataLoader[Any]):
             collate = CollateAndTell(collate)
             if workers is not None:
                 init = GoOn(base=int(workers["base"]), first=first, states=tuple(states_of(workers)), then=init)
-        # Workers that live on are seeded once: torch's draw for those that stand for them must not be another one of the run's.
+        # Persistent workers are seeded once: torch's draw for those that replace them must not be one more draw of the run.
         lived = workers is not None and loader.persistent_workers
         generator = torch.Generator() if lived else loader.generator
         settings: dict[str, Any] = {"collate_fn": collate, "worker_init_fn": init, "generator": generator}
@@ -253,22 +253,22 @@ class ExactLoader(DataLoader[Any]):
         else:
             settings |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         inner: DataLoader[Any] = DataLoader(loader.dataset, **settings)
-        # In the next epoch worker 0 has the first batch again: workers that stand for others can't go on then.
+        # In the next epoch worker 0 has the first batch again: workers that took other workers' places can't go on then.
         keep = loader.persistent_workers and (workers is None or first % loader.num_workers == 0)
         self.__dict__["_inner"] = inner if keep else None
         return inner
 
     @property
     def _tells(self) -> bool:
-        """Whether the loader's workers tell the random states that a loader which goes on must give its own.
+        """Whether the loader's workers send their random states, which a loader that resumes must give to its own workers.
 
-        Of a stream, whose batches are read again, workers come to them by themselves.
+        The workers of a stream need none: they read its batches again, and so come to the same states.
         """
         return self._load_all and self._source == "order" and self.wrapped.num_workers > 0 and not self._whole_batches
 
     @property
     def _counts(self) -> bool:
-        """Whether what is collated comes with its number of samples, which the indices don't tell."""
+        """Whether collating returns the number of samples as well, because the indices don't tell it."""
         return self._split in ("samples", "rows") or (self._split == "none" and not self._indexed)
 
     @property
@@ -281,7 +281,7 @@ class ExactLoader(DataLoader[Any]):
         return (0, Dealing.even(1)) if self._split == "none" else (self._rank, self._dealing)
 
     def collated_whole(self, indices: Any) -> tuple[int, Any]:
-        """A batch of these samples' indices, loaded and collated whole in this process: how many samples it has, and this rank's part."""
+        """Loads and collates the batch with these indices, whole, in this process: its number of samples, and this rank's part."""
         loader = self.wrapped
         if loader.batch_sampler is None:
             return CollateRows(loader.collate_fn, self._rank, self._dealing)(loader.dataset[indices])
@@ -293,7 +293,7 @@ class ExactLoader(DataLoader[Any]):
         """The user's worker_init_fn, with the seed that this rank's workers must have."""
         function: Callable[[int], None] | None = self.wrapped.worker_init_fn
         if isinstance(function, partial) and function.func is pl_worker_init_function:
-            # Lightning's goes by the process' rank, and ranks with the same part of a batch, or the same stream, must load it alike.
+            # Lightning seeds by the process's rank, but ranks with the same part of a batch, or the same stream, must load it alike.
             function = partial(pl_worker_init_function, rank=0)
         if self._world_size > 1 and (self._split == "indices" or (self._whole_batches and self._source == "order")):
             # Each rank's workers see other samples: with equal seeds they would augment them alike.
@@ -315,7 +315,7 @@ class ExactLoader(DataLoader[Any]):
     # -- checkpoints ----------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in the data the run is, and the random states there; the same for any number of ranks.
+        """The run's position in the data, and the random states there; the same for any number of ranks.
 
         At the end of an epoch it says that the next epoch begins.
         """
@@ -327,9 +327,9 @@ class ExactLoader(DataLoader[Any]):
         return track.state_dict(self._progress() if self._progress else None, self._own)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` says; takes effect when the next batch is asked for, of an iterator made before or after.
+        """Continue where ``state_dict`` says; takes effect at the next batch, whether its iterator was made before or is made later.
 
-        A map-style dataset isn't touched for the batches that are done; an IterableDataset's are read and dropped.
+        It doesn't read the batches that are done from a map-style dataset; from an IterableDataset it reads and drops them.
 
         Raises:
             ValueError: if the state is not of an exact loader of this version, or this loader hands out whole batches.
@@ -346,7 +346,7 @@ class ExactLoader(DataLoader[Any]):
 
 
 def _find_source(loader: Any) -> Source:
-    """How a loader's batches can be had: by its indices, as a stream of samples, or only by iterating over the loader itself."""
+    """How to get a loader's batches: by its indices, as a stream of samples, or only by iterating over the loader itself."""
     kind = type(loader)
     if not isinstance(loader, DataLoader) or kind.__iter__ is not DataLoader.__iter__:
         return "iterable"
@@ -358,7 +358,7 @@ def _find_source(loader: Any) -> Source:
 
 
 def orders_alike(loader: Any) -> bool:
-    """Whether a loader's order is the same on every rank without a word between them: a collective that a rank can't miss."""
+    """Whether a loader's order is the same on every rank without communication; asking is a collective that every rank must join."""
     return _find_source(loader) == "order" and draws_nothing(loader)
 
 

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def without_group() -> Iterator[None]:
-    """While open, this process is in no group as far as torch says, and so are workers that it forks. For code without collectives."""
+    """While open, torch sees no process group in this process and in workers that it forks. For code without collectives."""
     if not dist.is_available() or not dist.is_initialized():
         yield
         return
@@ -49,7 +49,7 @@ def without_group() -> Iterator[None]:
 
 
 def alone(call: Callable[..., _T], *args: Any) -> _T:
-    """What the user's code gives where there is no process group."""
+    """Calls the user's code as if there were no process group; returns what it returns."""
     with without_group():
         return call(*args)
 
@@ -64,14 +64,14 @@ class LoaderPass(Iterator[Any]):
         self._stream: rng.RngState | None = None
         self._outside: rng.RngState | None = None
         self._before: rng.RngState | None = None
-        #: Of a resumed pass: the random states that its first fetches and the first fresh one must find.
+        #: In a resumed pass: the random states before its first, repeated fetches and before the first new one.
         self._ahead: deque[rng.RngState] = deque()
         self._settle: rng.RngState | None = None
         self._running = False
         self._skipped = 0
         #: What is known of the loader's workers from before this pass.
         self._workers: Mapping[str, Any] | None = None
-        #: Whether batches may be handed out and not finished, so that their fetches' random states are kept.
+        #: Whether a batch may be handed out and not yet finished, so that the random states around its fetch are kept.
         self._keeps = loader._progress is not None
         self._late = loader._draws_late
         self._counts = loader._counts
@@ -84,7 +84,7 @@ class LoaderPass(Iterator[Any]):
         """The inner loader of a new pass, and its empty record.
 
         Args:
-            workers: what is known of the loader workers that the pass goes on for.
+            workers: what is known of the loader workers whose work the pass continues.
             skip: how many of its batches are done.
         """
         loader = self._loader
@@ -115,12 +115,12 @@ class LoaderPass(Iterator[Any]):
         self._seed_stream()
 
     def _fitting(self, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """What a loader's state says of its workers; None where they were more or fewer, or said nothing."""
+        """What a loader's state says about its workers; None where it says nothing, or they were more or fewer than now."""
         workers: Mapping[str, Any] | None = state.get("workers")
         return workers if workers is not None and self._loader._tells and len(workers["states"]) == self._loader.num_workers else None
 
     def _listen(self) -> None:
-        """Note from here on what the loader's workers tell."""
+        """From here on, record the random states that the loader's workers send."""
         loader, track = self._loader, self._track
         if not loader._tells:
             return
@@ -140,7 +140,7 @@ class LoaderPass(Iterator[Any]):
 
     def _resume(self, state: dict[str, Any]) -> None:
         shared_random = self._loader._shared_random
-        if "base" not in state:  # an epoch that had not begun: it begins, as ever, from the random state of then
+        if "base" not in state:  # an epoch that had not begun: it begins, as usual, from the random state at that time
             shared_random.settle(rng.from_plain(state["rng"]), self._own)
             self._start(self._fitting(state))
             return
@@ -191,7 +191,7 @@ class LoaderPass(Iterator[Any]):
             self._stream = rng.seeded((seed + self._loader._rank * 0x9E3779B97F4A7C15 + self._skipped) % 2**63)
 
     def _drawn(self) -> None:
-        """The indices are there, and their samples are about to be loaded in this process."""
+        """Called when indices are drawn and their samples are about to be loaded in this process."""
         self._before = rng.capture(self._own)
         if self._stream is not None:
             self._outside = {name: value for name, value in self._before.items() if name in self._stream}
@@ -226,7 +226,7 @@ class LoaderPass(Iterator[Any]):
             loader._boundary(track.base + track.handed)
         if first or self._late:
             self._agree()
-        # What a repeated fetch of this batch must find: its indices are known by then, but its samples are loaded again.
+        # The random state for a repeated fetch of this batch: then its indices are known, but its samples are loaded again.
         self._before = rng.capture(self._own) if track.order is None else None
         try:
             batch, share = self._fetch(self._inner)
@@ -253,7 +253,7 @@ class LoaderPass(Iterator[Any]):
         self._settle, self._running, self._track.unsettled = None, False, None
 
     def _note(self) -> rng.RngState:
-        """The random state after a fetch; what a stream drew in it is logged."""
+        """Keep the random state after a fetch; for a stream, log the fetch's draws."""
         after = rng.capture(self._own)
         if self._track.order is None:
             assert self._before is not None

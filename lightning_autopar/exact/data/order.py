@@ -21,14 +21,14 @@ from lightning_autopar.exact.data.share import Dealing, cut
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-#: Entries of a draw log beyond which an exact replay is given up: about 50 MB of random states.
+#: The most entries of a draw log; beyond it exact replay is given up: about 50 MB of random states.
 LOG_LIMIT = 10_000
 
 _DRAW_AT_START = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
 
 def index_sampler(loader: Any) -> Any:
-    """What a map-style loader takes its next index or batch of indices from."""
+    """The sampler that gives a map-style loader its next index or batch of indices."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -45,17 +45,15 @@ def draws_nothing(loader: Any) -> bool:
 
 
 def draws_at_start_only(loader: Any) -> bool:
-    """Whether a map-style loader's order is known to draw from the process's generators no later than at its first index.
-
-    Read off torch/utils/data/sampler.py; of a class that torch doesn't define nothing is known.
+    """Whether a map-style loader's order is known to draw from the process's generators no later than at its first index. Taken from
+    torch/utils/data/sampler.py; nothing is known about classes that torch doesn't define.
     """
     return type(innermost_sampler(loader)) in _DRAW_AT_START
 
 
 class DrawLog:
-    """The random states that must be set again to replay draws that other draws (dropout's, say) were mixed with.
-
-    A state is kept only where it isn't what the previous logged draw left: a sampler that draws once has one entry.
+    """The random states to set again when the order's draws are replayed, as others (dropout's, say) came between them. A state is kept
+    only where it differs from the one after the previous logged draw: a sampler that draws once has one entry.
     """
 
     def __init__(self) -> None:
@@ -64,7 +62,7 @@ class DrawLog:
         self._left: rng.RngState = {}
 
     def note(self, number: int, before: rng.RngState, after: rng.RngState) -> None:
-        """The interaction ``number`` with the source took the random state from ``before`` to ``after``."""
+        """Log that the interaction ``number`` with the source took the random state from ``before`` to ``after``."""
         drawn = rng.changed(before, after)
         if not drawn:
             return
@@ -83,7 +81,7 @@ class DrawLog:
         self._left.update({name: after[name] for name in drawn})
 
     def draw(self, number: int, own: Mapping[str, Any], function: Callable[[], _T]) -> _T:
-        """``function()``, noted as the interaction ``number``."""
+        """Calls ``function()``, and logs it as the interaction ``number``."""
         before = rng.capture(own, cuda=False)
         try:
             return function()
@@ -108,7 +106,7 @@ class DrawnBatch:
 
     rows: int
     of: int
-    #: The whole batch's, of a sampler that gives batches of them.
+    #: The whole batch's indices, where the sampler gives batches of indices.
     indices: Any = None
 
 
@@ -164,7 +162,7 @@ class Order:
 
         Args:
             log: the epoch's draws so far.
-            made: how many batches the sampler had given; those from ``skip`` on are given again without a draw.
+            made: how many batches the sampler had given; it gives those from ``skip`` on again without a draw.
             skip: how many batches are done.
             ended: whether the sampler had been found empty.
 
@@ -186,12 +184,12 @@ class Order:
                 ) from None
             if number >= skip:
                 self._pending.append(batch)
-        # What had been drawn before stays in the log, or a second resume in this epoch would miss it.
+        # Earlier draws stay in the log, or a second resume in this epoch would miss them.
         self.log, self.made, self.ended = log, made, ended
         self._replayed = iter(()) if ended else source
 
     def replayed(self) -> None:
-        """The iterator over the replayed rest was made: the next one is a new epoch's."""
+        """Called when the iterator over the replayed rest was made: the next one belongs to a new epoch."""
         self._replayed = None
 
     def _next(self, source: Iterator[Any]) -> Any:

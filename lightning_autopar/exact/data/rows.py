@@ -53,18 +53,18 @@ def take_rows(
 ) -> tuple[int, Any]:
     """How many samples a collated batch has, and the rank's rows of it.
 
-    Every tensor and array is cut along dimension 0; so are lists with an entry a sample. A number, a string and a
-    scalar tensor have no dimension: they belong to the batch as a whole and stay.
+    Every tensor and array is cut along dimension 0; so are lists with an entry a sample. Numbers, strings and scalar tensors have no
+    dimension: they belong to the whole batch and stay as they are.
 
     Args:
         batch: the whole batch. It isn't changed.
         rank: who takes its rows.
         dealing: whose rows are whose.
-        samples: of how many samples it was made, where that is known. It may have fewer rows, as where a collate function leaves samples
-            out, but not more: those are nodes, or views, and nobody knows whose.
-        one: makes such a batch of a single sample: it tells a list of samples from a list of tensors where both could be.
-        collates: whether a batch that can be taken apart into its samples and collated anew, as torch_geometric's can, is: its tensors have
-            no row a sample.
+        samples: how many samples it was made of, where that is known. It may have fewer rows, as a collate function may leave samples out,
+            but not more: those are nodes, or views, and nobody knows which sample's.
+        one: makes such a batch of a single sample. It shows whether a list holds samples or tensors, where it could be either.
+        collates: whether a batch is taken apart into its samples and collated anew where its class can do that, as torch_geometric's can:
+            its tensors have no row a sample.
 
     Raises:
         ValueError: if there is no batch dimension, or something in the batch can't be cut.
@@ -88,7 +88,7 @@ def take_rows(
 
 
 def shapes_of(batch: Any) -> Iterator[tuple[int, ...]]:
-    """The shapes of all tensors and arrays in a batch, and of what is indexed by sample as they are."""
+    """The shapes of all tensors and arrays in a batch, and of other values that are indexed by sample."""
     return map(_shape, _arrays(batch, frozenset()))
 
 
@@ -98,7 +98,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def part_number(part: Any, rows: int) -> int:
-    """A number that is the same for parts of a batch whose tensors have a row for each of their samples, and else one shape and type."""
+    """A number that is the same for parts of a batch whose tensors have a row for each sample and agree in all other sizes and in type."""
     shapes = [shape for shape in shapes_of(part) if shape]
     if any(shape[0] != rows for shape in shapes):
         return SystemRandom().getrandbits(62)
@@ -138,7 +138,7 @@ def _single(one: Callable[[], Any] | None) -> Any:
     """A batch of a single sample; None where there is none."""
     try:
         return None if one is None else one()
-    except Exception:  # the user's collate function, which may leave that very sample out
+    except Exception:  # the user's collate function may leave out this very sample
         return None
 
 
@@ -163,12 +163,12 @@ def _has_batch_size(value: Any) -> bool:
 
 
 def _is_collection(value: Any) -> bool:
-    """Whether it can be taken apart into samples and collated of them, by methods of its own, as torch_geometric's batches can."""
+    """Whether its own methods can take it apart into samples and collate it from them, as those of torch_geometric's batches can."""
     return all(hasattr(type(value), name) for name in ("to_data_list", "from_data_list", "keys"))
 
 
 def _is_object(value: Any) -> bool:
-    """Whether it is an instance of a class that holds a batch by its attributes; no array of another library, which looks like one."""
+    """Whether it is an instance of a class that holds a batch in its attributes; another library's array, which looks like one, isn't."""
     return not isinstance(value, _NO_BATCHES) and not hasattr(type(value), "__array__") and bool(_state(value))
 
 
@@ -291,7 +291,7 @@ class _Cutter:
         return pack_padded_sequence(rows, own, batch_first=True, enforce_sorted=value.sorted_indices is None)
 
     def _cut_collection(self, value: Any) -> Any:
-        """Collated anew of the rank's samples; what was added to it since it was collated would be lost."""
+        """The collection, collated anew from the rank's samples; refused where that would lose what was added later."""
         try:
             samples = value.to_data_list()
             part = type(value).from_data_list([samples[index] for index in self._own]) if len(samples) == self.of else None
@@ -331,7 +331,7 @@ class _Cutter:
         return cut(value, self.rank, self.dealing)
 
     def _cut_object(self, value: Any) -> Any:
-        """A copy whose attributes and items are cut. Where the copy shares what holds the items, that is cut first, as an attribute."""
+        """A copy whose attributes and items are cut. A container of items that the copy shares is cut first, as an attribute."""
         try:
             result = copy.copy(value)
             for name, item in _state(value).items():
@@ -356,7 +356,7 @@ class _Cutter:
                 raise ValueError(self._words(f"a {type(value).__name__}, whose copies share its items,"))
 
     def _attribute(self, name: str, value: Any) -> Any:
-        """An attribute's part; what holds neither tensors nor an entry a sample belongs to the batch as a whole."""
+        """The rank's part of an attribute. A value that holds neither tensors nor an entry a sample belongs to the whole batch."""
         if isinstance(value, (list, tuple)) and _is_leaves(value):
             return self._cut_list(value) if len(value) == self.of and not name.startswith("_") else value
         if _is_leaf(value):

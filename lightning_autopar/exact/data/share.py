@@ -17,9 +17,8 @@ from lightning_autopar.plans import count_dealt
 
 @dataclass(frozen=True)
 class Dealing:
-    """Sample ``i`` of a batch is the holder's ``turns[i % len(turns)]``. A holder is a rank, or one of the parts of a rank's samples.
-
-    Where a holder's turns come at equal distances, as in an even dealing all do, its samples are a slice.
+    """Who gets which sample of a batch: sample ``i`` goes to the holder ``turns[i % len(turns)]``. A holder is a rank, or a part of a
+    rank's samples. A holder whose turns come at equal distances, as all do in an even dealing, gets a slice of the samples.
 
     Args:
         turns: holders, from 0 without a gap; see :attr:`lightning_autopar.plans.Plan.dealing`.
@@ -34,11 +33,11 @@ class Dealing:
 
     @cached_property
     def holders(self) -> int:
-        """How many they are."""
+        """How many holders there are."""
         return max(self.turns) + 1
 
     def rank_of(self, sample: int) -> int:
-        """Whose sample it is."""
+        """The holder of a sample."""
         return self.turns[sample % len(self.turns)]
 
     def rows(self, of: int, holder: int) -> int:
@@ -46,11 +45,11 @@ class Dealing:
         return count_dealt(self.turns, of)[holder]
 
     def indices(self, of: int, holder: int) -> range | tuple[int, ...]:
-        """Which of a batch's ``of`` samples the holder gets, in order: a range where they come at equal distances."""
+        """The indices of the holder's samples in a batch of ``of``, in order: a range where they come at equal distances."""
         return _indices(self.turns, of, holder)
 
     def split(self, parts: int) -> Dealing:
-        """Each holder's samples dealt out evenly to its parts: part ``p`` of holder ``r`` is the new dealing's ``r * parts + p``."""
+        """The dealing that splits each holder's samples evenly into parts: part ``p`` of holder ``r`` is its holder ``r * parts + p``."""
         seen, turns = [0] * self.holders, []
         for holder in self.turns * parts:
             turns.append(holder * parts + seen[holder] % parts)
@@ -79,13 +78,13 @@ except ImportError:  # torch runs without it
 class BatchShare:
     """What one rank, or a part of one, holds of a global batch.
 
-    A rank that gets no sample of a batch smaller than the world size is fed the batch's first sample and has ``rows == 0``: it takes part
-    in every collective, with weight 0.
+    A rank that gets no sample, as the batch is smaller than the world size, is fed the batch's first sample and has ``rows == 0``: it takes
+    part in every collective, with weight 0.
 
     Args:
         rows: how many samples of the global batch are its own.
         of: how many samples the global batch has.
-        rank: who it is in the dealing: this rank, or a part of its samples.
+        rank: the holder's number in the dealing: this rank, or a part of its samples.
         world_size: how many ranks share the batch.
         dealing: who gets which sample; if None, the ranks in turn.
     """
@@ -112,12 +111,12 @@ class BatchShare:
 
     @property
     def whole(self) -> bool:
-        """Whether nobody else, and no other part, has samples of the batch."""
+        """Whether it has all samples of the batch."""
         return self.dealing.holders == 1
 
     @property
     def indices(self) -> range | tuple[int, ...]:
-        """Which of the global batch's samples it is fed: its own, the first one where it has none."""
+        """The indices of the global batch's samples that it is fed: its own, or the first one where it has none."""
         return self.dealing.indices(self.of, self.rank) if self.rows else range(1)
 
     def part(self, number: int, parts: int) -> BatchShare:
@@ -128,12 +127,12 @@ class BatchShare:
 
 
 def share_of(of: int, rank: int, dealing: Dealing) -> BatchShare:
-    """A rank's share of a batch of ``of`` samples that are dealt out so."""
+    """A rank's share of a batch of ``of`` samples under this dealing."""
     return BatchShare(rows=dealing.rows(of, rank), of=of, rank=rank, world_size=dealing.holders, dealing=dealing)
 
 
 def cut(samples: Any, rank: int, dealing: Dealing) -> Any:
-    """The rank's part of anything that can be sliced, the first sample where that would be empty.
+    """The rank's part of anything that can be sliced; the first sample where the part would be empty.
 
     A tensor lies in memory as the whole one does, without gaps: users' code says ``view(-1)``.
     """
@@ -163,7 +162,7 @@ def _picked(whole: torch.Tensor, own: tuple[int, ...]) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def index_of(own: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The samples' numbers on the device, for reading alone. The host doesn't wait: the copy is queued behind what the device has to do."""
+    """The samples' indices as a tensor on the device, only to be read. The host doesn't wait for the copy, which is queued."""
     with torch.inference_mode(False):
         return torch.tensor(own).to(device, non_blocking=True)
 

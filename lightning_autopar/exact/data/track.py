@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: The key that a loader's state is known by.
+#: The key that holds a loader's state.
 STATE_VERSION = "exact_loader_version"
 
 #: Batches that a trainer may have fetched and not finished: Lightning prefetches one, and runs one.
@@ -46,10 +46,10 @@ class EpochProgress:
 
 
 def fit_progress(trainer: Any) -> Callable[[], EpochProgress]:
-    """What an :class:`ExactLoader` for training asks, answered by a Lightning Trainer's own counters.
+    """The progress that an :class:`ExactLoader` for training asks for, read from a Lightning Trainer's own counters.
 
-    A batch is finished once Lightning counts it as processed: a checkpoint of ``on_train_batch_end`` is written before it is counted as
-    completed, and Lightning itself goes on after it.
+    A batch is finished once Lightning counts it as processed: a checkpoint of ``on_train_batch_end`` is written before Lightning counts the
+    batch as completed, and yet Lightning resumes after that batch.
     """
 
     def ask() -> EpochProgress:
@@ -60,7 +60,7 @@ def fit_progress(trainer: Any) -> Callable[[], EpochProgress]:
 
 
 class SharedRandomState:
-    """A checkpoint's random state, which the first of the loaders that were saved together sets, and the others must not set back.
+    """A checkpoint's random state. Of the loaders that were saved together, the first one sets it, and the others must not set it again.
 
     Args:
         state: the random state, as it is in the checkpoint.
@@ -77,7 +77,7 @@ class SharedRandomState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SharedRandomState:
-        """The one that another loader of the same checkpoint began, or a new one, for a loader's state."""
+        """The object for a loader's state: that of another loader of the same checkpoint where there is one, else a new one."""
         latest = cls._latest() if cls._latest is not None else None
         if latest is None or latest.done or not torch.equal(latest._mark, state["rng"]["torch"]):
             latest = cls(state["rng"])
@@ -86,7 +86,7 @@ class SharedRandomState:
         return latest
 
     def settle(self, state: rng.RngState, own: Mapping[str, Any]) -> None:
-        """Set the random state, or, where that was done, that of the loader's own generators alone."""
+        """Set the random state; where that is done already, only that of the loader's own generators."""
         rng.restore({name: value for name, value in state.items() if name in own} if self.done else state, own)
         self.done = True
 
@@ -106,15 +106,15 @@ class PassRecord:
         self.base = 0
         self.handed = 0
         self.exhausted = False
-        #: The state this pass was resumed from, as long as the random state isn't yet what it says.
+        #: The state that this pass resumes from, until its random state is set.
         self.unsettled: dict[str, Any] | None = None
         self.samplers = samplers
         self.sampler_states = _sampler_states(samplers)
-        #: What the loader's workers told, where they do; and whether they live on in the next pass.
+        #: The random states that the loader's workers sent, where they send any; and whether the workers live on in the next pass.
         self.workers: WorkerStates | None = None
         self.workers_persist = False
         self._log = DrawLog()
-        #: Of the last batches handed out: position in this pass, random state before and after the fetch.
+        #: For the last batches handed out: the position in this pass, and the random states before and after the fetch.
         self.fetches: deque[tuple[int, rng.RngState, rng.RngState]] = deque(maxlen=_FETCHES_KEPT)
 
     @property
@@ -157,7 +157,7 @@ class PassRecord:
 
 
 def _sampler_states(samplers: Mapping[str, Any]) -> dict[str, Any]:
-    """What the samplers' orders depend on besides random draws: the epoch they were told, or a state of their own."""
+    """What the samplers' orders depend on besides random draws: the epoch that was set, or a state of their own."""
     states: dict[str, Any] = {}
     for name, sampler in samplers.items():
         if callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None)):

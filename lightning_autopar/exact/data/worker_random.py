@@ -22,7 +22,7 @@ try:
 except ImportError:  # torch runs without it
     numpy = None  # type: ignore[assignment]
 
-#: Batches that may have been handed out and not be finished, as in ``track``.
+#: The most batches that may be handed out and not yet finished, as in ``track``.
 _AHEAD = 8
 
 
@@ -40,12 +40,12 @@ class CollateAndTell:
 
 @dataclass(frozen=True, kw_only=True)
 class GoOn:
-    """A ``worker_init_fn`` that makes a worker the one that would have had its first batch in the loader before, and calls the user's.
+    """A ``worker_init_fn``: gives a worker the random state of the earlier loader's worker whose work it continues, then calls the user's.
 
     Args:
-        base: the seed that the loader before gave its workers, to which each adds its number.
+        base: the seed that the earlier loader gave its workers; each adds its number.
         first: the epoch's batch that worker 0 begins with.
-        states: of each worker of the loader before; None of one that has loaded nothing.
+        states: each worker's in the earlier loader; None for a worker that had loaded nothing.
         then: the user's.
     """
 
@@ -59,7 +59,7 @@ class GoOn:
         number = (self.first + worker_id) % len(self.states)
         info = get_worker_info()
         assert info is not None, "it runs in a worker"
-        for name, value in (("id", number), ("seed", self.base + number)):  # what the user's code asks for; torch guards it
+        for name, value in (("id", number), ("seed", self.base + number)):  # set what the user's code reads; torch keeps it private
             object.__setattr__(info, name, value)
         # As torch.utils.data._utils.worker._worker_loop seeds it.
         random.seed(self.base + number)
@@ -77,7 +77,7 @@ class GoOn:
 
 @dataclass(kw_only=True)
 class WorkerStates:
-    """What workers told in a pass.
+    """The random states that workers sent in a pass.
 
     Args:
         base: the seed that torch's iterator gave its workers.
@@ -105,7 +105,7 @@ class WorkerStates:
 
 
 def states_of(data: Mapping[str, Any]) -> list[rng.RngState | None]:
-    """The workers' states in what :meth:`WorkerStates.at` gave."""
+    """The workers' states, out of the values that :meth:`WorkerStates.at` returned."""
     return [None if state is None else rng.from_plain(state) for state in data["states"]]
 
 

@@ -21,12 +21,12 @@ _BETWEEN = ("torchmetrics.", "torch.", "lightning_autopar.", "contextlib.", "fun
 
 
 def is_thrown_away(metric: Metric) -> bool:
-    """Whether the states are asked for by the metric's ``forward``, and whoever called it, be it through a collection, drops its value."""
+    """Whether the metric's ``forward`` needs the states, and its caller, also through a collection, discards its value."""
     frame, forward = sys._getframe(2), False
     while f"{frame.f_globals.get('__name__')}.".startswith(_BETWEEN):
         owner = frame.f_locals.get("self")
         if isinstance(owner, Metric) and owner is not metric:
-            return False  # another metric is made of this one's value
+            return False  # another metric is computed from this one's value
         forward |= frame.f_code.co_name in _FORWARDS
         if frame.f_back is None:
             return False
@@ -36,14 +36,14 @@ def is_thrown_away(metric: Metric) -> bool:
 
 @lru_cache(maxsize=256)
 def _drops(code: types.CodeType, place: int) -> bool:
-    """Whether what the call there returns is dropped at once."""
+    """Whether the caller there discards the call's result at once."""
     return next((each.opname for each in dis.get_instructions(code) if each.offset > place), "") == "POP_TOP"
 
 
 def _calls(frame: types.FrameType, metric: Metric) -> bool:
     """Whether the call that runs there is one of the metric, or of a collection with it: ``values.extend(map(self.accuracy, …))`` isn't.
 
-    Told by the source of the call; where there is none, the value counts as looked at, which is right and costs an exchange.
+    Judged by the source of the call; without source, the value counts as used, which is safe and costs an exchange.
     """
     names = _called(frame.f_code, frame.f_lasti)
     if names is None:
@@ -60,7 +60,7 @@ def _calls(frame: types.FrameType, metric: Metric) -> bool:
 
 @lru_cache(maxsize=256)
 def _called(code: types.CodeType, place: int) -> tuple[Any, ...] | None:
-    """What the call there is a call of, as names: attributes, and keys in tuples; None where the source doesn't tell."""
+    """The called object there, as names: attributes, and keys in tuples; None where the source doesn't show it."""
     positions = getattr(code, "co_positions", None)  # of Python 3.11 and later
     if positions is None:
         return None

@@ -31,7 +31,7 @@ REDUCTIONS: dict[Any, str] = {
     max: "max",
     min: "min",
 }
-#: Stands for a collection in the entry of the step's loss, which nobody logged.
+#: The collection in the entry of the step's loss, which nobody logged.
 LOSS = -1
 OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "add_dataloader_idx", "metric_attribute")
 
@@ -47,8 +47,8 @@ class Entry:
         dataloader_idx: the collection's at that time.
         result: the key of its result in the collection.
         is_metric: whether a torchmetrics object was logged, which exchanges its states itself.
-        value: what this rank logged; None where another rank logged it, and for a metric but in a pipeline's step, where it is what the
-            metric's ``forward`` gave of the batch as far as it has come.
+        value: what this rank logged; None if another rank logged it, and for a metric. In a pipeline's step, a metric's value is that of
+            its ``forward`` on the batch so far.
         dtype: the value's, as Lightning keeps it.
         batch_size: what the value weighs in its epoch's mean.
         rows: how many samples of this rank the value speaks for.
@@ -56,9 +56,9 @@ class Entry:
         own: whether it is this rank's alone (``rank_zero_only``).
         stage: which stage of a pipeline logged it in a step; None outside of one, and where there are no stages.
         given_as_number: whether the user gave a number rather than a tensor.
-        deferred: whether it is a metric whose value of the step is yet to be brought together, from ``states``.
+        deferred: whether it is a metric whose value of the step still has to be combined, from ``states``.
         states: of the metric on this rank's part of the batch, and how many updates they have seen.
-        packed: the states as a row of numbers, where that can be; after the exchange those of the ranks that logged it, a row each.
+        packed: the states as a row of numbers, where possible; after the exchange those of the ranks that logged it, a row each.
         packed_numbers: how many numbers that row has.
     """
 
@@ -86,7 +86,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What two ranks' entries have in common if they are the same."""
+        """The key that is equal for two ranks' entries of the same value."""
         return (self.collection, self.fx, self.name, self.options, self.dataloader_idx, self.is_metric)
 
     @property
@@ -102,12 +102,12 @@ class Entry:
 
 
 class Combiner:
-    """Makes the whole batch's values of its parts'.
+    """Combines the parts' values into the whole batch's.
 
     A mean is weighted by the parts' samples; a sum, maximum or minimum (``reduce_fx``) is that over the parts.
 
     Args:
-        rules: how the parts' values make the whole batch's, where that was found out; elsewhere ``reduce_fx`` must tell.
+        rules: how the parts' values combine into the whole batch's, where that was found out; elsewhere ``reduce_fx`` decides.
     """
 
     def __init__(self, rules: LogRules | None = None) -> None:
@@ -121,12 +121,12 @@ class Combiner:
 
         Args:
             entries: what every part logged.
-            values: of each part a row, float64; NaN or anything of one that has no samples.
+            values: a row for each part, float64; any value, NaN included, for a part without samples.
             rows: samples that each of them speaks for, float64, on the host.
             batch_sizes: what each weighs.
-            last: names of values of which the last part's is the whole batch's, whether it has samples or not.
+            last: names of values whose last part's value is the whole batch's, even if that part has no samples.
         """
-        # Before any sample was seen (on_train_start), parts weigh the same.
+        # Before any sample was seen (on_train_start), all parts weigh the same.
         rows = torch.where(rows.sum(0) > 0, rows, torch.ones_like(rows))
         row_lists = rows.tolist()
         weights = rows.to(values.device, non_blocking=True)
@@ -146,7 +146,7 @@ class Combiner:
         return found
 
     def fold(self, parts: Sequence[Sequence[Entry]], *, last: Collection[str] = ()) -> list[Entry]:
-        """What parts logged one after the other, as the log of all of them together.
+        """Combine what parts logged one after the other into one log.
 
         Args:
             parts: the entries of each.
@@ -166,7 +166,7 @@ class Combiner:
         return [folded for same in counted for folded in self._folded([[entry] for entry in same], last)]
 
     def _folded(self, parts: Sequence[Sequence[Entry]], last: Collection[str]) -> list[Entry]:
-        """Of parts that logged the same."""
+        """Combine the entries of parts that logged the same values."""
         first = parts[0]
         device = next((entry.value.device for entry in first if entry.value is not None), torch.device("cpu"))
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -201,7 +201,7 @@ class Combiner:
 
 
 def _reduce(kind: str, values: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Over the parts that count; a value of one that doesn't may be anything, NaN included."""
+    """Reduce over the parts that count; the value of another part may be anything, NaN included."""
     if kind == "max":
         return torch.where(counts, values, -torch.inf).amax(0)
     if kind == "min":
@@ -222,7 +222,7 @@ def loss_entry(loss: Tensor, rows: int, of: int, stage: int | None) -> Entry:
     return Entry(
         collection=LOSS,
         fx="training_step",
-        name="",  # no name of the user's: what is known of a value that is logged as "loss" says nothing of this one
+        name="",  # not a user's name: what is known of a value that is logged as "loss" doesn't hold for this one
         options=(False, False, False, False, "mean", False, False, None),
         dataloader_idx=None,
         is_metric=False,
@@ -238,7 +238,7 @@ def loss_entry(loss: Tensor, rows: int, of: int, stage: int | None) -> Entry:
 def already_global(arguments: dict[str, Any]) -> dict[str, Any]:
     """``log``'s arguments with a reduction over ranks that does nothing (which spares the advice to pass ``sync_dist=True``).
 
-    Lightning's own reductions go by their names, which other processes understand; what else it may be is for Lightning to refuse.
+    Lightning's own reductions go by their names, which other processes understand; anything else is refused by Lightning.
     """
     reduction = arguments.get("reduce_fx", "mean")
     return {
@@ -251,12 +251,12 @@ def already_global(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _given(value: Any, *_: Any, **__: Any) -> Any:
-    """Stands for Lightning's reduction over ranks where a value is everybody's already."""
+    """Replaces Lightning's reduction over ranks for a value that all ranks have already."""
     return value
 
 
 def kept_dtype(value: Tensor) -> torch.dtype:
-    """What Lightning keeps a value as: float32, or float64 where it or the default type is that, and the value no float32."""
+    """The type in which Lightning keeps a value: float32, or float64 if it or the default type is that and it isn't float32."""
     wide = value.dtype == torch.float64 or (value.dtype != torch.float32 and torch.get_default_dtype() == torch.float64)
     return torch.float64 if wide else torch.float32
 
@@ -267,7 +267,8 @@ def take_back(collections: Sequence[Any], before: Mapping[tuple[int, str], dict[
     Args:
         collections: of results.
         before: by collection and key, results as they were before; None where the values made them.
-        keep: whether results that they made stay, empty; they go where ranks disagree, to be made anew in an order that all have.
+        keep: whether results that they made stay, empty; where ranks disagree they are removed, to be made anew in the same order on all
+            ranks.
     """
     for (index, key), state in before.items():
         results = collections[index]
@@ -283,7 +284,7 @@ def take_back(collections: Sequence[Any], before: Mapping[tuple[int, str], dict[
 
 
 def log_again(trainer: Trainer, results: Any, entry: Entry, value: Tensor | None, batch_size: int) -> None:
-    """Log the whole batch's value in the place of a local one.
+    """Log the whole batch's value in place of a local one.
 
     Args:
         trainer: whose module has logged it.
@@ -298,16 +299,16 @@ def log_again(trainer: Trainer, results: Any, entry: Entry, value: Tensor | None
     logged: Any
     if entry.is_metric:
         logged = trainer.lightning_module.get_submodule(entry.options[OPTIONS.index("metric_attribute")])
-        if value is not None:  # on every stage's rank what the one that updates it has of the step
+        if value is not None:  # on every stage's rank, the step's states of the rank that updates the metric
             logged._forward_cache = value.to(logged.device, entry.dtype)
     else:
         assert value is not None
         logged = value.to(entry.dtype)
     if entry.result in results:
-        # Past log(), whose moving of a result's every tensor costs more than the exchange.
+        # Not by log(), which moves every tensor of a result, and so costs more than the exchange.
         if not entry.is_metric:
             logged = logged.to(results[entry.result].value.device)
-        if "begin" in vars(results):  # a resumed epoch's result begins with what was saved of it
+        if "begin" in vars(results):  # a resumed epoch's result begins with its saved sum
             results.begin(entry.result)
         type(results).update_metrics(results, entry.result, logged, batch_size)
     else:

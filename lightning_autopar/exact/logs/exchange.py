@@ -24,14 +24,14 @@ from torch import Tensor
 
 from lightning_autopar.exact.logs.entries import Combiner, Entry
 
-#: Numbers that one exchange carries without asking first how many there are: these, or up to the most where the last one needed more.
+#: How many numbers an exchange sends without first exchanging their count: this many, or up to the most if the last one needed more.
 _NUMBERS, _MOST_NUMBERS = 192, 2**14
 _HEADER = 4
-#: Combinations that are remembered; a step that logs under ever new names makes as many.
+#: How many combinations are cached; a step that always logs under new names makes as many.
 _REMEMBERED = 1024
-#: On a GPU so many exchanges' values wait to be checked, so that the host needn't wait at each.
+#: On a GPU, the values of so many exchanges are checked together, so that the host doesn't wait at each.
 _UNCHECKED = 100
-#: Relative difference up to which a hook's values on one replica's ranks are the same: they were computed alike.
+#: Relative difference up to which a hook's values on one replica's ranks count as equal.
 _SAME = 1e-6
 
 
@@ -81,19 +81,19 @@ class _Agreement:
 
     @property
     def valued(self) -> bool:
-        """Whether there are values, beside metrics that have their own."""
+        """Whether there are values besides metrics, which have their own."""
         return any(entry.valued or not entry.is_metric for block in self.blocks for entry in block.entries)
 
 
 class Exchange:
-    """Makes all ranks' entries one list, the same on all of them.
+    """Combines all ranks' entries into one list, the same on all of them.
 
     Where several ranks are one replica (a pipeline's stages), what a stage logged in a step counts for the whole replica, and what its
     ranks log alike outside of a step (in hooks) counts once.
 
     Args:
-        combiner: makes the whole batch's values of the replicas'.
-        device: where the default process group's collectives want their tensors.
+        combiner: combines the replicas' values into the whole batch's.
+        device: where tensors must lie for the default process group's collectives.
         ranks_per_replica: how many ranks, one after the other, hold one replica.
     """
 
@@ -106,17 +106,18 @@ class Exchange:
         self._warned: set[str] = set()
         self._unchecked: list[tuple[_Agreement, Tensor]] = []
         self._open: list[dist.ProcessGroup] = []
-        #: For how many numbers there is room in the next exchange: the same on all ranks, by what all have heard at the last one.
+        #: The room for numbers in the next exchange: the same on all ranks, from the last exchange.
         self._room = _NUMBERS
-        #: For what the host knows; None is the default group.
+        #: The group for values on the host; None is the default group.
         self.host_group: dist.ProcessGroup | None = None
-        #: The ranks that run the same stage of other replicas, on the host; None where there are none but this one, or all.
+        #: The group, on the host, of the ranks that run the same stage of other replicas; None if that is this rank alone, or all ranks.
         self.peers: dist.ProcessGroup | None = None
 
     def open(self) -> None:
-        """Make the groups that it takes. Every rank calls this."""
+        """Make its process groups. Every rank calls this."""
         if self._device.type != "cpu":
-            # What the host knows (names, batch sizes) goes by the host: reading it from the device would wait for the step's kernels.
+            # Values on the host (names, batch sizes) are exchanged on the host: reading them from the device would wait for the step's
+            # kernels.
             self.host_group = dist.new_group(backend="gloo")
             self._open.append(self.host_group)
         world_size, stages = dist.get_world_size(), self._ranks_per_replica
@@ -140,7 +141,7 @@ class Exchange:
         return self._ranks_per_replica > 1
 
     def __call__(self, entries: list[Entry]) -> tuple[bool, list[tuple[Entry, Tensor | None, int]]]:
-        """Whether all ranks logged the same, and what all of them logged together: entry, value, and what it weighs in an epoch's mean.
+        """Whether all ranks logged the same values, and what all ranks together logged: entry, value, and its weight in an epoch's mean.
 
         Raises:
             RuntimeError: on every rank, if a hook logged a tensor that isn't the same on all ranks of a replica; on GPUs some batches
@@ -176,7 +177,7 @@ class Exchange:
         found: dict[int, tuple[Entry, Tensor | None, int]] = {}
         for block in agreement.blocks:
             rows = block.of(table[:, :, 0])
-            # What was learnt of other ranks' entries holds for any batch, but for the batch's size.
+            # What is known of other ranks' entries holds for any batch, except for the batch's size.
             stated = [replace(entry, of=samples) if entry.of not in (0, samples) else entry for entry in block.entries]
             combined = self._combiner.combine(stated, block.of(values), rows, block.of(table[:, :, 1]).tolist())
             counts = rows.sum(0).tolist()
@@ -184,14 +185,14 @@ class Exchange:
                 if rank_states:
                     rows_of_states = [gathered[rank, begins[rank] + at :][: entry.packed_numbers] for rank, at in rank_states]
                     entry = replace(entry, packed=torch.stack(rows_of_states))
-                if count or entry.is_metric or not entry.of:  # else only a rank that was fed somebody else's row saw it
+                if count or entry.is_metric or not entry.of:  # otherwise only a rank that was fed another rank's row saw it
                     found[place] = entry, value, size
         return agreement.same, [found[place] for place in sorted(found)]
 
     # -- who logs what ---------------------------------------------------------------------------------------------------------------------
 
     def _agree(self, hashes: tuple[int, ...], entries: list[Entry]) -> _Agreement:
-        """Who logs what, by all ranks' hashes: the same on every rank, as all have come to know the same ones."""
+        """Who logs what, by all ranks' hashes: the same on every rank, as all have received the same ones."""
         known = self._agreements.get(hashes)
         if known is not None:
             return known
@@ -216,7 +217,7 @@ class Exchange:
         return known
 
     def _by_name(self, lists: Sequence[Sequence[Entry]], same: bool) -> _Agreement:
-        """Put together what has one name, in the order of the stages and of the first rank that logged it, hooks' last."""
+        """Group entries of one name, in the order of the stages and of the first rank that logged it, hooks' last."""
         by_key: dict[tuple[Any, ...], dict[int, tuple[int, Entry]]] = {}
         begins = [_begins(theirs) for theirs in lists]
         for rank, theirs in enumerate(lists):
@@ -261,7 +262,7 @@ class Exchange:
         )
 
     def _speakers(self, ranks: dict[int, tuple[int, Entry]]) -> list[int]:
-        """Of the ranks that logged something, those whose values count."""
+        """The ranks, of those that logged something, whose values count."""
         first = next(iter(ranks.values()))[1]
         if first.stage is not None or not self.staged:
             return sorted(ranks)
@@ -271,7 +272,7 @@ class Exchange:
         return list(replicas.values())
 
     def _check(self, agreement: _Agreement, values: Tensor) -> None:
-        """What a hook logs is the same on all ranks of a replica, or nothing that all of them could speak for."""
+        """Check that a hook logs the same value on all ranks of a replica; if not, no value would be right for all."""
         if not agreement.twins:
             return
         self._unchecked.append((agreement, values))
@@ -322,7 +323,7 @@ class Exchange:
     # -- communication ---------------------------------------------------------------------------------------------------------------------
 
     def _gather(self, numbers: Tensor, size: int) -> Tensor:
-        """Every rank's numbers, of each as many as ``size``."""
+        """Every rank's numbers, ``size`` of each."""
         mine = torch.zeros(size, dtype=torch.float64)
         mine[: len(numbers)] = numbers[:size]
         gathered = torch.empty(dist.get_world_size(), size, dtype=torch.float64)

@@ -66,16 +66,16 @@ class GlobalLogging:
     """Makes every logged value that of the whole batch, on every rank.
 
     A mean over ranks is weighted by their samples; a sum, maximum or minimum (``reduce_fx``) is that over the ranks. ``sync_dist`` makes no
-    difference; what is logged with ``rank_zero_only=True`` stays rank 0's (but for a pipeline's steps, which end on another rank). A value
-    that only some ranks log is taken from those. torchmetrics objects of the module synchronise at each step as well, and a rank without
+    difference; what is logged with ``rank_zero_only=True`` stays rank 0's (except in a pipeline's steps, which end on another rank). If
+    only some ranks log a value, only theirs count. torchmetrics objects of the module synchronise at each step as well, and a rank without
     samples leaves them as they were.
 
     Args:
         trainer: whose module logs.
         share: gives this rank's part of the current batch, None where batches aren't split (each rank then weighs the same).
         device: where the default process group's collectives want their tensors.
-        rules: how the ranks' values make the whole batch's, where that was found out; elsewhere ``reduce_fx`` must tell.
-        kept: how what parts of a batch leave on the module makes what the whole batch would.
+        rules: how the ranks' values combine into the whole batch's, where that was found out; elsewhere ``reduce_fx`` decides.
+        kept: how the values that a batch's parts leave on the module combine into the whole batch's.
         parts: whether a training step may come in parts.
         ranks_per_replica: how many ranks, one after the other, hold one replica: a pipeline's. What a stage's own code logs in a step
             counts for its whole replica; what hooks log outside of a step counts once, and must be the same on all of them.
@@ -115,23 +115,23 @@ class GlobalLogging:
         self._in_step = False
         self._given_as_number = False
         self._metric_parts = MetricParts()
-        #: Names under which a step logged what a metric's ``forward`` gave: the last part's speaks for all.
+        #: Names under which a step logged the value of a metric's ``forward``: the last part's value counts for all.
         self._last: set[str] = set()
-        #: Of each metric that a step's code called, past whose value it went: the states of this rank's part of the batch.
+        #: For each metric that a step called and whose value it discarded: the states of this rank's part of the batch.
         self._metric_states: dict[int, States] = {}
-        #: Results as they were before the first value since the last exchange; None where that made them.
+        #: Results before the first value since the last exchange; None if that value made them.
         self._before: dict[tuple[int, str], dict[str, Any] | None] = {}
         self._rows: defaultdict[int, int] = defaultdict(int)
         self._loss: Tensor | None = None
-        #: Whether training steps exchange what they log, and the loss among that. The same on all ranks.
+        #: Whether training steps exchange what they log, the loss included. The same on all ranks.
         self._steps_log = self._shows_loss = True
-        #: Whether they do so when the whole step is over, backward and the optimizer's step included: the ranks have just waited for each
-        #: other there, and a GPU has work to do meanwhile.
+        #: Whether they do so at the end of the whole step, after backward and the optimizer's step: the ranks have just waited for each
+        #: other then, and a GPU is still busy.
         self._late = False
         self._decided = False
 
     def install(self) -> None:
-        """Start. Every rank calls this, when the process group is there. With one rank there is nothing to do but for parts."""
+        """Start. Every rank calls this, once the process group exists. With one rank there is something to do only for parts."""
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         if self._installed or (self._alone and not self._in_parts):
             return
@@ -156,7 +156,7 @@ class GlobalLogging:
         self._adopt_metrics()
 
     def uninstall(self) -> None:
-        """Stop, and leave everything as it was before :meth:`install`."""
+        """Stop, and restore everything as it was before :meth:`install`."""
         while self._undo:
             self._undo.pop()()
         self._pending.clear()
@@ -167,7 +167,7 @@ class GlobalLogging:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one of the user's steps; every rank goes through as many. On leaving, what was logged is the whole batch's."""
+        """The context of one of the user's steps; every rank runs equally many. On leaving, what was logged is the whole batch's."""
         if not self._installed:
             yield
             return
@@ -209,16 +209,15 @@ class GlobalLogging:
     def part(
         self, share: BatchShare, batch: Any, number: int, *, stage: int | None = None, owns: Callable[[], bool] | None = None
     ) -> Iterator[None]:
-        """Around a part of a step, or a stage's of it, within :meth:`step` if it logs. It may be left by an exception.
-
-        Every rank goes through as many parts; of stages each goes through its own, in any order of stages and parts.
+        """The context of a part of a step, or of a stage on it, within :meth:`step` if it logs. It may be left by an exception. Every rank
+        runs equally many parts; each stage's rank runs its own, in any order of stages and parts.
 
         Args:
             share: what the part is of the whole batch.
             batch: what the user's step gets.
             number: 0 for the first part of the step.
             stage: which stage of a pipeline runs.
-            owns: whether the code that runs now is the stage's own. What other code logs, or updates metrics with, is left out.
+            owns: whether the code that runs now is the stage's own. Values that other code logs, or updates metrics with, are left out.
         """
         assert self._in_parts
         whole, self._current = self._current, share
@@ -226,7 +225,7 @@ class GlobalLogging:
         results: Any = self._trainer._results
         if results is not None:  # None in a predict step, which can't log
             of_whole = results.batch, results.batch_size
-            results.batch, results.batch_size = batch, None  # where Lightning looks for what a value weighs in its epoch's mean
+            results.batch, results.batch_size = batch, None  # where Lightning reads a value's weight in its epoch's mean
         self._in_part, self._stage, self._owns = True, stage, owns or _always
         in_step, self._in_step = self._in_step, True
         if not in_step:  # a predict step, which logs nothing
@@ -245,8 +244,8 @@ class GlobalLogging:
             self._pending = before
 
     def note_loss(self, output: Any) -> None:
-        """Have the next exchange bring the loss of ``training_step`` together, for those who get to see it: the optimizer, which may choose
-        its step's length by it, and the hooks at a batch's end.
+        """Let the next exchange combine the loss of ``training_step``, for the code that sees it: the optimizer, which may use it to choose
+        its step's length, and the hooks at a batch's end.
 
         Args:
             output: of ``training_step``, under automatic optimization.
@@ -264,11 +263,11 @@ class GlobalLogging:
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:
-        """Over all ranks, for what lies on the host: None for the default group."""
+        """The group of all ranks for values on the host; None for the default group."""
         return self._exchange.host_group
 
     def flush(self) -> None:
-        """Exchange what was logged since the last time, and the states of metrics with it. Every rank calls this alike."""
+        """Exchange what was logged since the last time, with the states of metrics. Every rank calls this alike."""
         if not self._installed:
             return
         entries, self._pending = self._pending, []
@@ -298,12 +297,12 @@ class GlobalLogging:
                 log_again(self._trainer, self._collections[entry.collection], entry, value, batch_size)
 
     def _with_packed_states(self, entry: Entry) -> Entry:
-        """The entry with its metric's states beside its value, to go by the same exchange, where they can."""
+        """The entry with its metric's states, to be sent in the same exchange, where possible."""
         row = packed(self._metric(entry), entry.states) if entry.deferred else None
         return entry if row is None else replace(entry, packed=row, packed_numbers=row.numel())
 
     def _log_metric(self, entry: Entry, states: States | None, batch_size: int) -> None:
-        """Log a metric with the whole batch's value; a collective, unless its states have come by the exchange."""
+        """Log a metric with the whole batch's value; a collective, unless the exchange has sent its states."""
         metric = self._metric(entry)
         everyones, group = entry.packed, self._exchange.host_group
 
@@ -341,7 +340,7 @@ class GlobalLogging:
         keys: dict[tuple[Any, ...], str] = {}
 
         def log(fx: str, name: str, value: Any, **arguments: Any) -> None:
-            # A step's end runs where the last stage is, which is not rank 0: there a stage's log is its replica's.
+            # A step ends on the last stage's rank, which isn't rank 0: there a stage's log counts for its replica.
             own = bool(arguments.get("rank_zero_only")) and self._stage is None
             if not self._in_part and (own or self._alone):
                 own_log(fx, name, value, **arguments)
@@ -368,7 +367,7 @@ class GlobalLogging:
                     own_log(fx, name, value, **arguments)
                     keys[entry.key] = entry.result
                 else:
-                    # Past Lightning's own, whose moving of a result's every tensor costs more than all the rest.
+                    # Instead of Lightning's own, which moves every tensor of a result, and so costs more than all the rest.
                     batch_size = results._extract_batch_size(result, arguments.get("batch_size"), result.meta)
                     results.update_metrics(keys[entry.key], value if result.meta.enable_graph else value.detach(), batch_size)
             finally:
@@ -398,7 +397,7 @@ class GlobalLogging:
         self._undo.append(undo)
 
     def _speaks_for(self, index: int) -> tuple[int, int]:
-        """How many of this rank's samples a value logged now is about, and of how many."""
+        """How many of this rank's samples a value that is logged now is for, and of how many."""
         share = self._current
         if share is None and self._trainer._logger_connector._first_loop_iter is not None:
             share = self._share()
@@ -422,13 +421,13 @@ class GlobalLogging:
             output["loss"] = (self._loss / self._trainer.accumulate_grad_batches).reshape(output["loss"].shape)
 
     def _with_global_loss(self, result: Any) -> Any:
-        """What Lightning knows a step by, with the whole batch's loss."""
+        """Lightning's output of a step, with the whole batch's loss."""
         if self._loss is not None and result.loss is not None:
             result.loss = (self._loss / self._trainer.accumulate_grad_batches).reshape(result.loss.shape)
         return result
 
     def _note_log(self, name: str, value: Any) -> Any:
-        """What of the user's log counts, None if nothing does. Keeps in mind under which names it logs what a metric's ``forward`` gave."""
+        """The part of the user's log that counts, or None. Records which names log the value of a metric's ``forward``."""
         if self._in_part and not self._owns():
             return None
         if is_absent(value):
@@ -447,7 +446,7 @@ class GlobalLogging:
     # -- torchmetrics ----------------------------------------------------------------------------------------------------------------------
 
     def _adopt_metrics(self) -> None:
-        """Have every metric of the module synchronise at each step, by an exchange that ragged and empty shares can't disturb."""
+        """Make every metric of the module synchronise at each step, by an exchange that works with uneven and empty shares."""
         for metric in metrics_of(self._module):
             if id(metric) in self._adopted:
                 continue
@@ -466,14 +465,14 @@ class GlobalLogging:
                 self._undo.append(self._metric_parts.leave_out(each))
 
     def _keep_states(self, metric: Metric, states: States) -> bool:
-        """Nobody has looked at a metric's value: it is brought together with what is logged, if it is."""
+        """A metric's value was discarded: it is combined only if it is logged."""
         if not self._in_step or self._exchange.staged:
             return False
         self._metric_states[id(metric)] = states
         return True
 
     def _metric_group(self) -> tuple[dist.ProcessGroup | None, int]:
-        """With whom a metric exchanges its states, and how many they are: in a stage's step only those who run the same one."""
+        """The group with which a metric exchanges its states, and its size: in a stage's step, only ranks that run the same stage."""
         if not (self._exchange.staged and self._in_step):
             return self._exchange.host_group, dist.get_world_size()
         peers = self._exchange.peers
@@ -481,7 +480,7 @@ class GlobalLogging:
 
 
 def _always() -> bool:
-    """Without stages all code is a rank's own."""
+    """True: without stages, all code is a rank's own."""
     return True
 
 

@@ -20,7 +20,7 @@ from lightning_autopar._lightning_compat import bare_optimizer, is_overridden
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-#: What can be logged while a batch is worked on, but outside its step.
+#: Hooks that can log while a batch runs, but outside its step.
 _BATCH_HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -40,7 +40,7 @@ _BATCH_HOOKS = (
 )
 
 
-#: Of these, what is called between an automatic step's forward and its end.
+#: Those that are called between an automatic step's forward and its end.
 _WITHIN_STEP = (
     "on_before_zero_grad",
     "on_before_backward",
@@ -56,13 +56,13 @@ _QUIET = ("torch.", "torchmetrics.", "transformers.", "lightning.pytorch.", "lig
 
 
 def logs_between_steps(trainer: Trainer) -> bool:
-    """Whether the user's code may log in a hook of a batch, as far as its code says. Lightning's own callbacks don't."""
+    """Whether the user's code may log in a hook of a batch, judged by its code. Lightning's own callbacks don't."""
     module: Any = trainer.lightning_module
     return any(_mentions_log([getattr(each, hook)], module) for each, hook in _overridden(trainer, _BATCH_HOOKS))
 
 
 def logs_in_training_step(trainer: Trainer) -> bool:
-    """Whether ``training_step`` may log, as far as its code says, and that of the modules that it may call."""
+    """Whether ``training_step`` may log, judged by its code and by that of the modules that it may call."""
     module: Any = trainer.lightning_module
     others = {type(each) for each in module.modules() if each is not module and not f"{type(each).__module__}.".startswith(_QUIET)}
     functions = [value for kind in others for base in kind.__mro__ for value in vars(base).values() if inspect.isfunction(value)]
@@ -70,7 +70,7 @@ def logs_in_training_step(trainer: Trainer) -> bool:
 
 
 def sees_loss(trainer: Trainer) -> bool:
-    """Whether anybody gets to see the loss of a step: an optimizer that may go by it, or a hook that gets the step's output."""
+    """Whether any code sees the loss of a step: an optimizer that may use it, or a hook that gets the step's output."""
     optimizers = [type(bare_optimizer(each)) for each in trainer.optimizers]
     if any(not each.__module__.startswith("torch.optim.") or each is torch.optim.LBFGS for each in optimizers):
         return True
@@ -86,7 +86,7 @@ def looks_within_step(trainer: Trainer) -> bool:
 
 
 def _overridden(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, str]]:
-    """Module and callbacks of the user's, each with those of the hooks that they have code for."""
+    """The user's module and callbacks, each with the hooks that it overrides."""
     module: Any = trainer.lightning_module
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     ours = ("lightning.pytorch.callbacks.", "lightning_autopar.callbacks.")
@@ -99,8 +99,8 @@ def _overridden(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, s
 def _mentions_log(functions: Iterable[Any], module: LightningModule) -> bool:
     """Whether one of these functions has the name ``log`` in its code, or mentions by name another function that has.
 
-    That may be one of the module's, of its file's, or of an object, a class or a Python module that the code names, too. What can't be
-    looked into counts as if it had.
+    That may be a function of the module, of its file, or of an object, class or Python module that the code names. A function that can't be
+    looked into counts as if it did.
     """
     left, seen = [(function, getattr(function, "__self__", module)) for function in functions], set()
     while left:
@@ -123,7 +123,7 @@ def _mentioned(function: types.FunctionType, names: set[str], owner: Any, module
     """The functions that a function's code may call by these names, each with the object whose attributes it sees."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     spaces = [getattr(owner, "__dict__", {}), vars(module), function.__globals__, {name: _content(cell) for name, cell in cells}]
-    kinds = dict.fromkeys((*type(owner).__mro__, *type(module).__mro__))  # also what is behind an override, which super() calls
+    kinds = dict.fromkeys((*type(owner).__mro__, *type(module).__mro__))  # also the overridden method, which super() calls
     held: list[Any] = []
     for name in {*names, *function.__code__.co_freevars}:
         for found in (*(vars(kind).get(name) for kind in kinds), *(space.get(name) for space in spaces)):
@@ -152,7 +152,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """What code mentions, functions within it included."""
+    """The names in code, and in functions within it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):
@@ -169,14 +169,14 @@ def shadow_hooks(
     with_step: Callable[[Any], Any],
     after_step: Callable[[Any], None],
 ) -> Callable[[], None]:
-    """Be called where Lightning or a monitoring callback is about to read what hooks logged; the returned function undoes it.
+    """Call these functions where Lightning or a monitoring callback is about to read what hooks logged; returns what undoes it.
 
     Args:
         trainer: of the module.
         before_batch_end: before Lightning reads a batch's values.
         before_epoch_end: before it reads an epoch's.
         after_train_epoch_end: after the module's hook of this name, before the callbacks'.
-        with_step: what the optimizer is given of an automatic step, from what Lightning would give it.
+        with_step: changes what Lightning would give the optimizer of an automatic step.
         after_step: when an automatic step is over; gets what hooks will get of it, as a dictionary.
     """
     connector = trainer._logger_connector
@@ -225,7 +225,7 @@ def shadow_hooks(
 
 
 def shadow_log(module: LightningModule, counted: Callable[[str, Any], Any]) -> Callable[[], None]:
-    """Ask before each ``log`` of the module, with name and value, what is logged, None for nothing; the returned function undoes it."""
+    """Before each ``log`` of the module, call a function that decides what is logged, None for nothing; returns what undoes it."""
     shadowed = module.__dict__.get("log")
 
     def log(self: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -19,10 +19,9 @@ from torch import Tensor
 #: Hook and name of a logged value → ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
 LogRules = Mapping[tuple[str, str], str]
 
-#: Relative difference up to which a rule explains a value: what single precision's rounding, with terms that cancel, comes to.
+#: Relative difference up to which a rule explains a value: the effect of single precision's rounding with terms that cancel.
 _EQUAL = 1e-5
-#: The same in double precision: a rule that is further off gives way to one that isn't, as a sum of parts that hardly differ may look like
-#: one over other parts.
+#: The same in double precision: a rule that is further off is dropped if another isn't, as similar sums of parts may look alike.
 _EXACT = 1e-10
 _SIGNATURE = inspect.signature(LightningModule.log)
 
@@ -37,7 +36,7 @@ class Logged:
 
 @dataclass(frozen=True, kw_only=True)
 class LogComparison:
-    """The rules that explain each value, likelier ones first: none for a value that is nothing of the kind.
+    """The rules that explain each value, likelier ones first: none for a value that no rule fits.
 
     Args:
         matching: the rules, by hook and name.
@@ -68,7 +67,7 @@ class LogComparison:
         return any(len(rules) > 1 for rules in self.matching.values())
 
     def narrowed(self, other: LogComparison) -> LogComparison:
-        """This one, less the rules that another batch, or another division of it, doesn't bear out."""
+        """This comparison without the rules that don't hold for another batch, or another split of it."""
         matching = {key: tuple(rule for rule in rules if rule in other.matching.get(key, rules)) for key, rules in self.matching.items()}
         apart = {key: max(by, other.apart.get(key, by)) for key, by in self.apart.items()}
         return LogComparison(matching={**other.matching, **matching}, apart={**other.apart, **apart})
@@ -76,7 +75,7 @@ class LogComparison:
 
 @contextmanager
 def recorded_logs(module: LightningModule) -> Iterator[dict[str, Logged]]:
-    """While open, what the module logs is noted by name instead. torchmetrics objects, which synchronise by themselves, are left out."""
+    """While open, what the module logs is recorded by name instead. torchmetrics objects, which synchronise by themselves, are left out."""
     logged: dict[str, Logged] = {}
     shadowed: dict[str, Any] = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
 
@@ -131,6 +130,6 @@ def compare_logs(
         preferred = logged.reduce_fx if logged.reduce_fx in combined else "mean"
         equal = _EXACT if double and min(distance.values()) <= _EXACT else _EQUAL
         matching[hook, name] = tuple(dict.fromkeys(rule for rule in (preferred, *combined) if distance[rule] <= equal))
-        # A rule that other batches don't bear out may have been the nearest here.
+        # A rule that doesn't hold for other batches may have been the closest here.
         apart[hook, name] = max(distance[preferred], _EQUAL)
     return LogComparison(matching=matching, apart=apart)

@@ -20,33 +20,33 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar.exact.absent.tensor import hole_of
 
-#: Relative difference up to which a mean of parts counts as the whole's, in single precision; others round by some units in the last place.
+#: Relative difference up to which the mean of parts equals the whole's value, in single precision; other types round by some units in the
+#: last place.
 _EQUAL, _ROUNDINGS = 1e-5, 4
 
 
 class MetricParts:
-    """Makes a metric's ``forward`` speak for a whole batch that is worked off in parts.
-
-    What it gives on a part, and leaves to be logged, is the value of the batch as far as it has come: on the last part that of all of it.
-    A value that is trained on is the part's own, whose backward runs before the next part's forward: the batch's is what is logged for it.
-    Of a pipeline's stages, only that whose own code calls a metric has it take in anything.
+    """Makes a metric's ``forward`` give the value of a whole batch that runs in parts. The value that it returns on a part, and that is
+    logged, is that of the batch so far: on the last part, that of the whole batch. A value that is part of the loss is the part's own, as
+    its backward runs before the next part's forward; the batch's value is logged for it. In a pipeline, only the stage whose own code calls
+    a metric updates it.
     """
 
     def __init__(self) -> None:
-        #: What ``forward`` gave in the part that runs, and the value of the batch as far as it has come.
+        #: The value of ``forward`` in the running part, and the value of the batch so far.
         self._given: list[tuple[Tensor, Tensor]] = []
         self._adopted: set[int] = set()
         self._running = False
         self._stage: int | None = None
         self._owns: Callable[[], bool] = lambda: True
         self._calls: Counter[int] = Counter()
-        #: By metric and call, what ``forward`` gave for the batch; and whether a metric made of others asks them for that.
+        #: By metric and call, the value of ``forward`` for the batch; and whether a metric that is composed of others needs theirs.
         self._wholes: dict[tuple[int, int], Any] = {}
         self._asked = False
-        #: By stage, metric and call: the states of the batch as far as it has come, and how many updates they have seen.
+        #: By stage, metric and call: the states of the batch so far, and how many updates they have seen.
         self._states: dict[tuple[int | None, int, int], tuple[dict[str, Any], int]] = {}
         self._rows = 0
-        #: By the same, of a value that a backward pass came to: the mean over the parts so far, and of how many samples.
+        #: By the same, for a value from which a backward pass began: the mean over the parts so far, and the number of samples.
         self._means: dict[tuple[int | None, int, int], tuple[Tensor, int]] = {}
         self._trained: set[tuple[int | None, int, int]] = set()
 
@@ -56,14 +56,14 @@ class MetricParts:
         self._means.clear()
 
     def of_batch(self, value: object) -> Any:
-        """For a value that a metric gave, or leaves to be logged, that of the batch as far as it has come; None for any other value."""
+        """For a value that a metric returned, or that is logged for it, the value of the batch so far; None for any other value."""
         if isinstance(value, Metric):
             return value if id(value) in self._adopted else None
         return next((whole for given, whole in self._given if given is value), None)
 
     @contextmanager
     def part(self, rows: int, stage: int | None, owns: Callable[[], bool]) -> Iterator[None]:
-        """Around the user's step on a part.
+        """The context of the user's step on a part.
 
         Args:
             rows: the part's samples.
@@ -85,7 +85,7 @@ class MetricParts:
         return self._running and not self._owns()
 
     def adopt(self, metric: Metric) -> Callable[[], None]:
-        """Take in one metric; the returned function lets it go. One with states and a ``forward`` of its own stays as it is."""
+        """Prepare one metric; returns what undoes it. A metric with states and a ``forward`` of its own stays as it is."""
         own = type(metric).forward is Metric.forward
         if "forward" in metric.__dict__ or not (own or not metric._defaults):
             return lambda: None
@@ -114,16 +114,15 @@ class MetricParts:
         return undo
 
     def leave_out(self, metric: Metric | MetricCollection) -> Callable[[], None]:
-        """Have a metric take in nothing that another stage's code gives it, which may be no value at all; the returned function undoes it.
-
-        A metric that is updated on another rank only is no reason to warn that it was never updated.
+        """Make a metric ignore updates by another stage's code, which may have no values; returns what undoes it. No warning is given that
+        a metric was never updated if another rank updates it.
         """
         shadowed = {name: metric.__dict__.get(name) for name in ("update", "forward", "compute")}
 
         def own(this: Any, name: str, args: Any, kwargs: Any) -> Any:
             call = shadowed[name] or getattr(type(this), name)
             if shadowed[name] is not None and not isinstance(call, types.MethodType):
-                return call(*args, **kwargs)  # torchmetrics' own, which a copy gets anew
+                return call(*args, **kwargs)  # torchmetrics' own function, which a copy gets anew
             return getattr(call, "__func__", call)(this, *args, **kwargs)
 
         def update(this: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +138,7 @@ class MetricParts:
                 warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
                 return own(this, "compute", args, kwargs)
 
-        # Bound methods of the methods' own names: a copy gets its own, an unpickled metric the class's.
+        # Bound methods with the methods' own names: a copy gets its own, an unpickled metric the class's.
         metric.__dict__.update({each.__name__: types.MethodType(each, metric) for each in (update, forward, compute)})
 
         def undo() -> None:
@@ -151,13 +150,13 @@ class MetricParts:
         return undo
 
     def _nothing(self, metric: Metric | MetricCollection) -> Any:
-        """Stands for what a metric gives in another stage's code."""
+        """Stands for a metric's value in another stage's code."""
         if isinstance(metric, MetricCollection):
             return {name: self._nothing(each) for name, each in metric.items(keep_base=False, copy_state=False)}
         return hole_of((), torch.float32, metric.device, f"the value of a {type(metric).__name__}, which another stage's code computes")
 
     def _composed(self, metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """What a metric made of others gives on a part, and what it makes of the values that they have of the batch."""
+        """The value of a composed metric on a part, and its value from the others' values of the batch."""
         calls = self._calls.copy()
         value = type(metric).forward(metric, *args, **kwargs)
         after, self._calls, self._asked = self._calls, calls, True
@@ -168,7 +167,7 @@ class MetricParts:
             self._calls, self._asked = after, False
 
     def _forward(self, metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """``Metric._forward_full_state_update`` (torchmetrics 1.x): the value for the step, and that of the batch as far as it has come."""
+        """``Metric._forward_full_state_update`` (torchmetrics 1.x): the value for the step, and that of the batch so far."""
         key = self._stage, id(metric), self._calls[id(metric)]
         metric.update(*args, **kwargs)
         count, states, on_cpu = metric._update_count, metric._copy_state_dict(), metric.compute_on_cpu
@@ -181,7 +180,7 @@ class MetricParts:
                 setattr(metric, name, state)
         updates = metric._update_count
         metric.update(*args, **kwargs)
-        if metric._update_count == updates and key in self._states:  # the part has no samples: the row that stands in for them counts not
+        if metric._update_count == updates and key in self._states:  # the part has no samples: the row in their place doesn't count
             for name, state in earlier.items():
                 setattr(metric, name, _without(state, getattr(metric, name)))
         elif metric._update_count > updates:
@@ -190,12 +189,12 @@ class MetricParts:
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value)):
             whole = tree_map_only(Tensor, torch.detach, value)
             for name in [name for name, default in metric._defaults.items() if isinstance(default, list)]:
-                setattr(metric, name, [])  # where ranks have exchanged it, it is a tensor, which reset() can't clear
+                setattr(metric, name, [])  # after ranks have exchanged it, it is a tensor, which reset() can't clear
             metric.reset()
             metric.update(*args, **kwargs)
             try:
                 value = metric.compute()
-            except Exception as error:  # the user's, which may want more samples than the part has
+            except Exception as error:  # the user's metric, which may need more samples than the part has
                 value = tree_map_only(
                     Tensor, partial(_Untrainable.apply, f"{type(metric).__name__} has no value of a part ({error})"), value
                 )
@@ -212,7 +211,7 @@ class MetricParts:
         return value, whole
 
     def _check_mean(self, metric: Metric, key: tuple[int | None, int, int], value: Tensor, whole: Tensor) -> None:
-        """Stop where the parts' mean isn't the batch's value, though backward has begun from one of them: it has begun from another loss.
+        """Raise if the parts' mean isn't the batch's value, though backward has begun from one of them: that was another loss.
 
         Args:
             metric: that gave them.
@@ -235,17 +234,17 @@ class MetricParts:
 
 
 def _without(before: Any, after: Any) -> Any:
-    """A state as it was before an update that counts for nothing, with that update's graph: every rank goes through backward."""
+    """A state from before an update that doesn't count, with that update's graph, as every rank must run backward."""
     if isinstance(before, list):
         late = [each for each in after[len(before) :] if isinstance(each, Tensor) and each.requires_grad and each.dim()]
         return [*before, *(each[:0] for each in late)]
     if not (isinstance(after, Tensor) and after.requires_grad):
         return before
-    return torch.where(torch.zeros_like(after, dtype=torch.bool), after, before)  # whatever is in it: no number times 0 is none
+    return torch.where(torch.zeros_like(after, dtype=torch.bool), after, before)  # whatever its values are: 0 times infinity or NaN isn't 0
 
 
 class _Untrainable(torch.autograd.Function):
-    """A value that may be logged; who trains on it is told why that can't be."""
+    """A value that may be logged; backward from it raises, and says why it can't be trained on."""
 
     @staticmethod
     def forward(ctx: Any, reason: str, value: Tensor) -> Tensor:

@@ -27,21 +27,21 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_autopar.exact.logs.discarded_values import is_thrown_away
 
-#: A process group for what lies on the host, None for the default one, and how many ranks it has.
+#: A process group for tensors on the host, None for the default one, and its size.
 Group: TypeAlias = tuple[dist.ProcessGroup | None, int]
 
 
 #: A metric's states, and how many updates they have seen.
 States: TypeAlias = tuple[dict[str, Any], int]
 _REDUCED = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min)
-#: The attribute in which a metric has what its step gives it, meanwhile.
+#: The attribute in which a metric keeps its step's arguments for a while.
 _INPUTS = "_autopar_inputs"
-#: Of a container that may hold metrics: a data set has millions of elements.
+#: The most items of a container that may hold metrics: a data set has millions of elements.
 _LOOKED_AT = 100
 
 
 def metrics_of(module: nn.Module) -> Iterator[Metric]:
-    """A module's metrics, also those that it or its metrics hold in a list or a dictionary, where torch doesn't look for modules."""
+    """A module's metrics, also those in a list or dictionary of it or of its metrics, where torch doesn't find modules."""
     left: list[nn.Module] = [module]
     seen: set[int] = set()
     while left:
@@ -59,7 +59,7 @@ def metrics_of(module: nn.Module) -> Iterator[Metric]:
 def adopt(
     metric: Metric, group: Callable[[], Group], keep: Callable[[Metric, States], bool] = lambda metric, states: False
 ) -> Callable[[], None]:
-    """Prepare one metric; the returned function undoes it.
+    """Prepare one metric; returns what undoes it.
 
     Args:
         metric: it exchanges its states at each step from now on, unless they are kept.
@@ -82,7 +82,7 @@ def adopt(
                 )
             states = {name: getattr(self, name) for name in self._reductions}
             type(self)._sync_dist(self, dist_sync_fn, process_group=process_group)
-            if _has_graph(states):  # of which torchmetrics keeps this rank's own
+            if _has_graph(states):  # torchmetrics keeps this rank's own of them
                 _share_gradients(self, states, process_group or self.process_group, on_host=False)
         elif size > 1 and not (is_thrown_away(self) and keep(self, (dict(self._copy_state_dict()), self._update_count))):
             fixed, graph = _agreed(self, among)
@@ -110,12 +110,12 @@ def adopt(
 
 
 def value_of(metric: Any, states: States | None, synchronise: Callable[[Any], None]) -> Any:
-    """What a metric's ``forward`` would have given of all ranks' batch.
+    """The value that a metric's ``forward`` would have on all ranks' batch.
 
     Args:
         metric: whose own states stay as they are.
         states: of this rank's part of the batch; None where it saw nothing.
-        synchronise: makes all ranks' states of this rank's, which the metric has meanwhile.
+        synchronise: turns this rank's states, which the metric then has, into those of all ranks.
     """
     kept = {**metric.__dict__, **{name: getattr(metric, name) for name in metric._defaults}}
     try:
@@ -132,7 +132,7 @@ def value_of(metric: Any, states: States | None, synchronise: Callable[[Any], No
 
 
 def _note_inputs(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What leads from a metric to the parameters, for :func:`_share_gradients`. No closure: metrics are pickled with their hooks."""
+    """Record a metric's arguments, for :func:`_share_gradients`. No closure: metrics are pickled with their hooks."""
     metric.__dict__[_INPUTS] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
@@ -143,7 +143,7 @@ def _drop_inputs(metric: Metric, args: tuple[Any, ...], value: Any) -> None:
 def _agreed(metric: Metric, group: dist.ProcessGroup | None) -> tuple[bool, bool]:
     """Whether the states have fixed shapes on all ranks, and whether any rank's have a graph.
 
-    A rank's own states don't say: on one that saw nothing, or nothing that counts, they are as they begin.
+    A rank's own states don't show it: if it saw nothing, or nothing that counts, they are initial.
     """
     states = {name: getattr(metric, name) for name in metric._reductions}
     fixed = all(_is_fixed(metric, name, state) for name, state in states.items())
@@ -157,13 +157,13 @@ def sync_states(metric: Metric, group: dist.ProcessGroup | None, size: int = 0, 
     """``Metric._sync_dist`` for ranks that may have seen unequal numbers of samples: as many as the group has, or all.
 
     torchmetrics gathers tensor by tensor, which needs equally many of one type on every rank, and lets a rank that saw nothing count as one
-    that did. Here each rank's states travel as a whole, and those of ranks without an update are left out.
+    that did. Here each rank's states are sent as a whole, and those of ranks without an update are left out.
 
     Args:
         metric: whose states become those of all.
         group: of the ranks.
         size: how many they are; 0 for all.
-        graph: whether any rank's states have a graph, which backward goes through on all of them then.
+        graph: whether any rank's states have a graph; then backward runs through it on all of them.
     """
     own = {name: getattr(metric, name) for name in metric._reductions}
     gathered: list[Any] = [None] * (size or dist.get_world_size())
@@ -206,7 +206,7 @@ def merge_states(metric: Metric, gathered: Sequence[tuple[int, dict[str, Any]]])
 
 
 def _is_fixed(metric: Metric, name: str, state: Any) -> bool:
-    """Whether a state has one shape on all ranks, and a reduction that can leave out ranks without asking which."""
+    """Whether a state has one shape on all ranks, and a reduction to which left-out ranks make no difference."""
     default = metric._defaults[name]
     if not isinstance(state, Tensor) or not isinstance(default, Tensor) or state.dtype.is_complex:
         return False
@@ -236,7 +236,7 @@ def unpack(metric: Metric, gathered: Tensor) -> None:
     """
     own = {name: getattr(metric, name) for name in metric._reductions}
     counts, *columns = gathered.split([1, *(state.numel() for state in own.values())], dim=1)
-    # Where nobody has seen anything, all count alike.
+    # If no rank has seen anything, all count equally.
     weights = torch.where(counts.sum() > 0, counts, torch.ones_like(counts))
     for (name, state), values in zip(own.items(), columns, strict=True):
         reduction: Any = metric._reductions[name]
@@ -270,12 +270,12 @@ def _has_graph(states: Any) -> bool:
 
 
 def _share_gradients(metric: Metric, own: dict[str, Any], group: dist.ProcessGroup | None, *, on_host: bool) -> None:
-    """Have backward bring to a rank's own states what all ranks' losses have to say to the whole batch's.
+    """Make backward give a rank's own states the gradients of all ranks' losses with respect to the whole batch's states.
 
     Args:
         metric: which has the whole batch's states by now.
-        own: this rank's. Every rank goes through backward with the others, also one whose states count for nothing or have no graph: its
-            inputs' gradients are 0 then.
+        own: this rank's. Every rank runs backward with the others, also one whose states don't count or have no graph: its inputs'
+            gradients are 0 then.
         group: to add up gradients among.
         on_host: whether they are added up there.
     """
@@ -292,7 +292,7 @@ def _share_gradients(metric: Metric, own: dict[str, Any], group: dist.ProcessGro
 
 
 class _SharedStates(torch.autograd.Function):
-    """All ranks' states, the same on each; what backward brings to them is that of all ranks."""
+    """All ranks' states, the same on each; their gradients are summed over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup | None, on_host: bool, count: int, *states: Tensor) -> tuple[Tensor, ...]:
@@ -317,20 +317,19 @@ def _to_host(state: Any) -> Any:
 
 @contextmanager
 def hold_metrics(module: nn.Module) -> Iterator[None]:
-    """Leave the module's torchmetrics as they are: an update within counts for nothing, though they take part in what others exchange.
-
-    A value that is trained on gets its graph all the same, of the row that stands in for this rank's: all ranks go through its backward.
+    """While open, the module's torchmetrics don't change: updates don't count, though the metrics take part in exchanges. A value that is
+    part of the loss still gets its graph, from the row that stands in for this rank's: all ranks run its backward.
     """
     metrics = list(metrics_of(module))
     updates = [metric.__dict__.get("update") for metric in metrics]
     collections = [each for each in module.modules() if isinstance(each, MetricCollection)]
-    # Which of a collection's metrics share their states is found out by comparing them after the first update; here there was none.
+    # A collection finds which of its metrics share states by comparing them after the first update; here there was none.
     groups = [(dict(each._groups), each._groups_checked, each._state_is_copy) for each in collections]
     for metric in metrics:
         metric.__dict__["update"] = partial(_uncounted, metric, metric.update)
     try:
         with warnings.catch_warnings():
-            # A metric's forward computes on what its update has seen, which here is nothing.
+            # A metric's forward computes from what its update has seen, which here is nothing.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
             yield
     finally:
@@ -343,7 +342,7 @@ def hold_metrics(module: nn.Module) -> Iterator[None]:
 
 
 def _uncounted(metric: Metric, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """What a metric's ``update`` does on a rank whose row belongs to another rank: at most a graph, for the value of a training step."""
+    """A metric's ``update`` on a rank whose row belongs to another rank: at most it makes a graph, for the value of a training step."""
     if metric._enable_grad and metric._to_sync and torch.is_grad_enabled():
         count = metric._update_count
         update(*args, **kwargs)

@@ -26,20 +26,20 @@ except ImportError:  # torch runs without it
     numpy = None  # type: ignore[assignment]
 
 Path = tuple[Any, ...]
-#: How the parts' values of a path make the whole batch's; see :func:`combined`.
+#: How the parts' values of a path combine into the whole batch's; see :func:`combined`.
 PathRules = Mapping[Path, Any]
 #: By the step that keeps the values.
 KeptRules = Mapping[str, PathRules]
 
-#: Likelier ones first. ``growth``: what parts add to the value that they all found adds up. ``rows``: a tensor has as many rows to each
-#: sample, ``items``: a list is extended by as many items.
+#: Likelier ones first. ``growth``: the amounts that parts add to the value that they all found are summed. ``rows``: a tensor has as many
+#: rows to each sample, ``items``: a list is extended by as many items.
 _RULES = ("same", "mean", "growth", "sum", "max", "min", "rows", "items", "union")
 #: Relative difference up to which a rule explains a value, in single precision.
 _EQUAL = 1e-5
-#: Deeper, or in longer lists and larger tensors, lies data rather than what a step keeps.
+#: Deeper levels, longer lists and larger tensors are data rather than what a step keeps.
 _DEEP, _MOST_ITEMS, _TENSOR_BYTES = 5, 10_000, 64 << 20
 _NOT_THE_USERS = ("torch.", "torchmetrics.", "lightning.", "lightning_autopar.", "builtins.", "functools.", "types.", "numpy.")
-#: Stands for a value that isn't there, or that can't be copied.
+#: Stands for a value that is missing, or can't be copied.
 MISSING = SimpleNamespace()
 
 
@@ -49,7 +49,7 @@ class Before:
 
     Args:
         container: itself.
-        copy: of what it held; None of a list or a dictionary that only grows, ``MISSING`` of what can't be copied.
+        copy: of what it held; None for a list or a dictionary that only grows, ``MISSING`` if it can't be copied.
         length: how many items it had.
     """
 
@@ -60,20 +60,19 @@ class Before:
 
 @dataclass(kw_only=True)
 class Evidence:
-    """What has been seen of a step: the rules that explain the change of each path in all batches that were tried, and their divisions."""
+    """What is known of a step: the rules that explain the change of each path in all tried batches and splits."""
 
     rules: dict[Path, tuple[str, ...]] = field(default_factory=dict)
-    #: What was left as it was in the last batch that was tried.
+    #: Paths that the last tried batch didn't change.
     _quiet: set[Path] = field(default_factory=set)
-    #: Of what is a number each time: the values on the whole batch and the parts.
+    #: For paths that are always numbers: the values on the whole batch and on the parts.
     _numbers: dict[Path, list[list[float]]] = field(default_factory=dict)
     #: The most bytes that a path's rows had in a batch.
     row_bytes: dict[Path, int] = field(default_factory=dict)
 
     def settled(self) -> tuple[dict[Path, Any], tuple[Path, ...]]:
-        """The likeliest rule for each path, and the paths that no rule explains. What is made once, whatever the samples, has none.
-
-        A number that is another one of its object's by a third (an average) has the rule ``("ratio", one, other)``.
+        """The likeliest rule for each path, and the paths that no rule explains. Values that are made once, independent of samples, have
+        none. A number that is the quotient of two others of its object (an average) has the rule ``("ratio", one, other)``.
         """
         found: dict[Path, Any] = {
             path: rules[0] for path, rules in self.rules.items() if rules and not (rules[0] == "same" and path in self._quiet)
@@ -97,7 +96,7 @@ class Evidence:
     def see(
         self, before: Mapping[str, Any], whole: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], shares: Sequence[BatchShare]
     ) -> None:
-        """Take in one batch, run whole and in parts.
+        """Add one batch, run whole and in parts.
 
         Args:
             before: the attributes that each run found, by :func:`taken`.
@@ -145,7 +144,7 @@ class Evidence:
             self._quiet.add(path)
             explaining = known
             if path not in self.rules:
-                return  # nothing that the step keeps, as far as has been seen
+                return  # as far as is known, the step keeps nothing there
         else:
             self._quiet.discard(path)
             explaining = tuple(rule for rule in known if _explains(rule, before, whole, parts, shares))
@@ -159,14 +158,14 @@ class Evidence:
 def _explains(rule: str, before: Any, whole: Any, parts: Sequence[Any], shares: Sequence[BatchShare]) -> bool:
     try:
         made = combined(rule, before, parts, shares)
-    except (TypeError, ValueError, RuntimeError):  # nothing that the rule can be applied to
+    except (TypeError, ValueError, RuntimeError):  # the rule can't be applied to it
         return False
     scale = max((_largest(value) for value in (whole, *parts)), default=0.0)
     return type(made) is type(whole) and _alike(made, whole, _EQUAL * scale)
 
 
 def combined(rule: str, before: Any, values: Sequence[Any], shares: Sequence[BatchShare]) -> Any:
-    """The value that the whole batch would have left, from those that its parts left.
+    """The value that the whole batch would leave, from those that its parts left.
 
     Args:
         rule: one of those that :class:`Evidence` finds.
@@ -175,7 +174,7 @@ def combined(rule: str, before: Any, values: Sequence[Any], shares: Sequence[Bat
         shares: the parts, each with at least one sample.
 
     Raises:
-        TypeError: if the rule is nothing for such values.
+        TypeError: if the rule can't be applied to such values.
         ValueError: if their shapes don't fit together.
     """
     first = values[0]
@@ -243,7 +242,7 @@ def _as(like: Any, made: Any) -> Any:
 
 
 def _in_order(values: Sequence[Any], shares: Sequence[BatchShare]) -> Any:
-    """Rows or items, as many to each sample, in the order of the batch's samples."""
+    """Rows or items, equally many for each sample, in the order of the batch's samples."""
     first, of = values[0], shares[0].of
     if isinstance(first, list):
         whole: list[Any] = [None] * (of * _each(first, shares[0]))
@@ -284,7 +283,7 @@ def _largest(value: Any) -> float:
 
 
 def _alike(one: Any, other: Any, within: float = 0.0) -> bool:
-    """Whether two values are the same, numbers up to a difference."""
+    """Whether two values are the same, numbers up to a tolerance."""
     if one is other:
         return True
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
@@ -307,7 +306,7 @@ def taken(value: Any, path: Path = (), rules: PathRules | None = None) -> Any:
     Args:
         value: as it is.
         path: its path.
-        rules: where they are known: of lists that only grow, the length is enough.
+        rules: where they are known; for lists that only grow, the length is enough.
     """
     if isinstance(value, (bool, int, float, str, bytes, type(None))) or (numpy is not None and isinstance(value, numpy.generic)):
         return value
@@ -330,7 +329,7 @@ def taken(value: Any, path: Path = (), rules: PathRules | None = None) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What :func:`taken` copied."""
+    """The copied value of :func:`taken`."""
     copy = value.copy if isinstance(value, Before) else value
     if isinstance(copy, dict):
         return {key: plain(each) for key, each in copy.items()}
@@ -338,7 +337,7 @@ def plain(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """The value that :func:`taken` was given, holding again what it held then."""
+    """The value that was given to :func:`taken`, with its contents restored."""
     if not isinstance(value, Before) or value.copy is MISSING:
         return value.container if isinstance(value, Before) else value
     container, copy = value.container, value.copy
@@ -379,7 +378,7 @@ def is_users(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where a value lies that a step has changed.
+    """The place of a value that a step has changed.
 
     Args:
         path: its path.

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-#: Packages whose modules keep what is their own affair.
+#: Packages whose modules' attributes aren't looked at.
 _OTHERS = ("torch.", "torchmetrics.", "transformers.", "lightning.pytorch.")
 _NOT_KEPT = frozenset((*vars(LightningModule()), "trainer", "log", "log_dict", "print", "all_gather", "manual_backward", "optimizers",
                        "lr_schedulers"))  # fmt: skip
 
 
 def attributes(module: LightningModule) -> dict[str, tuple[nn.Module, str]]:
-    """The attributes that a step of the user's may keep something in, by dotted name: those of the user's modules, metrics left out."""
+    """The attributes in which a user's step may keep something, by dotted name: those of the user's modules, without metrics."""
     return {
         f"{prefix}.{name}".lstrip("."): (child, name)
         for prefix, child in module.named_modules()
@@ -63,7 +63,7 @@ def title(module: LightningModule, name: str) -> str:
 
 @dataclass(kw_only=True)
 class _Part:
-    """What a part of a batch left: where there are rules, in an order that all parts have."""
+    """What a part of a batch left at places with rules, in the same order for all parts."""
 
     share: BatchShare
     paths: tuple[Path, ...]
@@ -71,21 +71,21 @@ class _Part:
 
 
 class KeptSteps:
-    """Makes what a step keeps that of the whole batch.
+    """Gives what a step keeps the values of the whole batch.
 
     Args:
         trainer: whose module runs.
-        rules: how what parts leave makes what the whole batch would.
+        rules: how the values that parts leave combine into the whole batch's.
         device: where the default process group's collectives want their tensors.
-        group: over all ranks, for what lies on the host; None for the default group.
-        parts: whether a step may come in parts, each of which finds what the step found.
+        group: of all ranks, for values on the host; None for the default group.
+        parts: whether a step may run in parts, each of which finds what the step found.
     """
 
     def __init__(
         self, trainer: Trainer, rules: KeptRules, *, device: torch.device, group: Callable[[], dist.ProcessGroup | None], parts: bool
     ) -> None:
         self._trainer = trainer
-        # What is the same on all ranks changes only where parts would change it one after the other.
+        # Values that are the same on all ranks change only if parts would change them one after the other.
         self._rules = {hook: {path: rule for path, rule in by.items() if parts or rule != "same"} for hook, by in rules.items()}
         self._device = device
         self._group = group
@@ -103,7 +103,7 @@ class KeptSteps:
 
     @contextmanager
     def step(self, share: BatchShare | None) -> Iterator[None]:
-        """Around one of the user's steps on this rank's share; every rank goes through as many."""
+        """The context of one of the user's steps on this rank's share; every rank runs equally many."""
         rules = self._now
         if not rules or share is None:
             yield
@@ -121,7 +121,7 @@ class KeptSteps:
 
     @contextmanager
     def part(self, share: BatchShare) -> Iterator[None]:
-        """Around a part of a step, within :meth:`step`: each part finds what the step found."""
+        """The context of a part of a step, within :meth:`step`: each part finds what the step found."""
         rules = self._now
         if not rules or not self._before:
             yield
@@ -140,7 +140,7 @@ class KeptSteps:
         return self._trainer.lightning_module.get_submodule(owner), attribute
 
     def _note(self, share: BatchShare, rules: PathRules) -> None:
-        """Note what has been left."""
+        """Record what the step has left."""
         self._slots = []
         for name, before in self._before.items():
             owner, attribute = self._owner(name)
@@ -156,7 +156,7 @@ class KeptSteps:
         self._parts.append(_Part(share=share, paths=tuple(slot.path for slot in self._slots), values=values))
 
     def _combine(self, rules: PathRules) -> None:
-        """Put the whole batch's values in the place of this rank's; a collective."""
+        """Replace this rank's values by the whole batch's; a collective."""
         if all(rule == "same" for rule in rules.values()):
             return
         parts = [part for part in self._gathered() if part.share.rows]
@@ -182,7 +182,7 @@ class KeptSteps:
     # -- communication ---------------------------------------------------------------------------------------------------------------------
 
     def _gathered(self) -> list[_Part]:
-        """What all ranks' parts left. What lies on a GPU goes from there, and the host doesn't wait for it."""
+        """What all ranks' parts left. Tensors on a GPU are sent from there, and the host doesn't wait for them."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self._parts
         sent: list[Tensor] = []
@@ -203,7 +203,7 @@ class KeptSteps:
         return _There(shape=tuple(value.shape), dtype=value.dtype)
 
     def _exchange(self, sent: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """Each rank's tensors as bytes, one after the other."""
+        """Exchange each rank's tensors as bytes, one after the other."""
         if not any(sizes):
             return [torch.empty(0, dtype=torch.uint8)] * len(sizes)
         mine = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
@@ -241,7 +241,7 @@ def _cut(flat: Tensor, told: Any) -> Iterator[Tensor]:
 
 
 def _made(own: Sequence[Slot], rules: PathRules, values: Sequence[Sequence[Any]], shares: Sequence[BatchShare]) -> list[Any]:
-    """The whole batch's values for the places of an attribute; averages after what they are made of."""
+    """The whole batch's values for the places of an attribute; averages after the values that they are computed from."""
     made: list[Any] = [None] * len(own)
     by_path: dict[Path, Any] = {}
     for ratios in (False, True):
@@ -259,7 +259,7 @@ def _made(own: Sequence[Slot], rules: PathRules, values: Sequence[Sequence[Any]]
 
 
 def _put(slot: Slot, whole: Any) -> None:
-    """Put a value where it belongs: into what was there before, where the step has written to that."""
+    """Put a value in its place: into the object that was there before, if the step has written to that."""
     value = slot.value
     written = isinstance(slot.before, Before) and slot.before.container is value
     if isinstance(value, Tensor):

@@ -33,13 +33,13 @@ def synchronise(module: nn.Module, share: Share, group: dist.ProcessGroup | None
     """Make every BatchNorm layer of ``module`` take its batch statistics over all ranks; undone by :func:`restore`.
 
     Outputs, running statistics and gradients are then those of one device with the whole batch, given that each rank's loss is weighted
-    with :attr:`BatchShare.weight` and gradients are averaged over the ranks. Layers in evaluation mode are left to themselves, unless they
-    keep no running statistics and so normalise by the batch even there. Costs one collective in forward and one in backward per layer.
+    with :attr:`BatchShare.weight` and gradients are averaged over the ranks. Layers in evaluation mode aren't changed, unless they keep no
+    running statistics and so normalise by the batch even then. Costs one collective in forward and one in backward per layer.
 
     Args:
         module: whose layers, itself included; InstanceNorm isn't one.
         share: gives this rank's part of the current batch. A rank with ``rows == 0`` takes part, but its rows enter no statistics and get
-            no gradient. While it gives None, layers normalise by what they are fed.
+            no gradient. While it gives None, layers normalise by their own input.
         group: the ranks that share the batch; all, if None.
 
     Returns:
@@ -87,7 +87,7 @@ def _patch(layer: nn.Module, share: Share, group: dist.ProcessGroup | None) -> N
 
 
 class _GlobalStatistics(TorchFunctionMode):
-    """Answers ``batch_norm`` in training mode from all ranks' statistics; lets everything else pass."""
+    """Computes ``batch_norm`` in training mode from all ranks' statistics; passes everything else on."""
 
     def __init__(self, counts: bool, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _GlobalStatistics(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.batch_norm:
             return func(*args, **kwargs)
-        if types:  # a subclass of Tensor wraps what it is given, as it does torch's own: around the operation, never inside of it
+        if types:  # a subclass of Tensor wraps the result, as it does torch's own: around the operation, never inside of it
             return handle_torch_function(self.batch_norm, [*args, *kwargs.values()], *args, **kwargs)
         return self.batch_norm(*args, **kwargs)
 
@@ -179,7 +179,7 @@ def _check_count(local_count: int, count: Tensor, input: Tensor) -> None:
 
 
 class _ByKernels(torch.autograd.Function):
-    """The same by the kernels of torch's SyncBatchNorm (``torch/nn/modules/_functions.py``), which read half precision as it is."""
+    """The same with the kernels of torch's SyncBatchNorm (``torch/nn/modules/_functions.py``), which read half precision directly."""
 
     @staticmethod
     def forward(
@@ -198,16 +198,16 @@ class _ByKernels(torch.autograd.Function):
         local_count = input.numel() // channels if counts else 0
         mean, inverse = torch.batch_norm_stats(input, eps)
         count = torch.full((1,), float(local_count), dtype=dtype, device=input.device)
-        # What counts nothing must be finite.
+        # Values that don't count must be finite.
         statistics = torch.cat([mean, inverse, count] if counts else [torch.zeros_like(mean), torch.ones_like(inverse), count])
         gathered = statistics.new_empty(dist.get_world_size(group), statistics.numel())
         dist.all_gather_into_tensor(gathered, statistics, group=group)
-        # The kernel divides by what it has seen so far: a rank that has seen something must come first.
+        # The kernel divides by the count so far: a rank with samples must come first.
         gathered = gathered[gathered[:, -1].argsort(descending=True)]
         means, inverses, counts_of = gathered.split([channels, channels, 1], dim=1)
         counts_of = counts_of.reshape(-1)
         _check_count(local_count, counts_of.sum(), input)
-        # The kernel takes counts in the type of what it updates: half precision would round them.
+        # The kernel takes counts in the type of the statistics that it updates: half precision would round them.
         kept = [torch.zeros(channels, dtype=dtype, device=input.device) if each is None else each.to(dtype) for each in running]
         mean, inverse = torch.batch_norm_gather_stats_with_counts(
             input, means.contiguous(), inverses.contiguous(), kept[0], kept[1], momentum, eps, counts_of
@@ -250,7 +250,7 @@ class _ByKernels(torch.autograd.Function):
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Laid out as the kernels take it."""
+    """The tensor in the layout that the kernels need."""
     for layout in (torch.channels_last, torch.channels_last_3d):
         if tensor.dim() == (4 if layout == torch.channels_last else 5) and tensor.is_contiguous(memory_format=layout):
             return tensor
@@ -258,7 +258,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalise by given statistics; in backward, the statistics' own gradient is that of all ranks."""
+    """Normalise by given statistics; in backward, the statistics' gradient is that of all ranks."""
 
     @staticmethod
     def forward(
@@ -288,7 +288,7 @@ class _Normalise(torch.autograd.Function):
         shape = [1, -1] + [1] * (input.dim() - 2)
         dims = [dim for dim in range(input.dim()) if dim != 1]
         gradient = gradients[0].to(dtype)
-        # In place, so that no more tensors of the input's size are alive than in torch's own kernel, by which the plan was made: two.
+        # In place, so that only two tensors of the input's size are alive, as in torch's own kernel, with which the plan was made.
         normalised = torch.sub(input, mean.to(dtype).view(shape)).mul_(inverse.to(dtype).view(shape))
         # float64, since the sums' difference to the gradient may be small.
         sums = torch.stack([gradient.sum(dims), (gradient * normalised).sum(dims)]).double()

@@ -18,9 +18,8 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def drawn_on(device: torch.device) -> AbstractContextManager[object]:
-    """While open, what is drawn into host memory comes from the device's generator, a tensor at a time.
-
-    A draw with a generator of the user's own is left alone.
+    """While open, draws into host memory come from the device's generator, one tensor at a time. Draws with a user's own generator aren't
+    changed.
     """
     return nullcontext() if device.type == "cpu" else _DrawnOn(device)
 
@@ -31,14 +30,14 @@ def random_states(device: torch.device) -> list[Tensor]:
 
 
 def set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
-    """Go on from such states, another rank's maybe."""
+    """Set such states, maybe another rank's."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
 
 
 class _DrawnOn(TorchDispatchMode):
-    """Below all of Python's and C++'s functions: whichever of them draws."""
+    """A dispatch mode below all functions of Python and C++, so that it sees every draw."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types

@@ -41,11 +41,11 @@ class Rows:
 
     Args:
         dim: which dimension; its size is a multiple of the number of samples.
-        groups_first: how samples lie in it when the multiple is k > 1: False, as (samples, k), like attention heads; True, as (k, samples),
-            like two views of the batch concatenated.
+        groups_first: the order of samples in it when the multiple is k > 1: False, as (samples, k), like attention heads; True, as (k,
+            samples), like two views of the batch concatenated.
         order: the whole draw's dimensions from the slowest to the fastest in memory, since generators fill memory in that order; empty
             where unknown.
-        gaps: whether the whole draw is a view with gaps in memory, where generators take another path.
+        gaps: whether the whole draw is a view with gaps in memory, for which generators use another path.
     """
 
     dim: int
@@ -54,8 +54,8 @@ class Rows:
     gaps: bool = False
 
 
-#: How a rank makes one draw: as a part of the whole batch's (Rows), as one device would (None), or by itself ("own") where the whole
-#: batch's can't be known.
+#: How a rank makes one draw: as a part of the whole batch's (Rows), as one device would (None), or alone ("own") where the whole batch's
+#: isn't known.
 Choice: TypeAlias = Rows | Literal["own"] | None
 
 
@@ -83,7 +83,7 @@ class DrawPlan:
         draws: in the order in which the step's forward makes them; None where it is unknown.
         batch_size: samples in the batch that was probed.
         seeded: whether the whole batch's draws can't be known from a part of it, as shapes depend on the data (padding to the longest
-            sample, routing). Ranks then draw by themselves, from generators seeded alike so that they stay in step.
+            sample, routing). Each rank then draws alone, from generators that are seeded alike and so stay in step.
     """
 
     draws: tuple[Draw, ...] | None = None
@@ -94,24 +94,24 @@ class DrawPlan:
 class GlobalDraws:
     """Makes the random draws of a split batch those of the whole batch, while installed and while there is a share.
 
-    Works below autograd and in every thread, on the operators that generate numbers; how a user's code came to call them (a function's
-    module-level name, a C++ composite such as attention's dropout, recomputation in backward) doesn't matter. A draw costs some 50 µs more
-    and, for a moment, the memory of the whole batch's draw. Where ``share`` gives None, a draw is left alone.
+    Works below autograd and in every thread, on the operators that generate numbers; it doesn't matter how the user's code calls them (a
+    function's module-level name, a C++ composite such as attention's dropout, recomputation in backward). A draw costs some 50 µs more and,
+    for a moment, the memory of the whole batch's draw. Where ``share`` gives None, draws aren't changed.
 
     Args:
         share: the rank's share of the current batch, None outside the user's step and where the batch isn't split.
-        plan: the step's draws as the probe found them. Without it a draw is taken to run over the samples if its dimension 0 is divisible
-            by their number; see :func:`guess`.
+        plan: the step's draws as the probe found them. Without it, a draw is assumed to run over the samples if its dimension 0 is
+            divisible by their number; see :func:`guess`.
     """
 
     def __init__(self, share: Callable[[], BatchShare | None], plan: DrawPlan | None = None) -> None:
         self._share = share
         self._plan = plan or DrawPlan()
-        #: Names of draws that were made without being one device's.
+        #: Names of draws that weren't those of one device.
         self.unreproducible: set[str] = set()
-        #: Called with a generator that a draw is asked to use, in place of the default one.
+        #: Called with a generator that a draw uses instead of the default one.
         self.on_generator: Callable[[torch.Generator], None] = _ignore
-        #: Where in the plan the step has come to: the next draw is the one there.
+        #: The step's place in the plan: the next draw is the one there.
         self.place = 0
         self._paused = False
         self._warned = False
@@ -140,14 +140,14 @@ class GlobalDraws:
         self.uninstall()
 
     def begin(self, place: int = 0) -> None:
-        """A step's forward begins, or one of its parts': the next draw is the one at this place of the plan."""
+        """A forward of the step, or of a part of it, begins: the next draw is the one at this place of the plan."""
         self.go_on({}, place)
 
     def go_on(self, chosen: dict[tuple[object, ...], Choice], place: int) -> None:
         """Another part's forward or backward begins, or goes on.
 
         Args:
-            chosen: what was decided on the part's draws, which its backward may ask for; it is added to.
+            chosen: the decisions on the part's draws, which its backward may need; new ones are added.
             place: the next draw is the one at this place of the plan.
         """
         self.place, self._chosen = place, chosen
@@ -164,18 +164,18 @@ class GlobalDraws:
 
     @property
     def share(self) -> BatchShare | None:
-        """The share to draw for; None where a draw is to be left alone."""
+        """The share to draw for; None where draws aren't changed."""
         return None if self._paused else self._share()
 
     @property
     def seeded(self) -> bool:
-        """Whether ranks draw by themselves. A rank that has the whole batch draws as one device does, whatever is known of the draws."""
+        """Whether each rank draws alone. A rank that has the whole batch draws as one device does, whatever is known of the draws."""
         share = self._share()
         return self._plan.seeded and not (share is not None and share.whole)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave all draws inside alone."""
+        """While open, draws aren't changed."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -197,7 +197,7 @@ class GlobalDraws:
         by_shape = (op, shape)
         by_state = (op, shape, _state(generator or default_generator(tensor.device)))
         if torch._C._current_graph_task_id() != -1:
-            # Recomputation in backward, in an order of its own. The checkpoint restores the generator's state, which tells draws of one
+            # Recomputation in backward draws in another order. The checkpoint restores the generator's state, which tells draws of one
             # shape apart.
             for key in (by_state, by_shape):
                 if key in self._chosen:
@@ -218,7 +218,7 @@ class GlobalDraws:
 
     @contextmanager
     def with_own_generator(self, device: torch.device, generator: torch.Generator | None, *, own: bool) -> Iterator[None]:
-        """Draw from a seed instead, so that the generator moves on by the same on every rank, however much is drawn inside.
+        """While open, draw from a seed, so that the generator advances equally on every rank, however much is drawn.
 
         Args:
             device: where the draw is made.
@@ -242,7 +242,7 @@ class GlobalDraws:
             base.set_state(after)
 
     def _find(self, op: str, shape: tuple[int, ...], samples: int) -> int | None:
-        """Index of the planned draw that this one is: the next one, else one that it equals, else one of its kind."""
+        """The index of this draw in the plan: the next one if it matches, else an equal one, else one of its kind."""
         draws, size = self._plan.draws, self._plan.batch_size
         assert draws is not None
         places = self._places.get(samples)
@@ -261,7 +261,7 @@ class GlobalDraws:
         return None
 
     def _check_rows(self, op: str, shape: tuple[int, ...], samples: int) -> None:
-        """Raise where a draw that ran over the samples no longer does: its rows are nodes, say, that were dealt out evenly by chance."""
+        """Raise where a draw that ran over the samples no longer does: its rows may be nodes, say, that were evenly divided by chance."""
         for draw in self._plan.draws or ():
             if draw.op != op or len(draw.shape) != len(shape) or not isinstance(draw.choice, Rows):
                 continue
@@ -282,14 +282,15 @@ class GlobalDraws:
 
 
 def _ignore(generator: torch.Generator) -> None:
-    """On one device, and on ranks that all do the same, a generator of the user's is as good as torch's."""
+    """Do nothing: on one device, and on ranks that all do the same, a user's generator works like torch's."""
 
 
 def guess(op: str, shape: tuple[int, ...], samples: int) -> Choice:
-    """How to make a draw that nothing is known about but its shape, on a rank with ``samples`` samples.
+    """How to make a draw of which only the shape is known, on a rank with ``samples`` samples.
 
-    With two or more samples, dimension 0 runs over them if it is divisible by their number. With one, everything is divisible: then it
-    does if its size is 1, or if the draw looks like a dropout mask of activations. A permutation does if it is one of exactly the samples.
+    With two or more samples, dimension 0 runs over them if it is divisible by their number. With one sample, everything is divisible: then
+    dimension 0 does if its size is 1, or if the draw looks like a dropout mask of activations. A permutation does if it is one of exactly
+    the samples.
     """
     if not shape or shape[0] == 0 or (op == "_sample_dirichlet" and len(shape) == 1):  # whose last dimension is that of one draw
         return None
@@ -334,7 +335,7 @@ def whole_like(part: Tensor, rows: Rows, share: BatchShare, dtype: torch.dtype |
     shape = list(part.shape)
     shape[rows.dim] = shape[rows.dim] // max(share.rows, 1) * share.of
     order, gaps = memory_order(part), has_gaps(part)
-    if rows.order and part.shape[rows.dim] == 1:  # a dimension of size 1 lies anywhere
+    if rows.order and part.shape[rows.dim] == 1:  # the place of a dimension of size 1 doesn't matter
         order, gaps = rows.order, rows.gaps
     return torch.empty_strided(shape, _strides(shape, order, 2 if gaps else 1), dtype=dtype or part.dtype, device=part.device)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Runs the user's step, or a backward pass.
 Run = Callable[..., Any]
-#: What the precision plugin calls around each backward pass.
+#: Hooks that the precision plugin calls around each backward pass.
 _AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
 
 
@@ -40,8 +40,8 @@ class MicroBatches:
 
     Args:
         trainer: whose module is trained.
-        plan: how many parts a rank's batch has, and how many samples each rank gets of a batch; one with fewer samples than others runs as
-            many parts, of which some count for nothing, since ranks communicate in each.
+        plan: how many parts a rank's batch has, and how many samples each rank gets of a batch; a rank with fewer samples runs as many
+            parts, of which some don't count, since ranks communicate in each.
         logging: brings together what the parts log.
         draws: makes their random draws those of the whole batch; None where the step draws nothing.
         before_last: makes a context around forward and backward of a part that isn't the last one.
@@ -66,7 +66,7 @@ class MicroBatches:
         self._before_last = before_last
         self._note = note
         self.gradients = PartGradients(trainer)
-        #: The part that runs, or ran last, of the batch that is worked on.
+        #: The current batch's part that runs, or ran last.
         self.part: BatchShare | None = None
 
     def share(self, batch: Any, samples: int | None) -> BatchShare:
@@ -77,7 +77,7 @@ class MicroBatches:
             raise uncut(self._plan, error) from error
 
     def run(self, step: Run, backward: Run, share: BatchShare, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The whole step's output; only its last part's backward is left to do.
+        """Run the parts; returns the whole step's output. Only the last part's backward is left to do.
 
         Args:
             step: the user's ``training_step``, on the engine's device and in its precision.
@@ -127,7 +127,7 @@ class MicroBatches:
                     if loss is not None and goes_back:
                         with self._silent():
                             backward(loss * (self.part.weight / self._trainer.accumulate_grad_batches))
-                    del output, loss  # and with them the part's graph
+                    del output, loss  # this also frees the part's graph
         if number == 1 or losses[0] is None:
             return output
         self._note("forward")
@@ -146,7 +146,7 @@ class MicroBatches:
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
-        """The precision plugin calls these hooks in each backward pass; a batch has one."""
+        """While open, the precision plugin doesn't call these hooks, which it calls in each backward pass; a batch has one."""
         trainer: Any = self._trainer
         module, callbacks = trainer.lightning_module, trainer.callbacks
         shadowed = {name: module.__dict__[name] for name in _AROUND_BACKWARD if name in module.__dict__}
@@ -162,11 +162,10 @@ class MicroBatches:
 
 
 class PartGradients:
-    """Keeps the gradients of the parts before the last from being set to None, and from whoever looks for an earlier batch's.
-
-    Where a window begins, and nobody is there to see it, earlier gradients go when the first part's forward is over, as Lightning would
-    have it, so that they aren't held beside the parts'. Within a window the parts' are added to the earlier ones at once. Only where the
-    user has a hook between forward and backward that could look at gradients are both held.
+    """Keeps the gradients of the parts before the last from being set to None, and from code that looks at an earlier batch's. At the
+    beginning of a window, if no hook could see it, earlier gradients are freed after the first part's forward, as in Lightning, so that
+    they aren't held besides the parts'. Within a window the parts' gradients are added to the earlier ones at once. Both are held only if
+    the user has a hook between forward and backward that could look at gradients.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -179,19 +178,19 @@ class PartGradients:
 
     @property
     def beside(self) -> bool:
-        """Whether earlier gradients are held beside those of the parts."""
+        """Whether earlier gradients are held besides those of the parts."""
         return self._earlier is not None
 
     @property
     def watched(self) -> bool:
-        """Whether a hook looks on when backward begins."""
+        """Whether a hook could see gradients when backward begins."""
         return self._overridden("on_before_backward")
 
     def begin(self, apart: Iterable[Parameter] = ()) -> None:
         """The first part's forward is over.
 
         Args:
-            apart: parameters whose gradients of this batch must be known by themselves when the parts are over.
+            apart: parameters whose gradients of this batch must be known separately when the parts are over.
         """
         self._parts.clear()
         self._earlier = None
@@ -209,10 +208,10 @@ class PartGradients:
             self._earlier = earlier if watched else None
 
     def lay_aside(self, complete: Callable[[dict[Parameter, Tensor]], None] = lambda gradients: None) -> None:
-        """All parts but the last have added theirs: until the last one's backward, what was there before is all that there is.
+        """All parts but the last have added their gradients: until the last part's backward, show only the earlier batch's gradients.
 
         Args:
-            complete: gets the batch's gradients, of the parameters that are held apart at least, to change them.
+            complete: gets the batch's gradients, at least of the parameters that are held apart, to change them.
         """
         if self._adds_at_once:
             batch = {parameter: parameter.grad for parameter in self._apart if parameter.grad is not None}
@@ -234,7 +233,7 @@ class PartGradients:
         self._parts.clear()
 
     def forget(self) -> None:
-        """The parts had no loss: whatever their backward left is nothing, and what was there before is all that there is."""
+        """The parts had no loss: drop their gradients, and restore the earlier ones."""
         if not self._adds_at_once:
             self._taken()
             self._put_back()
@@ -252,13 +251,13 @@ class PartGradients:
         self._earlier = None
 
     def _parameters(self) -> Iterator[Parameter]:
-        """Those of the optimizers that are here: what another stage has may have no more than an absent tensor for a gradient."""
+        """The optimizers' parameters that are here; another stage's parameters may have only an absent tensor as gradient."""
         for optimizer in self._trainer.optimizers:
             for group in optimizer.param_groups:
                 yield from (parameter for parameter in group["params"] if not is_absent(parameter))
 
     def _taken(self) -> dict[Parameter, Tensor]:
-        """The optimizers' parameters' gradients, which are None from now on."""
+        """Take the gradients of the optimizers' parameters, which are then set to None."""
         found = {}
         for parameter in self._parameters():
             if parameter.grad is not None:
@@ -319,8 +318,8 @@ def _count(batch: Any, samples: int | None) -> int:
 
 
 def uncut(plan: Plan, error: ValueError) -> ValueError:
-    """What to say where a batch can't be cut into parts."""
-    return ValueError(f"{plan.title()!r} works a batch off in parts, but {error}; take a plan with micro_batches=1")
+    """The error where a batch can't be cut into parts."""
+    return ValueError(f"{plan.title()!r} runs a batch in parts, but {error}; take a plan with micro_batches=1")
 
 
 def take_part(batch: Any, index: int, number: int, samples: int | None = None, *, several: bool = False, collates: bool = False) -> Any:
@@ -352,7 +351,7 @@ def take_part(batch: Any, index: int, number: int, samples: int | None = None, *
 
 
 def why_whole(batch: Any, samples: int | None = None, *, several: bool = False, collates: bool = False) -> str | None:
-    """Why a batch can't be worked off in parts; None where it can.
+    """Why a batch can't run in parts; None where it can.
 
     Args:
         batch: the first batch, as the user's step gets it.
@@ -368,14 +367,14 @@ def why_whole(batch: Any, samples: int | None = None, *, several: bool = False, 
 
 
 def _mean(losses: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-    """Weighted by samples; where there are none, each counts as much."""
+    """The mean, weighted by samples; without samples, each value counts equally."""
     counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight] or [(loss, 1) for loss in losses]
     total = sum(weight for _, weight in counted)
     return torch.stack([loss.reshape(()).double() * (weight / total) for loss, weight in counted]).sum().to(losses[0].dtype)
 
 
 def joined(extras: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> dict[str, Any]:
-    """What the step returns beside its loss: tensors with a row a sample in the batch's order, numbers as their mean, else the last's."""
+    """The step's output besides its loss: tensors with a row a sample in the batch's order, numbers as their mean, else the last part's."""
     joined: dict[str, Any] = {}
     for name in extras[-1]:
         values = [extra.get(name) for extra in extras]
@@ -399,7 +398,7 @@ def _children(batch: Any) -> list[Any]:
 
 
 def detached(output: Mapping[str, Any]) -> dict[str, Any]:
-    """What a step returned, without its graph."""
+    """A step's output, without its graph."""
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in output.items()}
 
 

@@ -17,13 +17,13 @@ from torch.nn import Parameter
 
 from lightning_autopar._temporary import patched
 
-#: Gets the parameters that a backward pass has brought gradients to.
+#: Called with the parameters to which a backward pass has given gradients.
 Done = Callable[[list[Parameter]], None]
 
 
 @contextmanager
 def noticed(weight: float, ours: Callable[[], bool], done: Done) -> Iterator[None]:
-    """While open, backward passes are the user's own unless ``ours`` says otherwise.
+    """While open, notices backward passes; they are the user's own unless ``ours`` says otherwise.
 
     Args:
         weight: of a loss.
@@ -37,7 +37,7 @@ def noticed(weight: float, ours: Callable[[], bool], done: Done) -> Iterator[Non
             return original(tensors, *args, **kwargs)
         losses: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         reached = parameters_of(losses)
-        if not reached:  # a gradient for something else than the weights
+        if not reached:  # a gradient of something other than the weights
             return original(tensors, *args, **kwargs)
         result = original([loss * weight for loss in losses] if weight != 1.0 else losses, *args, **kwargs)
         done(reached)
@@ -48,7 +48,7 @@ def noticed(weight: float, ours: Callable[[], bool], done: Done) -> Iterator[Non
 
 
 def parameters_of(losses: Sequence[Tensor]) -> list[Parameter]:
-    """The parameters that losses depend on, in the order in which backward's graph leads to them."""
+    """The parameters on which losses depend, in the order in which backward's graph reaches them."""
     found: dict[int, Parameter] = {}
     left: list[Any] = [loss.grad_fn for loss in losses]
     seen = set()
@@ -65,9 +65,8 @@ def parameters_of(losses: Sequence[Tensor]) -> list[Parameter]:
 
 
 def average(reached: Iterable[Parameter], parameters: Sequence[Parameter]) -> None:
-    """Average over the ranks what a backward pass has left as gradients; a collective.
-
-    What was there before is the same on all ranks, and so is its mean.
+    """Average the gradients after a backward pass over the ranks; a collective. Gradients from before it are the same on all ranks, and so
+    is their mean.
 
     Args:
         reached: the parameters that this rank's pass led to.
@@ -77,7 +76,7 @@ def average(reached: Iterable[Parameter], parameters: Sequence[Parameter]) -> No
     known, ids = {id(parameter) for parameter in parameters}, {id(parameter) for parameter in reached}
     some = reached[0]
     used = torch.tensor([id(parameter) in ids for parameter in parameters], dtype=torch.int32, device=some.device)
-    dist.all_reduce(used)  # the samples may decide what a rank's loss depends on
+    dist.all_reduce(used)  # the samples may decide on which parameters a rank's loss depends
     everyones = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
     everyones += [parameter for parameter in reached if id(parameter) not in known]
     for parameter in everyones:

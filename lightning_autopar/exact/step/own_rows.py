@@ -28,11 +28,11 @@ from lightning_autopar.exact.step.draws import Rows, default_generator, has_gaps
 _LOG = logging.getLogger(__name__)
 _Call: TypeAlias = Callable[..., Any]
 _Draw: TypeAlias = Callable[[int], Tensor]
-#: What one call of Philox gives: four numbers of 32 bits, by which the generator's offset counts.
+#: One call of Philox gives four numbers of 32 bits; the generator's offset counts in these.
 _WORDS = 4
 _BLOCK = 256
-_INDEXED_BYTES = 2**31 - 1  # of a larger tensor ATen's kernels draw piece by piece
-#: From this share of the whole draw on it is simpler to make all of it. Each piece is a kernel, and each row a copy of its own.
+_INDEXED_BYTES = 2**31 - 1  # ATen's kernels draw a larger tensor piece by piece
+#: From this share of the whole draw on, making all of it is cheaper: each piece is a kernel, and each row a copy.
 _WORTH_SHARE, _MOST_PIECES = 0.7, 8
 FILLS = frozenset(("bernoulli_", "normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "geometric_"))
 
@@ -55,7 +55,7 @@ class Window:
 def fill_own(
     op: str, call: _Call, out: Tensor, args: tuple[Any, ...], generator: torch.Generator | None, rows: Rows, share: BatchShare
 ) -> bool:
-    """Fill the rank's rows ``out`` of the whole batch's ``op``; False where that is left to a whole draw, and nothing was drawn."""
+    """Fill the rank's rows ``out`` of the whole batch's ``op``; False, with nothing drawn, where a whole draw must be made."""
     if out.device.type != "cuda" or op not in FILLS or any(isinstance(arg, Tensor) for arg in args):
         return False
     flat = _by_sample(out, rows, share)
@@ -75,7 +75,7 @@ def fill_own(
 
 def drop_own(call: _Call, input: Tensor, p: float, mask: Tensor, rows: Rows, share: BatchShare) -> bool:
     """Fill the rank's rows ``mask`` of the mask of the whole batch's fused dropout; False as in :func:`fill_own`."""
-    width = 16 // input.element_size()  # neighbours that a thread takes at a time, where they fill the tensor
+    width = 16 // input.element_size()  # how many neighbours a thread takes at a time, if they fill the tensor
     flat = _by_sample(mask, rows, share)
     if flat is None or (flat.shape[1] * share.of) % width or has_gaps(input):
         return False
@@ -85,13 +85,13 @@ def drop_own(call: _Call, input: Tensor, p: float, mask: Tensor, rows: Rows, sha
         return cast(Tensor, call(piece, p, True)[1])
 
     window = _window(input.device, width, _WORDS * -(-width // _WORDS))
-    # However many it takes at a time, the generator moves on as if they were four.
+    # However many it takes at a time, the generator advances as for four.
     counted = _window(input.device, _WORDS, _WORDS)
     return _drawn(flat, draw, share, default_generator(input.device), window, counted, ("native_dropout", input.dtype))
 
 
 def pieces(whole: int, row: int, own: Sequence[int], window: Window) -> list[tuple[int, int]]:
-    """From where to where to draw, so that all own rows are in it; empty where a whole draw is simpler.
+    """The ranges to draw, so that they contain all own rows; empty where a whole draw is cheaper.
 
     Args:
         whole: elements of the whole draw.
@@ -116,7 +116,7 @@ def pieces(whole: int, row: int, own: Sequence[int], window: Window) -> list[tup
 def _drawn(
     flat: Tensor, draw: _Draw, share: BatchShare, generator: torch.Generator, window: Window, counted: Window, kind: tuple[str, torch.dtype]
 ) -> bool:
-    """Draw the rank's rows, if that is less work, and as it should be on this GPU.
+    """Draw the rank's rows, if that is less work, and was shown to be right on this GPU.
 
     Args:
         flat: what is filled, (samples, elements of each).
@@ -124,7 +124,7 @@ def _drawn(
         share: the rank's.
         generator: ends where the whole draw would have left it.
         window: of the kernel.
-        counted: by which the kernel says how far the generator is to move.
+        counted: the unit in which the kernel advances the generator.
         kind: of the draw, by which it is proven once.
     """
     row, own = flat.shape[1], list(share.indices)
@@ -140,7 +140,7 @@ def _drawn(
 def _draw_pieces(
     flat: Tensor, draw: _Draw, found: Sequence[tuple[int, int]], own: Sequence[int], generator: torch.Generator, window: Window
 ) -> None:
-    """Each piece from its window's offset on; the rows are copied out."""
+    """Draw each piece from its window's offset on, and copy the rows out."""
     before, row = generator.get_offset(), flat.shape[1]
     for first, end in found:
         generator.set_offset(before + first // window.elements * window.offset)
@@ -154,7 +154,7 @@ _PROVEN: dict[tuple[object, ...], bool] = {}
 
 
 def _proven(device: torch.device, draw: _Draw, generator: torch.Generator, window: Window, kind: tuple[str, torch.dtype]) -> bool:
-    """Whether the second half of a draw comes out by itself as in the whole one, on this GPU. The host waits for it, once."""
+    """Whether the second half of a draw, drawn alone, equals that of the whole one on this GPU. The host waits for it, once."""
     key = device, *kind
     if key not in _PROVEN:
         before = generator.get_offset()
@@ -174,7 +174,7 @@ def _proven(device: torch.device, draw: _Draw, generator: torch.Generator, windo
 
 @lru_cache(maxsize=64)
 def _window(device: torch.device, each: int, offset: int) -> Window:
-    """Of a kernel whose threads fill so many elements before the generator's offset has moved on by that much."""
+    """The window of a kernel whose threads fill so many elements while the generator's offset advances by that much."""
     found = torch.cuda.get_device_properties(device)
     blocks = found.multi_processor_count * (found.max_threads_per_multi_processor // _BLOCK)
     return Window(elements=blocks * _BLOCK * each, offset=offset, least=(blocks - 1) * _BLOCK + 1)

@@ -57,7 +57,7 @@ def _kernel(draws: GlobalDraws, name: str, key: str, handler: Callable[..., Any]
 
 
 def _fill(op: str, draws: GlobalDraws, call: _Call, out: Tensor, *args: Any, generator: _Generator = None) -> Tensor:
-    """``out.normal_(…)`` and its kin."""
+    """``out.normal_(…)`` and similar."""
     choice = draws.rows_for(op, out, generator)
     share = draws.share
     assert share is not None
@@ -65,10 +65,10 @@ def _fill(op: str, draws: GlobalDraws, call: _Call, out: Tensor, *args: Any, gen
         with draws.with_own_generator(out.device, generator, own=choice is not None):
             call(out, *args, generator=generator)
     elif isinstance(choice, Rows) and share.of > max(share.rows, 1) and not fill_own(op, call, out, args, generator, choice, share):
-        # With MKL the CPU's kernel draws into integers of 32 bits whatever it fills (DistributionKernels.cpp): no need to hold both.
+        # With MKL, the CPU's kernel always draws into integers of 32 bits (DistributionKernels.cpp): no need to hold both.
         integers = op == "bernoulli_" and out.device.type == "cpu" and not any(isinstance(arg, Tensor) for arg in args)
         whole = whole_like(out, choice, share, torch.int32 if integers else None)
-        # An argument that is a tensor (bernoulli_'s probabilities) doesn't change how far the generator moves: zeros do for others' rows.
+        # A tensor argument (bernoulli_'s probabilities) doesn't change how far the generator advances: zeros suffice for others' rows.
         spread = [_spread(arg.expand(out.shape), whole, draws, choice) if isinstance(arg, Tensor) else arg for arg in args]
         call(whole, *spread, generator=generator)
         pick_rows(whole, out, choice, share)
@@ -78,7 +78,7 @@ def _fill(op: str, draws: GlobalDraws, call: _Call, out: Tensor, *args: Any, gen
 
 
 def _spread(part: Tensor, like: Tensor, draws: GlobalDraws, rows: Rows) -> Tensor:
-    """A tensor laid out as the whole batch's draw ``like``, with the rank's rows from ``part`` and zeros elsewhere."""
+    """A tensor in the layout of the whole batch's draw ``like``, with the rank's rows from ``part`` and zeros elsewhere."""
     assert draws.share is not None
     whole = torch.zeros_like(like, dtype=part.dtype)
     scatter_rows(part, whole, rows, draws.share)
@@ -132,7 +132,7 @@ def _multinomial(
         return cast(Tensor, call(weights, num_samples, replacement, generator=generator, **given))
 
     if weights.ndim == 2 and (num_samples == 1 or not replacement):
-        return _into(out, native(weights, num_samples))  # made of exponential_, which comes here again
+        return _into(out, native(weights, num_samples))  # calls exponential_, which comes here again
     shape = (*weights.shape[:-1], num_samples)
     choice = draws.rows_for("multinomial", weights, generator, shape)
     if isinstance(choice, Rows) and choice.dim != 0:
@@ -175,7 +175,7 @@ def _randperm(draws: GlobalDraws, call: _Call, n: int, *, generator: _Generator 
         own = index_of(tuple(share.indices), out.device)
         place = torch.full((share.of,), -1, dtype=out.dtype, device=out.device)
         place.index_copy_(0, own, torch.arange(len(own), dtype=out.dtype, device=out.device))
-        # How many are mine is known: a mask would have the host wait for their number.
+        # The number of own rows is known; a mask would make the host wait for it.
         others_last = (place[whole // each] < 0).to(torch.uint8).argsort(stable=True)
         mine = whole[others_last[: len(own) * each]]
         _into(out, place[mine // each] * each + mine % each)
@@ -187,7 +187,7 @@ def _randperm(draws: GlobalDraws, call: _Call, n: int, *, generator: _Generator 
 def _native_dropout(draws: GlobalDraws, call: _Call, input: Tensor, p: float, train: bool | None) -> Sequence[Tensor]:
     """CUDA's dropout, whose mask depends on the number of all elements."""
     draws_a_mask = train is not False and 0 < p < 1 and input.numel() > 0
-    # "bernoulli_" is the name that the CPU's dropout, and so the probe, knows it by.
+    # The CPU's dropout, and so the probe, calls it "bernoulli_".
     choice = draws.rows_for("bernoulli_", input, None) if draws_a_mask else None
     share = draws.share
     assert share is not None
@@ -235,7 +235,7 @@ _OVERLOADS = {"bernoulli_": (".float", ".Tensor"), "random_": ("", ".from", ".to
 _REJECTING = ("_standard_gamma", "_sample_dirichlet", "poisson", "binomial", "rrelu_with_noise", "rrelu_with_noise_")
 _FUSED = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")
 
-#: Recurrent layers' dropout, which no kernel here takes the place of.
+#: Operators of recurrent layers, whose dropout no kernel here replaces.
 _RECURRENT = ("_cudnn_rnn", "miopen_rnn")
 
 _ANYWHERE: dict[str, Callable[..., Any]] = {
@@ -252,5 +252,5 @@ _ON_CUDA: dict[str, Callable[..., Any]] = {"native_dropout": _native_dropout, **
 
 
 def draws_apart(name: str) -> bool:
-    """Whether an operator (``aten.poisson``) draws what no rank can make as one device would, so that each draws its own."""
+    """Whether no rank can make an operator's draw (``aten.poisson``) as one device would, so that each draws its own."""
     return name.removeprefix("aten.") in {*_REJECTING, *_FUSED, *_RECURRENT}

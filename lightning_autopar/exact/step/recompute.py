@@ -15,12 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 @contextmanager
 def recomputed(module: nn.Module, fqns: Sequence[str]) -> Iterator[None]:
-    """While open, the blocks of those names keep their input only and run their forward again in backward.
-
-    The instance's ``forward`` is replaced, rather than the block wrapped: FQNs, classes and checkpoints stay as they are. The non-reentrant
-    variant preserves the RNG state, so that dropout draws the same mask twice. Buffers that a forward moves (BatchNorm's running
-    statistics) move once, and the second forward finds them as the first one did, whatever ran in between: under a pipeline that of other
-    micro-batches.
+    """While open, the blocks of those names keep only their input and run their forward again in backward. The instance's ``forward`` is
+    replaced, and the block isn't wrapped: FQNs, classes and checkpoints stay as they are. The non-reentrant variant preserves the RNG
+    state, so that dropout draws the same mask twice. Buffers that a forward changes (BatchNorm's running statistics) change once, and the
+    second forward finds them as the first one did, whatever ran in between, such as other micro-batches of a pipeline.
 
     Args:
         module: the root.
@@ -50,7 +48,7 @@ def _block(module: nn.Module, fqn: str) -> nn.Module:
 
 
 class _Moving:
-    """What is known of the buffers that a block's forward moves: nothing, or their names by the path of their owner in the block."""
+    """The buffers that a block's forward changes, by the path of their owner in the block; None while they aren't known."""
 
     def __init__(self) -> None:
         self.names: set[tuple[str, str]] | None = None
@@ -74,7 +72,7 @@ def _forward(block: nn.Module, forward: Callable[..., Any], moving: _Moving, *ar
     moved: dict[tuple[str, str], Tensor] = {}
     for key, (owner, buffer, version, kept) in entered.items():
         if owner._buffers.get(key[1]) is not buffer:
-            moved[key] = buffer  # replaced, so that it is itself as it was
+            moved[key] = buffer  # replaced, so that the buffer itself isn't changed
         elif buffer._version != version or _untold(owner):
             moved[key] = kept if kept is not None else buffer.detach().clone()
     moving.names = (moving.names or set()) | set(moved)
@@ -83,20 +81,19 @@ def _forward(block: nn.Module, forward: Callable[..., Any], moving: _Moving, *ar
 
 
 def _kept(owner: nn.Module, buffer: Tensor, moves: bool) -> Tensor | None:
-    """The buffer's value, of one that a forward may move."""
+    """A copy of the value of a buffer that a forward may change."""
     return buffer.detach().clone() if moves or _untold(owner) else None
 
 
 def _untold(owner: nn.Module) -> bool:
-    """Whether it is a normalisation layer that moves its running statistics: its kernel doesn't tell autograd's version counter."""
+    """Whether it is a normalisation layer that updates its running statistics, which doesn't change autograd's version counter."""
     return isinstance(owner, _NormBase) and owner.training
 
 
 @contextmanager
 def _swapped(buffers: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """Around the second forward, which moves other tensors in place of the buffers.
-
-    The buffers themselves aren't written to: that would spoil what autograd has saved of them.
+    """The context of the second forward, which changes other tensors in place of the buffers. Writing to the buffers themselves would spoil
+    what autograd has saved of them.
     """
     present = [owner._buffers[name] for owner, name, _ in buffers]
     for owner, name, as_entered in buffers:

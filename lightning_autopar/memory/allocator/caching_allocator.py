@@ -23,7 +23,7 @@ _ADDRESS_BITS = 64
 
 
 class Block:
-    """A piece of a segment: handed out, free, or of an expandable segment a range of addresses without memory behind it.
+    """A piece of a segment: handed out, free, or, in an expandable segment, a range of addresses without memory.
 
     Args:
         address: where it begins.
@@ -31,7 +31,7 @@ class Block:
         pool: whose it is.
         stream: the stream that it was made for.
         expandable: whether its segment can grow.
-        mapped: whether there is memory behind it.
+        mapped: whether its addresses have memory.
     """
 
     __slots__ = ("address", "allocated", "expandable", "mapped", "next", "pool", "prev", "searches", "size_bytes", "stream")
@@ -49,7 +49,7 @@ class Block:
         self.searches = 0
 
     def cut(self, size_bytes: int) -> Block:
-        """Shorten it to that size; what follows it there is the new block that comes back."""
+        """Shorten it to that size; returns the rest as a new block."""
         rest = Block(self.address + size_bytes, self.size_bytes - size_bytes, self.pool, self.stream, self.expandable, self.mapped)
         rest.prev = self
         following = self.next
@@ -60,7 +60,7 @@ class Block:
         return rest
 
     def merge(self, other: Block | None) -> None:
-        """Take in a neighbour that is free and as mapped as itself, out of the pool's lists, too."""
+        """Merge with a free neighbour that is mapped like itself, and remove that from the pool's lists."""
         if other is None or other.allocated or other.mapped != self.mapped:
             return
         pool = self.pool
@@ -88,8 +88,8 @@ class Pool:
         heads: the first block of each segment, by address.
         free: by stream, the keys of those that are free, in order of size, then address.
         blocks: those that are free, by key.
-        unmapped: by stream, those without memory behind them, in order of addresses.
-        searches: how often a free block was looked for; each block remembers at what count it became free.
+        unmapped: by stream, those without memory, in order of addresses.
+        searches: how often a free block was searched; each block stores the count at which it became free.
     """
 
     __slots__ = ("blocks", "free", "heads", "is_small", "searches", "unmapped")
@@ -103,7 +103,7 @@ class Pool:
         self.searches = 0
 
     def insert(self, block: Block) -> None:
-        """Put a block into the list that it belongs to."""
+        """Put a block into its list."""
         if block.mapped:
             block.searches = self.searches
             key = block.size_bytes << _ADDRESS_BITS | block.address
@@ -145,7 +145,7 @@ class OutOfDeviceMemory(Exception):
         requested_bytes: rounded size of what was asked for.
         allocated_bytes: handed out then.
         reserved_bytes: held then, after everything that could be was given back.
-        limit_bytes: what may be held.
+        limit_bytes: the most that may be held.
     """
 
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
@@ -171,7 +171,7 @@ class CachingAllocator:
         allocated_bytes: of these handed out, rounded, as ``torch.cuda.memory_allocated`` counts it.
         peak_reserved_bytes: the most that was reserved.
         peak_allocated_bytes: the most that was allocated.
-        retries: how often all unused segments had to be given back to go on, as ``num_alloc_retries`` counts it.
+        retries: how often all unused segments had to be released to go on, as ``num_alloc_retries`` counts it.
     """
 
     def __init__(self, *, limit_bytes: int | None = None, options: AllocatorOptions | None = None) -> None:
@@ -204,7 +204,7 @@ class CachingAllocator:
         assert size_bytes > 0, "an empty tensor has no block"
         size = self.rounded(size_bytes) if self._rounds_by_power else (size_bytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
         pool = self._small if size <= SMALL_BYTES else self._large
-        if self._plain:  # what _take_free and _split come to: planning spends most of its time here
+        if self._plain:  # _take_free and _split, inlined: planning spends most of its time here
             free = pool.free[stream]
             place = bisect_left(free, size << _ADDRESS_BITS)
             block = pool.blocks.pop(free.pop(place)) if place < len(free) else self._from_device(pool, size, stream)
@@ -220,7 +220,7 @@ class CachingAllocator:
         return block
 
     def _from_device(self, pool: Pool, size: int, stream: int) -> Block:
-        """A block of new memory, if need be after unused segments were given back (``malloc``)."""
+        """A block of new memory, if need be after releasing unused segments (``malloc``)."""
         if self._collects:
             self._collect()
         block = self._new_block(pool, size, stream)
@@ -268,7 +268,7 @@ class CachingAllocator:
         return -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
     def segments(self) -> Iterator[list[Block]]:
-        """The blocks of each segment, in order of addresses; of an expandable one also those without memory behind them."""
+        """The blocks of each segment, in order of addresses; in an expandable one, also those without memory."""
         for head in (*self._small.heads.values(), *self._large.heads.values()):
             blocks = []
             block: Block | None = head
@@ -278,7 +278,7 @@ class CachingAllocator:
             yield blocks
 
     def layout(self) -> list[tuple[int, int, bool]]:
-        """Where its blocks lie, how large they are, and which are handed out."""
+        """The addresses and sizes of its blocks, and which are handed out."""
         return [(block.address, block.size_bytes, block.allocated) for blocks in self.segments() for block in blocks]
 
     # -- free blocks -----------------------------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class CachingAllocator:
         return pool.blocks.pop(entries.pop(index))
 
     def _split(self, block: Block, size: int) -> None:
-        """Cut what isn't needed off the block, if that is worth having (``should_split``)."""
+        """Cut off the part of the block that isn't needed, if that is worth it (``should_split``)."""
         rest = block.size_bytes - size
         if block.pool.is_small or self.options.expandable_segments:
             if rest < MIN_BLOCK_BYTES:
@@ -395,7 +395,7 @@ class CachingAllocator:
     # -- expandable segments ---------------------------------------------------------------------------------------------------------------
 
     def _expand(self, pool: Pool, size: int, stream: int) -> Block | None:
-        """Map pages behind the lowest unmapped addresses that have room (``try_allocate_expandable_block``)."""
+        """Map pages at the lowest unmapped addresses that have room (``try_allocate_expandable_block``)."""
         candidate = self._find_expandable(pool, size, stream)
         if not candidate.mapped and not self._map(candidate, min(candidate.size_bytes, size)):
             return None
@@ -431,7 +431,7 @@ class CachingAllocator:
         return SMALL_SEGMENT_BYTES if pool.is_small else self.options.large_segment_bytes
 
     def _map(self, block: Block, size: int) -> bool:
-        """Put whole pages behind the beginning of an unmapped block, and make it a free one (``map_block``)."""
+        """Map whole pages at the beginning of an unmapped block, and make it a free one (``map_block``)."""
         page = self._page_bytes(block.pool)
         size = -(-size // page) * page
         if not self._has_room(size):
@@ -448,7 +448,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Take the whole pages from behind a free block (``unmap_block``)."""
+        """Unmap the whole pages of a free block (``unmap_block``)."""
         page = self._page_bytes(block.pool)
         begin = -(-block.address // page) * page
         end = (block.address + block.size_bytes) // page * page
@@ -469,5 +469,5 @@ class CachingAllocator:
 
 
 def _potential(block: Block) -> int:
-    """Its size, with the unmapped addresses behind it."""
+    """Its size, with the unmapped addresses after it."""
     return block.size_bytes + (block.next.size_bytes if block.next is not None and not block.next.mapped else 0)

@@ -17,19 +17,18 @@ COMPUTE, GATHER, REDUCE = range(3)
 
 
 class PlayedDevice:
-    """What is held, each thing under a key of the caller's.
+    """The things that a device holds, each under a key of the caller's.
 
     Args:
         allocator: of the device.
 
     Attributes:
         allocator: as given.
-        held: as the how manieth each thing was allocated, by key, in the order in which they came; 0 where it takes no bytes. Without what
-            goes together.
+        held: the number of each thing's allocation, by key, in order; 0 if it takes no bytes. Without things that go together.
         numbers: counts allocations.
-        orders: what the allocator isn't told yet: a number above 0 allocates so many bytes, one below 0 frees what came as that one's
-            negative; a 0 before a number above it enters a stream, and before one below it what came so counts as something else.
-        labels: the categories of what these allocate or make something else of.
+        orders: orders that the allocator hasn't got yet: a number above 0 allocates so many bytes; one below 0 frees the allocation with
+            that number's negative. A 0 before a number above 0 enters a stream; before one below 0, that allocation gets another category.
+        labels: the categories of these orders.
         fullest: bytes by category when most was allocated, as torch counts them.
     """
 
@@ -40,9 +39,9 @@ class PlayedDevice:
         self.orders: list[int] = []
         self.labels: list[Category] = []
         self.fullest: dict[Category, int] = {}
-        #: The streams of what isn't the computation's, by number.
+        #: The streams of allocations that aren't the computation's, by number.
         self._elsewhere: dict[int, int] = {}
-        #: What of :meth:`hold_all` is to be freed.
+        #: Allocations of :meth:`hold_all` that must be freed.
         self._together: dict[Hashable, list[int]] = {}
         self._blocks: dict[int, tuple[Block, Category]] = {}
         self._allocations = count(1)
@@ -66,7 +65,7 @@ class PlayedDevice:
         self.labels.append(category)
 
     def drop(self, key: Hashable) -> bool:
-        """Free it, if it is held; whether it was. It goes back to the stream that it was allocated on."""
+        """Free it, if it is held; returns whether it was. It goes back to the stream that it was allocated on."""
         number = self.held.pop(key, None)
         if number is None:
             return False
@@ -89,13 +88,13 @@ class PlayedDevice:
         self.orders += self._together.pop(key, ())
 
     def become(self, key: Hashable, category: Category) -> None:
-        """What is held under the key counts as something else from now on."""
+        """From now on, the thing under the key counts in another category."""
         if self.held[key]:
             self.orders += 0, -self.held[key]
             self.labels.append(category)
 
     def rename(self, key: Hashable, new: Hashable) -> None:
-        """Call it something else."""
+        """Change a thing's key."""
         assert new not in self.held, f"{new} is held already"
         self.held[new] = self.held.pop(key)
 
@@ -104,7 +103,7 @@ class PlayedDevice:
         return list(self.held)
 
     def settle(self) -> None:
-        """Have the allocator follow what it wasn't told yet.
+        """Pass all orders on to the allocator.
 
         Raises:
             OutOfDeviceMemory: if there is no room.

@@ -10,7 +10,7 @@ from typing import Any
 MIB = 1 << 20
 #: ``roundup_power2_divisions`` has an interval for each power of two from 1 MiB to 32 GiB (``c10/core/AllocatorConfig.cpp``).
 INTERVALS = 16
-#: In the order in which ``c10/cuda/CUDAAllocatorConfig.h`` reads them: the first that is set counts.
+#: The variables, in the order in which ``c10/cuda/CUDAAllocatorConfig.h`` reads them: the first that is set counts.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 _PAIR = re.compile(r"\s*([a-z_0-9]+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+?)\s*(?:,|$)")
@@ -51,10 +51,10 @@ class AllocatorOptions:
 def parse_options(text: str) -> AllocatorOptions:
     """The options of a setting such as ``"expandable_segments:True,max_split_size_mb:128"``.
 
-    Options that don't bear on how much device memory is taken (pinned memory, locks) are passed over.
+    Options that don't change how much device memory is taken (pinned memory, locks) are ignored.
 
     Raises:
-        ValueError: if the value of an option can't be one.
+        ValueError: if the value of an option isn't allowed.
     """
     values: dict[str, Any] = {}
     for name, value in _PAIR.findall(text):
@@ -88,7 +88,7 @@ def options_from_environment(environment: Mapping[str, str]) -> AllocatorOptions
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """Of one number for all, or a list such as ``[256:1,512:2,>:8]``: up to and at 256 MiB, at 512 MiB, above."""
+    """The divisions from one number for all, or a list such as ``[256:1,512:2,>:8]``: up to and at 256 MiB, at 512 MiB, above."""
     if not value.startswith("["):
         return (int(value),) * INTERVALS
     found = [0] * INTERVALS

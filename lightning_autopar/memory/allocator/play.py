@@ -29,7 +29,7 @@ CATEGORY: dict[Kind, Category] = {
 #: ``bucket_cap_mb``).
 FIRST_BUCKET_BYTES = MIB
 BUCKET_BYTES = 25 * MIB
-#: So many numbers of orders wait for the allocator at most, but for a part's: if there is no room, what follows needn't be worked out.
+#: The most orders that wait for the allocator, besides those of one part: if there is no room, the rest needn't be computed.
 _MOST_WAITING = 2000
 
 
@@ -64,9 +64,9 @@ class Player:
         self._pins: dict[Hashable, int] = {}
         self._unpinned_late: set[Hashable] = set()
         self._gone: set[Hashable] = set()
-        #: Outputs of recomputed blocks that nothing uses, and that Python has not let go of yet.
+        #: Unused outputs of recomputed blocks that Python hasn't freed yet.
         self._held_by_name: set[Hashable] = set()
-        #: What is known of sizes here: of storages that grow by micro-batch, and of the optimizer's.
+        #: Cached sizes: of storages that grow, by micro-batch, and of the optimizer's.
         self._shares: list[dict[int, int]] = [{} for _ in rows]
         self._updated: dict[int, int] = {}
         self._lasting: list[TapeChange] | None = None
@@ -81,7 +81,7 @@ class Player:
                 self.machine.hold(change.storage, change.size_bytes, CATEGORY[change.kind])
 
     def keeps(self, change: TapeChange) -> bool:
-        """Whether what is there before a step is this engine's to hold as the tape has it; asked for one change of each kind."""
+        """Whether the engine holds what is there before a step as on the tape; called for one change of each kind."""
         return True
 
     def enter(self, part: TapePart) -> None:
@@ -98,11 +98,11 @@ class Player:
             self.machine.drop(key)
 
     def clear(self, change: TapeChange) -> None:
-        """The step frees a gradient, which lies under the first micro-batch's name."""
+        """The step frees a gradient, which is held under the first micro-batch's key."""
         self.machine.drop(change.storage)
 
     def size_of(self, change: TapeChange, *, updating: bool) -> int:
-        """Bytes of a storage here; ``updating``: it belongs to the optimizer. Else it is asked of what grows alone, once for each size."""
+        """Bytes of a storage here; ``updating``: it belongs to the optimizer. If not, called only for what grows, once a size."""
         if not change.grows or not self.footprint.batch_size:
             return change.size_bytes
         rows = sum(self.rows) if change.kind == "input" else self.rows[self.micro]
@@ -111,11 +111,11 @@ class Player:
     # -- a step ----------------------------------------------------------------------------------------------------------------------------
 
     def share(self, size_bytes: int, rows: int) -> int:
-        """What so many samples make of a size at the whole batch."""
+        """A size for so many samples, from the size at the whole batch."""
         return -(-size_bytes * rows // self.footprint.batch_size) if self.footprint.batch_size else size_bytes
 
     def key(self, storage: int) -> int:
-        """Under what a storage of the tape is held: what every micro-batch makes anew, under a name of its own."""
+        """The key for a storage of the tape: every micro-batch has its own key for what it makes anew."""
         return storage if self.micro == 0 or storage in self._before else storage + self.micro * self.script.storages
 
     def step(self) -> None:
@@ -136,7 +136,7 @@ class Player:
         self.machine.settle()
 
     def arrive(self) -> None:
-        """What the step begins with: the batch, and what the step before didn't leave as the tape has it."""
+        """Allocate what the step begins with: the batch, and what the step before didn't leave as on the tape."""
         self.micro = 0
         self._gone.clear()
         self._held_by_name.clear()
@@ -157,7 +157,7 @@ class Player:
     def update(self) -> None:
         """The optimizer's part; at first it makes its state."""
         self._end_backward()
-        for thread in range(len(self.workspaces)):  # a stage need not have the step's first product
+        for thread in range(len(self.workspaces)):  # a stage may not have the step's first product
             self._multiply(thread)
         self.enter(self.script.update)
         if self.steps == 0:
@@ -167,7 +167,7 @@ class Player:
         self._apply(self.script.update.changes, updating=True)
 
     def depart(self) -> None:
-        """The end of the step: the batch goes, what lives on takes the place of what it replaces, the rest goes, too."""
+        """The end of the step: the batch is freed, what stays replaces its predecessor, and the rest is freed."""
         for change in self.script.before:
             if change.kind == "input":
                 self.machine.drop(change.storage)
@@ -213,7 +213,7 @@ class Player:
                 self._unpin(index)
 
     def _updated_size(self, change: TapeChange) -> int:
-        """What the optimizer has of a storage; it asks for many of few sizes."""
+        """The size of the optimizer's part of a storage; called for many storages of few sizes."""
         if change.grows:
             return self.size_of(change, updating=True)
         size = self._updated.get(change.size_bytes)
@@ -222,9 +222,9 @@ class Player:
         return size
 
     def _apply(self, changes: Sequence[TapeChange], *, updating: bool, saves: bool = True) -> None:
-        """Play changes; ``saves``: what is used no more is kept for backward, and what backward has read until its node ends."""
+        """Play changes; ``saves``: whether backward keeps what forward no longer uses, and what it has read until its node ends."""
         machine, before, pins = self.machine, self._before, self._pins
-        # Machine.hold and Machine.drop written out: they come by tens of thousands of times.
+        # PlayedDevice.hold and .drop, inlined: they run tens of thousands of times.
         held, order = machine.held, machine.orders.append
         numbers, label = machine.numbers, machine.labels.append
         shares, offset = self._shares[self.micro], self.micro * self.script.storages
@@ -253,7 +253,7 @@ class Player:
                     self.complete(key, change)
             elif action == "free":
                 if kind == "gradients":
-                    if not offset or updating:  # between micro-batches gradients stay
+                    if not offset or updating:  # gradients stay between micro-batches
                         self.clear(change)
                 elif key in pins:
                     self._unpinned_late.add(key)
@@ -281,7 +281,7 @@ class Player:
                 machine.rename((key, "resized"), key)
 
     def _leave_micro_batch(self) -> None:
-        """What a micro-batch leaves that isn't a gradient goes before the next."""
+        """Before the next micro-batch, free what this one leaves, except gradients."""
         self._end_backward()
         if self._lives_on is None:
             changes = (change for part in self.script.parts for change in part.changes)
@@ -293,14 +293,14 @@ class Player:
     # -- recomputation (exact/step/recompute.py: torch's non-reentrant checkpointing) ------------------------------------------------------
 
     def _made_in(self, index: int) -> list[TapeChange]:
-        """What the block's last forward makes for itself: an output that is used is the next block's to keep, and isn't computed again."""
+        """What the block's last forward makes for itself: an output that is used is kept by the next block, and isn't computed again."""
         part = self._forwards[index]
         passed_on = {*part.outputs, *part.inputs}.difference(part.unused)
         made = {change.storage for change in part.changes if change.action == "allocate"} - passed_on
         return [change for change in part.changes if change.storage in made]
 
     def _pin(self, part: TapePart) -> None:
-        """What enters the block is kept until its backward is over."""
+        """Keep what enters the block until its backward is over."""
         for storage in part.inputs:
             key = self.key(storage)
             self._pins[key] = self._pins.get(key, 0) + 1
@@ -317,7 +317,7 @@ class Player:
                 self.machine.drop(key)
 
     def _forget(self, index: int) -> None:
-        """What its forward would have saved is gone when it ends, but for outputs that nothing uses: Python holds them a while."""
+        """Free what its forward would have saved, except unused outputs, which Python holds a while."""
         unused = {self.key(storage) for storage in self._forwards[index].unused}
         self._held_by_name.update(unused)
         for change in self._made_in(index):
@@ -326,7 +326,7 @@ class Player:
                 self.machine.drop(key)
 
     def _run_again(self, index: int) -> None:
-        """Its forward once more, before its backward; torch stops when the last tensor is there that backward wants (``early_stop``)."""
+        """Run its forward again before its backward; torch stops after the last tensor that backward needs (``early_stop``)."""
         changes = self._made_in(index)
         keys = {change.storage: self.key(change.storage) for change in changes}
         missing = {storage for storage, key in keys.items() if key not in self._gone and key not in self.machine}
@@ -340,7 +340,8 @@ class Player:
 
 
 class DDPPlayer(Player):
-    """DDP with ``gradient_as_bucket_view``: gradients lie in flat buckets, there from the start, and are copied into them when complete.
+    """DDP with ``gradient_as_bucket_view``: gradients lie in flat buckets, which exist from the start, and are copied into them when
+    complete.
 
     With ``find_unused_parameters`` the buckets aren't built anew after the first step, so they are in the order of the parameters
     (``torch/nn/parallel/distributed.py``, ``torch/csrc/distributed/c10d/reducer.cpp``: ``compute_bucket_assignment_by_size``).
@@ -357,7 +358,7 @@ class DDPPlayer(Player):
         return change.kind != "gradients"
 
     def complete(self, key: Hashable, change: TapeChange) -> None:
-        """Copied into its bucket."""
+        """Copy the gradient into its bucket."""
         self.machine.drop(key)
 
     def clear(self, change: TapeChange) -> None:

@@ -14,8 +14,8 @@ from lightning_autopar.memory.allocator.device import Category, PlayedDevice
 from lightning_autopar.memory.allocator.options import AllocatorOptions
 from lightning_autopar.memory.allocator.play import Player
 
-#: The first step finds no optimizer state. The free blocks that a step leaves scattered may force a later step to reserve one more segment.
-#: So steps are played until one leaves the allocator as it found it, and at most so many.
+#: The most steps to play. The first finds no optimizer state, and scattered free blocks may force a later step to reserve one more segment.
+#: So steps are played until one leaves the allocator as it found it.
 _MOST_STEPS = 4
 
 
@@ -29,7 +29,7 @@ class Replayed:
         by_category: of the allocated peak.
         fits: whether the steps went through under the limit.
         retries: how often the allocator had to give back all its unused segments, each of which costs a synchronisation.
-        missing_bytes: by how much what was asked for went over the limit; 0 where it fits.
+        missing_bytes: by how many bytes the request went over the limit; 0 where it fits.
     """
 
     allocated_peak_bytes: int
@@ -47,13 +47,13 @@ def played(
     options: AllocatorOptions | None = None,
     workspaces: Sequence[int] = (),
 ) -> Replayed:
-    """Play a rank's start and its first steps to the allocator.
+    """Play a rank's start and its first steps on the modelled allocator.
 
     Args:
-        make_player: makes the rank on the machine that it is given.
+        make_player: makes the rank's player on the given device.
         limit_bytes: the most that may be reserved; None: no limit.
         options: the allocator's settings; torch's defaults unless given.
-        workspaces: what libraries take of the allocator beside the tape: forward's thread, then backward's.
+        workspaces: the bytes that libraries take from the allocator outside of the tape: in forward's thread, then in backward's.
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes, options=options)
     machine = PlayedDevice(allocator)

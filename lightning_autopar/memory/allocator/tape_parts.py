@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from lightning_autopar.memory.tape import MARKS, Action, Kind, Tape
 
-#: What doesn't grow with the batch.
+#: The kinds that don't grow with the batch.
 _FIXED_KINDS = frozenset(("parameters", "buffers", "optimizer", "gradients", "fixed"))
 
 
 class TapeChange(NamedTuple):
-    """A storage comes, goes, changes, is kept for backward alone from here on (``"unsaved"``), or by a node that has read it (``"read"``);
-    or a thread multiplies (``"product"``).
+    """A storage is allocated, freed or changed; from here on only backward (``"unsaved"``), or a node that has read it (``"read"``), keeps
+    it; or a thread multiplies (``"product"``).
 
     ``grows``: whether its size is in proportion to the batch.
     """
@@ -38,7 +38,7 @@ class TapePart:
         inputs: storages that enter the block, of a ``"forward"``.
         outputs: storages that leave it.
         unused: those that leave it and that nothing uses afterwards.
-        let_go: such storages of blocks before, of which Python lets go when the part is over.
+        let_go: such storages of earlier blocks, which Python frees when the part is over.
     """
 
     mark: Action
@@ -52,14 +52,14 @@ class TapePart:
 
 @dataclass(frozen=True)
 class TapeParts:
-    """A step, ready to be played with changes.
+    """A step's tape, split into parts that can be played with changes.
 
     Args:
         before: what is alive when the step begins, in the order in which it was made.
         parts: forward and backward.
         update: what follows: the optimizer's step and the rest.
-        heirs: storages that are alive at the end, and which of those from before they take the place of in the next step (a new gradient
-            that of the old one).
+        heirs: storages that are alive at the end, each with the one from before that it replaces in the next step (a new gradient replaces
+            the old one).
         replaced: those from before that the step frees.
         storages: a number above every storage's.
     """
@@ -76,7 +76,7 @@ _KNOWN: dict[int, tuple[weakref.ref[Tape], TapeParts]] = {}
 
 
 def script_of(tape: Tape) -> TapeParts:
-    """A tape taken apart; once for each tape."""
+    """A tape's parts; computed once for each tape."""
     key = id(tape)
     known = _KNOWN.get(key)
     if known is None or known[0]() is not tape:
@@ -85,7 +85,7 @@ def script_of(tape: Tape) -> TapeParts:
 
 
 def read_script(tape: Tape) -> TapeParts:
-    """Take a tape apart."""
+    """Split a tape into parts."""
     events = list(tape.rows())
     fixed = {storage for _, storage, _, kind in events if kind in _FIXED_KINDS}
     before: list[TapeChange] = []

@@ -63,7 +63,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention`` by the kernel that CUDA would take.
+    """``torch.nn.functional.scaled_dot_product_attention`` with the kernel that CUDA would choose.
 
     Args:
         notes: gets a sentence that names the kernel.
@@ -113,13 +113,13 @@ def _choose(
         _MATH: torch.backends.cuda.math_sdp_enabled(),
     }
     order = tuple(getattr(torch._C, "_get_sdp_priority_order", lambda: _ORDER)())
-    if cudnn_head and order[: len(_ORDER)] == _ORDER:  # what the user hasn't ordered otherwise
+    if cudnn_head and order[: len(_ORDER)] == _ORDER:  # where the user hasn't set another order
         order = (_CUDNN, *order)
     return next((kernel for kernel in order if allowed.get(kernel)), _MATH)
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, *, gqa: bool) -> bool:
-    """What every fused kernel asks: four dimensions, one batch size, heads that match, nothing empty, rows without gaps."""
+    """What every fused kernel needs: four dimensions, one batch size, matching heads, nothing empty, rows without gaps."""
     tensors = (query, key, value)
     if any(tensor.is_nested or tensor.dim() != 4 or not tensor.numel() for tensor in tensors):
         return False
@@ -168,9 +168,8 @@ _COMPOSITE = "CompositeImplicitAutograd"
 
 @contextmanager
 def as_cuda(notes: dict[str, None], *, cudnn_head: int = 0) -> Iterator[None]:
-    """While open, operations on CPU tensors keep and make what they would on CUDA. For fake tensors: few of CUDA's kernels run on a CPU.
-
-    The whole process sees it. Not to be nested.
+    """While open, operations on CPU tensors save and allocate what they would on CUDA. Only for fake tensors: few of CUDA's kernels run on
+    a CPU. It affects the whole process, and must not be nested.
 
     Args:
         notes: gets a sentence for every choice that was met.
@@ -185,8 +184,8 @@ def as_cuda(notes: dict[str, None], *, cudnn_head: int = 0) -> Iterator[None]:
         library.impl("softmax.int", _softmax(aten._softmax.default), _COMPOSITE)
         library.impl("log_softmax.int", _softmax(aten._log_softmax.default), _COMPOSITE)
         if hasattr(aten, "_fused_rms_norm_backward"):
-            # With a kernel of its own the operation has its derivative, and saves input, weight and one number a row; without, as on a CPU,
-            # it is a composite that saves several tensors of the input's size (aten/src/ATen/native/layer_norm.cpp). Fakes never get here.
+            # On CUDA the operation has its own kernel and derivative, and saves input, weight and one number a row; on a CPU it is a
+            # composite that saves several tensors of the input's size (aten/src/ATen/native/layer_norm.cpp). Fakes never get here.
             library.impl("_fused_rms_norm", _unreachable, "CPU")
         stack.enter_context(cuda_rnn(casts, notes))
         _enter_optimizers(stack, notes)
@@ -224,7 +223,7 @@ def _unreachable(*args: Any) -> Any:
 
 
 def _enter_optimizers(stack: ExitStack, notes: dict[str, None]) -> None:
-    """Let torch's optimizers choose as on CUDA, for fake parameters, too.
+    """Make torch's optimizers choose their implementation as on CUDA, also for fake parameters.
 
     By default they take the foreach implementation where every parameter is a plain tensor on CUDA
     (``torch.optim.optimizer._default_to_fused_or_foreach``), at the cost of temporaries of all parameters' size. What the user asked for

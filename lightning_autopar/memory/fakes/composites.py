@@ -25,7 +25,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def composites_as_real() -> Iterator[None]:
-    """While open, these operations take of fakes what they take of real tensors. The whole process sees it."""
+    """While open, these operations allocate the same for fakes as for real tensors. It affects the whole process."""
     with temporary_library() as library:
         library.impl("linear", linear, _COMPOSITE)
         library.impl("_scaled_dot_product_attention_math", attention_unfused, _COMPOSITE)
@@ -62,16 +62,16 @@ def attention_unfused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``_scaled_dot_product_attention_math`` (transformers/attention.cpp), with its locals: each holds its tensor until the end.
+    """``_scaled_dot_product_attention_math`` (transformers/attention.cpp), with its local variables: each holds its tensor until the end.
 
     Args:
-        query: as for ``torch.nn.functional.scaled_dot_product_attention``, and so all that has a name there.
+        query: as for ``torch.nn.functional.scaled_dot_product_attention``; the same for all other arguments of that name.
         key: likewise.
         value: likewise.
         attn_mask: added in place to the scores.
         dropout_p: of the weights.
         is_causal: whether a query sees earlier keys only.
-        dropout_mask: which weights stay, in place of a draw; for tests of kernels.
+        dropout_mask: which weights stay, instead of a draw; for tests of kernels.
         scale: of the scores.
         enable_gqa: whether a key's head may serve several heads of the query.
 
@@ -105,7 +105,7 @@ def attention_unfused(
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask as one to add (``convert_boolean_attn_mask``).
+    """A boolean mask as an additive mask (``convert_boolean_attn_mask``).
 
     Args:
         mask: of any dtype.

@@ -66,7 +66,7 @@ _ALL: dict[str, Policy] = {
     BANNED: "float32",
 }
 _registered = torch._C._dispatch_has_kernel_for_dispatch_key
-#: What this version of torch casts on CUDA: ``rms_norm``, for one, came after 2.11.
+#: The operations that this version of torch casts on CUDA: ``rms_norm``, for one, came after 2.11.
 POLICIES = {name: policy for name, policy in _ALL.items() if _registered(f"aten::{name}", "AutocastCUDA")}
 
 _KEY = "AutocastCPU"
@@ -74,7 +74,7 @@ _NOTE = "autocast casts as on CUDA"
 
 
 def below_autocast() -> Any:
-    """A context in which autocast doesn't see operations, as in the kernels of autocast itself."""
+    """A context in which autocast doesn't see operations, as inside of autocast's own kernels."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
@@ -84,10 +84,8 @@ def eligible(tensor: Any) -> bool:
 
 
 class Casts:
-    """Casts of arguments, those of weights remembered as ``at::autocast::cached_cast`` does.
-
-    Only a float32 leaf that requires a gradient and is cast to autocast's own dtype is remembered, where ``cache_enabled`` allows it, and
-    until the outermost ``torch.autocast`` is left.
+    """Casts arguments, and caches casts of weights as ``at::autocast::cached_cast`` does. Only a float32 leaf that requires a gradient and
+    is cast to autocast's own dtype is cached, if ``cache_enabled`` allows it, and until the outermost ``torch.autocast`` is left.
     """
 
     def __init__(self) -> None:
@@ -98,7 +96,7 @@ class Casts:
         self._known = WeakTensorKeyDictionary()
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """An argument, or a list of them, in that dtype; what isn't eligible stays."""
+        """Cast an argument, or a list of them, to that dtype; values that aren't eligible stay."""
         if isinstance(value, (list, tuple)):
             return [self.cast(item, dtype) for item in value]
         if not eligible(value) or value.dtype is dtype:
@@ -118,7 +116,7 @@ class Casts:
         return self._known[value]
 
     def cast_all(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:
-        """Every argument in that dtype. The last one is cast first, as the compiler of torch's wheels has it (GCC, right to left)."""
+        """Cast every argument to that dtype. The last one is cast first, as in torch's wheels (GCC evaluates from right to left)."""
         named = [(name, self.cast(value, dtype)) for name, value in reversed(kwargs.items())]
         placed = [self.cast(value, dtype) for value in reversed(args)]
         return placed[::-1], dict(reversed(named))
@@ -128,9 +126,9 @@ class Casts:
 def cuda_autocast(casts: Casts, notes: dict[str, None]) -> Iterator[None]:
     """While open, autocast treats CPU tensors as it would CUDA's; ``torch.autocast("cuda")`` and ``("cpu")`` both act on them.
 
-    The kernels of the dispatch key AutocastCPU are replaced, so it holds for whoever calls an operation: user code, C++ composites, a
+    It replaces the kernels of the dispatch key AutocastCPU, so it works for every caller of an operation: user code, C++ composites, a
     recomputation inside of backward. ``torch.autocast("cuda")`` would turn itself off where there is no GPU
-    (``torch/amp/autocast_mode.py``); the state of the two devices is set together, so that questions about either are answered alike.
+    (``torch/amp/autocast_mode.py``); so the state of both devices is always set together.
 
     Args:
         casts: remembers the casts of weights.
@@ -151,7 +149,7 @@ def cuda_autocast(casts: Casts, notes: dict[str, None]) -> Iterator[None]:
 
 @contextmanager
 def temporary_library() -> Iterator[Library]:
-    """A library of kernels for ``aten`` that are gone on leaving; torch's own come back. Torch's warning about overriding is silenced."""
+    """A library of kernels for ``aten``, removed on leaving, when torch's own come back. Torch's warning about overriding is silenced."""
     library = Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -241,7 +239,7 @@ def _all_arguments(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _enter_state(stack: ExitStack, casts: Casts) -> None:
-    """Let autocast's state on the CPU follow that on CUDA and the other way, and start with CUDA's default dtype."""
+    """Keep autocast's states on the CPU and on CUDA equal, and start with CUDA's default dtype."""
     cuda_dtype = torch.get_autocast_dtype("cuda")
     for device in ("cpu", "cuda"):
         stack.callback(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device))
@@ -254,7 +252,7 @@ def _enter_state(stack: ExitStack, casts: Casts) -> None:
             set_dtype(known, dtype)
 
     def both_enabled(device: Any, enabled: bool | None = None) -> None:
-        if enabled is None:  # the older signature, of CUDA alone
+        if enabled is None:  # the older signature, only for CUDA
             device, enabled = "cuda", device
         for known in ("cpu", "cuda") if device in ("cpu", "cuda") else (device,):
             set_enabled(known, enabled)

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 #: cuDNN's modes (``cudnnRNNMode_t``).
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-#: What a layer keeps of each position, in multiples of the hidden size, see :func:`reserve_elements`.
+#: What a layer keeps for each position, in multiples of the hidden size, see :func:`reserve_elements`.
 _KEPT = {0: 1, 1: 1, 2: 5, 3: 6}
 _ACCEPTED = (torch.float16, torch.float32, torch.float64)
 _NOTE = "recurrent layers run by cuDNN; what they keep for backward is estimated"
@@ -33,12 +33,12 @@ _COMPOSITE = "CompositeImplicitAutograd"
 def reserve_elements(positions: int, hidden: int, layers: int, directions: int, mode: int, dropout: float = 0.0) -> int:
     """Elements that cuDNN's training keeps for backward, beside inputs and outputs (``cudnnGetRNNTempSpaceSizes`` asks the library).
 
-    Of each layer: an LSTM's four gates and cells, a GRU's three gates and three products, a plain layer's output; and the outputs that
-    pass from layer to layer, once more with dropout. NVIDIA publishes no formula: these multiples explain the reserve that was printed for
-    four layers of 320 (https://github.com/pytorch/pytorch/issues/2895: LSTM 736,000,000 bytes, GRU 864,000,000) exactly.
+    For each layer: an LSTM's four gates and cells, a GRU's three gates and three products, a plain layer's output; and the outputs passed
+    between layers, twice with dropout. NVIDIA publishes no formula: these multiples explain the reserve that was printed for four layers of
+    320 (https://github.com/pytorch/pytorch/issues/2895: LSTM 736,000,000 bytes, GRU 864,000,000) exactly.
 
     Args:
-        positions: batch times steps; of packed sequences the sum of their lengths.
+        positions: batch times steps; for packed sequences the sum of their lengths.
         hidden: width of the state.
         layers: stacked layers.
         directions: 2 for bidirectional ones.
@@ -85,7 +85,7 @@ def _layer(name: str, original: Callable[..., Any], casts: Casts, notes: dict[st
         projection = hidden.size(-1) if lstm and cell is not None and hidden.size(-1) != cell.size(-1) else 0
         width = cell.size(-1) if lstm and cell is not None else hidden.size(-1)
         weights = list(weights)
-        # The flat buffer that the module's weights are views of; a view of the first stands for it, as it costs nothing.
+        # The flat buffer of which the module's weights are views; a view of the first one stands for it, as it costs nothing.
         buffer = weights[0].detach().view(-1)
         if torch.is_autocast_enabled("cpu") and eligible(data):
             dtype = torch.get_autocast_dtype("cpu")
@@ -111,7 +111,7 @@ def _layer(name: str, original: Callable[..., Any], casts: Casts, notes: dict[st
                 dropout,
                 train,
                 bidirectional,
-                [] if sizes is None else [1] * sizes.size(0),  # the kernels for fakes don't ask what they are
+                [] if sizes is None else [1] * sizes.size(0),  # the kernels for fakes don't read them
                 None,
             )
         return (output, last, last_cell) if lstm else (output, last)
@@ -186,7 +186,7 @@ def _forward_meta(
     projection: int, layers: int, batch_first: bool, dropout: float, train: bool, bidirectional: bool, sizes: list[int],
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Shapes of what ``_cudnn_rnn`` gives: output, last states, reserve and weights."""
+    """Shapes of the results of ``_cudnn_rnn``: output, last states, reserve and weights."""
     directions = 2 if bidirectional else 1
     width = projection or hidden
     output = input.new_empty((*input.shape[:-1], width * directions))

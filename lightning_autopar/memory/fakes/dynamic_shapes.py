@@ -34,7 +34,7 @@ def _masked_select(shadow: ShadowValues, values: dict[str, Any]) -> Tensor:
 
 
 def _unique(shadow: ShadowValues, values: dict[str, Any]) -> tuple[Tensor, ...]:
-    """``unique`` and its kin: all values differ, so that all are kept."""
+    """``unique`` and similar: all values are assumed to differ, so that all are kept."""
     source = values["self"]
     dim = values.get("dim")
     count = shadow.everything(source.numel() if dim is None else source.shape[dim])
@@ -45,7 +45,7 @@ def _unique(shadow: ShadowValues, values: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def _bincount(shadow: ShadowValues, values: dict[str, Any]) -> Tensor:
-    """Unknown numbers, taken to be spread evenly over the bins that the caller names."""
+    """Counts of unknown numbers, assumed to be spread evenly over the caller's bins."""
     source, bins = values["self"], values.get("minlength", 0)
     shadow.guess(SPREAD)
     shadow.shaped = True
@@ -66,7 +66,7 @@ def _repeat_interleave(shadow: ShadowValues, values: dict[str, Any]) -> Tensor:
 def padded(
     shadow: ShadowValues, packed: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """``pad_packed_sequence``, whose own code writes to memory that fakes don't have (``aten/src/ATen/native/PackedSequence.cpp``)."""
+    """``pad_packed_sequence``: torch's code writes to memory that fakes don't have (``aten/src/ATen/native/PackedSequence.cpp``)."""
     known = shadow.get(batch_sizes)
     assert known is not None, "batch sizes are real, or their values are kept"
     with unset_fake_temporarily():
@@ -107,7 +107,7 @@ def _ctc(shadow: ShadowValues, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _grouped(shadow: ShadowValues, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A product of groups of rows with a matrix each; torch's own fake refuses all but bfloat16, its CPU kernel nothing."""
+    """A product of groups of rows with a matrix each; torch's own fake refuses all but bfloat16, its CPU kernel takes all types."""
     left, right = args[0], args[1]
     offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
     dtype = kwargs.get("out_dtype") or left.dtype
@@ -121,12 +121,12 @@ def _grouped(shadow: ShadowValues, function: Any, args: tuple[Any, ...], kwargs:
 
 
 def cloned(source: Tensor) -> Tensor:
-    """A sparse tensor's clone, of which torch's fake keeps no entry."""
+    """A sparse tensor's clone; torch's fake loses its entries."""
     return _sparse(source._indices().clone(), source._values().clone(), source)
 
 
 def _coalesced(shadow: ShadowValues, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A sparse tensor without doubles: taken to have had none, the upper bound."""
+    """A sparse tensor without duplicates: it is assumed to have had none, the upper bound."""
     source = args[0]
     count = shadow.everything(source._nnz())
     return _sparse(source._indices().narrow(1, 0, count).clone(), source._values().narrow(0, 0, count).clone(), source, coalesced=True)
@@ -145,7 +145,7 @@ def _sparse(indices: Tensor, values: Tensor, like: Tensor, *, coalesced: bool = 
     return made
 
 
-#: Where values are unknown: from the arguments by name, the largest output.
+#: Where values are unknown: the largest output, from the arguments by name.
 LARGEST: dict[Any, Callable[[ShadowValues, dict[str, Any]], Any]] = {
     aten.masked_select.default: _masked_select,
     aten._unique2.default: _unique,
@@ -157,7 +157,7 @@ LARGEST: dict[Any, Callable[[ShadowValues, dict[str, Any]], Any]] = {
     aten.repeat_interleave.Tensor: _repeat_interleave,
     aten._ctc_loss.Tensor: _ctc,
 }
-#: Always, instead of torch's own.
+#: Used always, instead of torch's own.
 INSTEAD: dict[Any, Callable[[ShadowValues, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     aten._ctc_loss_backward.Tensor: lambda shadow, function, args, kwargs: torch.empty_like(args[1]),
     aten._coalesce.default: _coalesced,

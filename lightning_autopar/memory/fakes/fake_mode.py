@@ -19,14 +19,14 @@ _CPU = torch.device("cpu")
 
 
 class _Known(NamedTuple):
-    """What is known of an operator: whether it works in place, and whether what it gives follows from its arguments' metadata."""
+    """What is known of an operator: whether it works in place, and whether its output follows from its arguments' metadata."""
 
     in_place: bool
     repeatable: bool
 
 
 class _Made(NamedTuple):
-    """A tensor that an operation gave; ``alias``: the place of the argument whose storage it shares, -1 for its own."""
+    """A tensor that an operation returned; ``alias``: the place of the argument whose storage it shares, -1 for its own."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,11 +36,11 @@ class _Made(NamedTuple):
 
 
 class _Unrepeatable(Exception):
-    """Something about the call isn't plain."""
+    """Raised where a call can't be answered from the cache."""
 
 
 class FastFakeMode(FakeTensorMode):
-    """A fake mode with answers of its own; see the module's docstring."""
+    """A fake mode that answers some calls itself; see the module's docstring."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -48,10 +48,9 @@ class FastFakeMode(FakeTensorMode):
 
     @property
     def avoid_device_init(self) -> bool:
-        """Nothing is to be avoided, as all fakes are on the CPU.
-
-        Otherwise torch's build for CUDA pretends, from then on and to the whole process, that a machine without GPUs had eight
-        (``torch._C._ensureCUDADeviceGuardSet``), and the next backward pass starts a thread for each; see :mod:`lightning_autopar._fork`.
+        """False, as all fakes are on the CPU. If true, torch's build for CUDA pretends from then on, in the whole process, that a machine
+        without GPUs had eight (``torch._C._ensureCUDADeviceGuardSet``), and the next backward pass starts a thread for each; see
+        :mod:`lightning_autopar._fork`.
         """
         return False
 
@@ -86,7 +85,7 @@ class FastFakeMode(FakeTensorMode):
         return self._again(answer, tensors)
 
     def _again(self, answer: Any, tensors: list[FakeTensor]) -> Any:
-        """The same output once more."""
+        """Make the same output once more."""
         if answer is None:
             return None
         if not isinstance(answer, _Made):
@@ -105,7 +104,7 @@ def device_of(tensor: FakeTensor) -> torch.device:
 
 
 def another(tensor: Any) -> Any:
-    """Another fake on the same storage; what isn't a plain fake is given back as it is."""
+    """Another fake on the same storage; a value that isn't a plain fake is returned as it is."""
     if type(tensor) is not FakeTensor or tensor.layout is not torch.strided or (tensor.is_leaf and tensor.requires_grad):
         return tensor
     with _disable_current_modes():
@@ -121,7 +120,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device
 
 
 def in_place(function: Any) -> bool:
-    """Whether an operator writes to its first argument, or its first list of them, and gives that back or nothing, resizing nothing."""
+    """Whether an operator writes to its first argument, or first list of tensors, returns that or nothing, and resizes nothing."""
     schema = function._schema
     name = schema.name
     if not name.startswith("aten::") or not name.endswith("_") or torch.Tag.inplace_view in function.tags:
@@ -142,7 +141,7 @@ def in_place(function: Any) -> bool:
 
 
 def _plain(target: Any) -> bool:
-    """Whether the target of an operation in place is fake, and no constant whose value torch remembers."""
+    """Whether the target of an operation in place is fake, and not a constant whose value torch stores."""
     if isinstance(target, (list, tuple)):
         return all(_plain(item) for item in target)
     return type(target) is FakeTensor and target.constant is None and target.layout is torch.strided
@@ -156,7 +155,7 @@ def _repeatable(function: Any) -> bool:
 
 
 def _key(values: Any, tensors: list[FakeTensor]) -> tuple[Any, ...]:
-    """What an operator sees of its arguments, and the tensors among them."""
+    """The key of an operator's arguments, and the tensors among them."""
     found: list[Any] = []
     for value in values:
         kind = type(value)
@@ -175,7 +174,7 @@ def _key(values: Any, tensors: list[FakeTensor]) -> tuple[Any, ...]:
 
 
 def _remember(output: Any, tensors: list[FakeTensor]) -> Any:
-    """What an operation gave, or that it can't be given again from memory."""
+    """Cache an operation's output, or that it can't be cached."""
     if type(output) in (list, tuple):
         items = [_remember(item, tensors) for item in output]
         own = [

@@ -40,18 +40,18 @@ CUDNN_HEADS: dict[Target, int] = {"sm90": 256, "sm100": 128}
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which real tensors that the user's code brings along become fake by themselves."""
+    """A mode in which real tensors of the user's code become fake automatically."""
     return FastFakeMode(allow_non_fake_inputs=True)
 
 
 def fake_copy(value: Any, mode: FakeTensorMode | None, shadow: ShadowValues | None, *, dtype: torch.dtype | None = None) -> Any:
     """A deep copy in which every tensor, wherever it is, is fake and on the CPU. No storage is copied, and tied tensors stay tied.
 
-    ``module.to()`` raises under a fake mode; a deep copy whose tensors are replaced on the way doesn't
-    (https://github.com/pytorch/pytorch/issues/113447 has the like).
+    ``module.to()`` raises under a fake mode; a deep copy whose tensors are replaced on the way doesn't (see
+    https://github.com/pytorch/pytorch/issues/113447).
 
     Args:
-        value: a module, a batch, anything that can be deep-copied. Attributes of modules that can't are shared.
+        value: a module, a batch, anything that can be deep-copied. Attributes of modules that can't be are shared.
         mode: where the fakes live; None for real copies of all tensors.
         shadow: gets the values of small tensors other than parameters.
         dtype: for floating-point tensors of the batch, or parameters and buffers of the module; None leaves them.
@@ -64,7 +64,7 @@ def fake_copy(value: Any, mode: FakeTensorMode | None, shadow: ShadowValues | No
         if id(tensor) not in memo:
             wanted = dtype if dtype is not None and tensor.is_floating_point() and (cast_ids is None or id(tensor) in cast_ids) else None
             memo[id(tensor)] = fake = _fake(tensor, mode, wanted)
-            if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and vars(tensor):  # which a step may ask for
+            if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and vars(tensor):  # a step may need it
                 vars(fake).update({name: each for name, each in copy.deepcopy(vars(tensor), memo).items() if name not in vars(fake)})
             if shadow is not None and not isinstance(tensor, (nn.Parameter, FakeTensor)) and tensor.device.type != "meta":
                 shadow.put(memo[id(tensor)], tensor)
@@ -96,7 +96,7 @@ def fake_copy(value: Any, mode: FakeTensorMode | None, shadow: ShadowValues | No
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode | None, dtype: torch.dtype | None) -> Tensor:
-    """One tensor's fake on the CPU; a parameter's is a parameter."""
+    """A tensor's fake on the CPU; a parameter's fake is a parameter."""
     if mode is None:
         fake = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype, copy=True)
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
@@ -114,11 +114,11 @@ def _fake(tensor: Tensor, mode: FakeTensorMode | None, dtype: torch.dtype | None
 
 @contextmanager
 def as_if_real(shadow: ShadowValues | None, target: Target) -> Iterator[None]:
-    """While open, libraries treat fakes as they would real tensors, and pick the kernels that they would pick on the target.
+    """While open, libraries treat fakes like real tensors, and choose the kernels that they would choose on the target.
 
     Args:
         shadow: answers ``Tensor.numpy``; zeros where it doesn't know. None leaves it.
-        target: anything but ``"cpu"`` makes the step use what torch uses there and not on a CPU, see :func:`.as_cuda.as_cuda`.
+        target: anything but ``"cpu"`` makes the step use torch's kernels for that target, see :func:`.as_cuda.as_cuda`.
     """
     with ExitStack() as stack:
         stack.enter_context(composites_as_real())
@@ -128,7 +128,7 @@ def as_if_real(shadow: ShadowValues | None, target: Target) -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         import_utils = sys.modules.get("transformers.utils.import_utils")
         if import_utils is not None and hasattr(import_utils, "is_fake_tensor"):
-            # Hugging Face takes fakes for an export, and builds other masks then.
+            # Hugging Face takes fakes for an export, and would build other masks.
             stack.enter_context(patched(import_utils, "is_fake_tensor", lambda value: False))
         if shadow is not None:
             stack.enter_context(patched(Tensor, "numpy", lambda self, *, force=False: _numpy(self, shadow)))
@@ -162,7 +162,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def drawing_nothing() -> Iterator[None]:
-    """While open, draws are made from the generators of Python, numpy and torch as ever; afterwards those are as they were."""
+    """While open, code may draw from the generators of Python, numpy and torch; afterwards their states are restored."""
     python, arrays = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -174,10 +174,8 @@ def drawing_nothing() -> Iterator[None]:
 
 @contextmanager
 def _copied_along(modules: list[nn.Module]) -> Iterator[None]:
-    """What ``copy`` passes on as it is, but what leads back to the original: generators (their draws) and functions.
-
-    A function that was made by ``torch.compile`` from a module's method, or that closes over a module (a hook that says ``self``), is made
-    anew for the copy.
+    """Copies what ``copy`` would share with the original: generators (for their draws) and functions. A function that ``torch.compile``
+    made from a module's method, or that closes over a module (a hook that uses ``self``), is made anew for the copy.
     """
     dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
     own = {id(module) for module in modules}
@@ -225,12 +223,12 @@ def _numpy(tensor: Tensor, shadow: ShadowValues) -> Any:
 
 
 def _format(tensor: Tensor, spec: str) -> str:
-    """A number's format, also where it is fake."""
+    """Format a number, also a fake one."""
     return format(tensor.item(), spec) if tensor.dim() == 0 and spec else _original_format(tensor, spec)
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``Module.to`` and its kin on fakes: torch's own exchanges tensors, which nothing may refer to weakly then, and a fake's mode does."""
+    """``Module.to`` and similar on fakes: torch's own swaps tensors, which fails if they have weak references, as a fake's mode has."""
     for child in module.children() if recurse else ():
         child._apply(function)
     known = _APPLIED.setdefault(function, {})
@@ -252,12 +250,12 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
     return module
 
 
-#: By the function that is being applied: what it has replaced, by the old parameter's id (and the parameter itself, to keep the id).
+#: For each function being applied: what it has replaced, by the old parameter's id (and the parameter itself, to keep the id).
 _APPLIED: weakref.WeakKeyDictionary[Any, dict[int, tuple[nn.Parameter, nn.Parameter]]] = weakref.WeakKeyDictionary()
 
 
 def _here(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes or moves tensors, with every GPU that it is given taken for the CPU, where the fakes are: no GPU is touched."""
+    """Wraps a function that makes or moves tensors: every GPU in its arguments becomes the CPU, where the fakes are, so no GPU is used."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -25,9 +25,9 @@ aten = torch.ops.aten
 #: Tensors up to these sizes keep their real values: token ids and masks on one hand, small tables of numbers on the other.
 _SHADOW_ELEMENTS = 1 << 22
 _SHADOW_FLOATS = 4096
-#: Random numbers are cheap to draw, and masks are made of them.
+#: For random numbers, which are cheap to draw, and from which masks are made.
 _SHADOW_DRAWS = 1 << 18
-#: Up to so many choices a choice by computed scores is taken for a routing to experts.
+#: Up to so many choices, a choice by computed scores counts as routing to experts.
 _EXPERTS = 1024
 
 _SELECTED = "a selection by values was taken to select everything"
@@ -38,42 +38,40 @@ _SORTS = {aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsor
 
 
 class ShadowValues(TorchDispatchMode):
-    """Answers what depends on values.
-
-    Where nothing is known, a number is zero and a comparison what it would be between zeros (a NaN guard passes); boolean indexing selects
-    everything, the upper bound of its memory; choices by scores are spread evenly; random numbers are drawn.
+    """Answers questions about values. Where nothing is known, a number is zero and a comparison is that of zeros (a NaN guard passes);
+    boolean indexing selects everything, the upper bound of its memory; choices by scores are spread evenly; random numbers are drawn.
 
     Args:
-        other: make every guess another way: numbers are one, comparisons come out the other way round, choices are crowded into half of the
-            range and selections select half. What a step then takes more shows what the guesses may be worth.
+        other: make every guess in the other way: numbers are one, comparisons are inverted, choices fall into half of the range and
+            selections select half. The additional bytes of such a step show how much the guesses may matter.
     """
 
     def __init__(self, *, other: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.guesses: dict[str, None] = {}
-        #: Whether any value was guessed; whether a shape, or a branch that the step takes, rests on a guess.
+        #: Whether any value was guessed; whether a shape, or a branch of the step, depends on a guess.
         self.guessed = self.shaped = self.branched = False
         self._other = other
         self._values: Any = WeakTensorKeyDictionary()
-        #: Of those in ``_values`` that rest on a guess: which.
+        #: Those in ``_values`` that depend on a guess.
         self._reasons: Any = WeakTensorKeyDictionary()
-        #: What a tensor of unknown values would hold everywhere if what it was computed from were zeros.
+        #: The value that a tensor of unknown values would have everywhere if its inputs were zeros.
         self._uniform: Any = WeakTensorKeyDictionary()
 
     def guess(self, sentence: str) -> None:
-        """A value was guessed."""
+        """Record that a value was guessed."""
         self.guesses[sentence] = None
         self.guessed = True
 
     def put(self, fake: Tensor, real: Tensor) -> None:
-        """Keep a copy of the real tensor's values beside the fake, if it is small enough."""
+        """Keep a copy of the real tensor's values for the fake, if it is small enough."""
         if self._keeps(real):
             self._values[fake] = real.detach().to(device="cpu", copy=True)
 
     def get(self, fake: Tensor) -> Tensor | None:
         """The real values, where they are known."""
         if fake not in self._values:
-            # A tensor that the step makes from numbers brings them along; a real one is its own value.
+            # A tensor that the step makes from numbers has their values; a real tensor is its own value.
             constant = getattr(fake, "constant", None) if isinstance(fake, FakeTensor) else fake
             if constant is not None and not constant.is_meta:
                 with unset_fake_temporarily():
@@ -82,7 +80,7 @@ class ShadowValues(TorchDispatchMode):
         return value
 
     def forget(self, fake: Tensor) -> None:
-        """Nothing is known of its values any more."""
+        """Forget the tensor's values."""
         for known in (self._values, self._reasons, self._uniform):
             known.pop(fake, None)
 
@@ -153,13 +151,13 @@ class ShadowValues(TorchDispatchMode):
         return self._made(real, fake)
 
     def everything(self, elements: int) -> int:
-        """How many elements are selected by unknown values."""
+        """How many elements unknown values select."""
         self.guess(_SELECTED)
         self.shaped = True
         return (elements + 1) // 2 if self._other else elements
 
     def _integer_indices(self, indices: list[Tensor | None]) -> list[Tensor | None]:
-        """Boolean masks among the indices as integer indices."""
+        """The indices, with integer indices in place of boolean masks."""
         found: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -169,7 +167,7 @@ class ShadowValues(TorchDispatchMode):
         return found
 
     def _dynamic(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation whose output's shape depends on values: from them, or the largest that it can be."""
+        """Run an operation whose output's shape depends on values: with the values, or with the largest possible shape."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if all(self.get(tensor) is not None for tensor in tensors):
             with unset_fake_temporarily(), torch.no_grad():
@@ -196,21 +194,21 @@ class ShadowValues(TorchDispatchMode):
             self._reasons[fake] = reason
 
     def assume(self, fake: Tensor, real: Tensor, reason: str) -> None:
-        """From now on these are its values, by a guess."""
+        """From now on the tensor has these values, by a guess."""
         self._values[fake] = real
         self._reasons[fake] = reason
 
     def note(self, fake: Tensor, *, shaped: bool = False) -> None:
-        """The step's course depends on this tensor's values: if they were guessed, say so."""
+        """The step's branches depend on this tensor's values: if they were guessed, add a note."""
         reason = self._reasons.get(fake)
         if reason is not None:
             self.guess(reason)
             self.shaped |= shaped
 
     def _follow(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Compute the output's real values where all inputs' are known; forget those that were overwritten with unknown ones."""
+        """Compute the output's values if all inputs' are known; forget those that unknown values have overwritten."""
         if isinstance(output, Tensor) and output.is_floating_point() and output.numel() > _SHADOW_DRAWS:
-            return  # neither are its values kept nor anything supposed of it; most operations leave here
+            return  # no values are kept or supposed for it; most operations return here
         outputs = (output,) if isinstance(output, Tensor) else [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if not outputs and function._schema.is_mutable:
             outputs = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, Tensor)]  # what _foreach_add_ and its kin write to
@@ -248,7 +246,7 @@ class ShadowValues(TorchDispatchMode):
                     self._inherit(fake, tensors)
 
     def _overwritten(self, function: Any, args: tuple[Any, ...]) -> None:
-        """Forget what an operation has written unknown values to; of a view's base, too."""
+        """Forget the values of tensors to which an operation has written unknown ones, and of a view's base."""
         if function._schema.is_mutable:
             for argument, value in zip(function._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
@@ -259,7 +257,7 @@ class ShadowValues(TorchDispatchMode):
                                 self.forget(tensor._base)
 
     def _suppose(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """What a comparison of unknown values comes to if they are zeros, the same everywhere; and what follows from it."""
+        """The result of a comparison of unknown values if they are zeros, the same everywhere; and what follows from it."""
         if not isinstance(output, Tensor) or output.dtype is not torch.bool:
             return
         reduces = function in (aten.any.default, aten.all.default, aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims)
@@ -291,7 +289,7 @@ class ShadowValues(TorchDispatchMode):
         return uniform.clone() if uniform is not None else torch.zeros((), dtype=leaf.dtype)
 
     def _choose(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Indices chosen by unknown scores, spread evenly over what there is to choose from, and different within a row."""
+        """Indices chosen by unknown scores: spread evenly over all choices, and different within a row."""
         values = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
         source, chosen = values["self"], outputs[-1]
         if chosen.is_floating_point() or not self._keeps(chosen):
@@ -320,13 +318,13 @@ class ShadowValues(TorchDispatchMode):
         self.assume(chosen, real, SPREAD)
 
     def _real(self, leaf: Any) -> Any:
-        """An argument as the real operation gets it."""
+        """An argument for the real operation."""
         if isinstance(leaf, Tensor):
             return self._values[leaf]
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
     def array(self, tensor: Tensor) -> Tensor:
-        """What ``Tensor.numpy`` shall see: the real values, or zeros."""
+        """The result of ``Tensor.numpy``: the real values, or zeros."""
         value = self.get(tensor) if isinstance(tensor, FakeTensor) else tensor
         if value is None:
             self.guess("an array of values that the step reads was taken to be zeros")

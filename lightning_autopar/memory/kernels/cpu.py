@@ -32,10 +32,10 @@ __all__ = ["CPU_HIDDEN", "CPU_SCRATCH", "UNREAD", "HiddenOf", "KernelBytes", "Ro
 
 aten = torch.ops.aten
 
-#: (args, kwargs, output) of a call → its scratch; None for none.
+#: (args, kwargs, output) of a call → its temporaries; None for none.
 ScratchOf = Callable[[tuple[Any, ...], dict[str, Any], Any], KernelBytes | Rounds | None]
 _CpuScratchOf = Callable[[tuple[Any, ...], dict[str, Any], Any], KernelBytes | None]
-#: (args, kwargs, output, one tensor of the output) of a call → true bytes of that tensor's storage; None where its fake tells them.
+#: (args, kwargs, output, one tensor of the output) of a call → true bytes of that tensor's storage; None where its fake has the right size.
 HiddenOf = Callable[[tuple[Any, ...], dict[str, Any], Any, Tensor], int | None]
 
 #: ``copy_transpose_valid`` of ``Copy.cpp``: matrices are transposed in tiles of so many elements.
@@ -43,7 +43,7 @@ _TILE_ELEMENTS = 60 * 60
 
 
 def _copied(tensor: Tensor | None) -> int:
-    """Bytes of what ``contiguous()`` makes of it."""
+    """Bytes of the copy that ``contiguous()`` makes."""
     if tensor is None or tensor.layout is not torch.strided or tensor.is_contiguous():
         return 0
     return tensor_bytes(tensor)
@@ -60,7 +60,7 @@ def _some(size_bytes: int, fixed_bytes: int = 0) -> KernelBytes | None:
 
 
 def _contiguous(*places: int) -> _CpuScratchOf:
-    """A kernel that wants those arguments contiguous."""
+    """A kernel that needs those arguments contiguous."""
 
     def scratch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
         return _some(sum(_copied(args[place]) for place in places), max(_tile(args[place]) for place in places))
@@ -78,7 +78,7 @@ def _layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: 
 
 
 def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
-    """New running statistics, while the old ones are there."""
+    """New running statistics, while the old ones are still held."""
     return KernelBytes(0, 2 * tensor_bytes(args[3])) if args[3] is not None and args[5] else None
 
 
@@ -95,7 +95,7 @@ def _group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: 
 
 
 def _safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
-    """Which rows are masked altogether: a byte an element, then one a row."""
+    """Which rows are masked completely: a byte an element, then one a row."""
     scores = args[0]
     return KernelBytes(scores.numel() + scores.numel() // max(1, scores.shape[args[1]]) + _copied(scores))
 
@@ -106,7 +106,7 @@ def _rows_at_once(rows: int) -> int:
 
 
 def _flash(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
-    """``cpu_flash_attention``: of each thread scores, their maxima and sums, and the output, in 32 bits at least."""
+    """``cpu_flash_attention``: for each thread scores, their maxima and sums, and the output, in at least 32 bits."""
     query, key = args[0], args[1]
     rows, columns, width = min(_rows_at_once(query.shape[2]), query.shape[2]), min(512, key.shape[2]), query.shape[3]
     size = max(4, query.element_size())
@@ -115,7 +115,7 @@ def _flash(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Kernel
 
 
 def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
-    """``cpu_flash_attention_backward``: of each thread scores and their gradient, and a sum a row."""
+    """``cpu_flash_attention_backward``: for each thread scores and their gradient, and a sum a row."""
     query, key = args[1], args[2]
     rows, columns = min(_rows_at_once(query.shape[2]), query.shape[2]), min(512, key.shape[2])
     size = max(4, query.element_size())
@@ -124,7 +124,7 @@ def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) 
 
 
 def _copied_rows(tensor: Tensor) -> int:
-    """Of a gradient (batch, heads, length, width) that isn't laid out as (batch, length, heads, width)."""
+    """The copy of a gradient (batch, heads, length, width) that isn't laid out as (batch, length, heads, width)."""
     _, heads, length, width = tensor.shape
     dense = length * heads * width, width, heads * width, 1
     alike = all(size == 1 or stride == wanted for size, stride, wanted in zip(tensor.shape, tensor.stride(), dense, strict=True))
@@ -135,7 +135,7 @@ def _copied_rows(tensor: Tensor) -> int:
 
 
 def _loss(elements: int) -> _CpuScratchOf:
-    """A loss before it is reduced, and what it is made of: so many tensors of the input's size."""
+    """A loss before it is reduced, and its intermediate values: so many tensors of the input's size."""
 
     def scratch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
         return KernelBytes(elements * tensor_bytes(args[0])) if output.numel() < args[0].numel() else None
@@ -156,7 +156,7 @@ def _log_sum_exp(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> 
 
 
 def _upsample(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
-    """``UpSampleKernel.cpp``: images of several channels are interpolated channels last, and copied to and fro."""
+    """``UpSampleKernel.cpp``: images of several channels are interpolated channels last, and copied there and back."""
     image = args[0]
     return KernelBytes(tensor_bytes(image) + tensor_bytes(output)) if image.is_contiguous() and image.shape[1] > 1 else None
 
@@ -170,7 +170,7 @@ def _upsample_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: An
 
 
 def _roll(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
-    """A dimension after the other."""
+    """One dimension after the other."""
     return _some(min(len(args[1]) - 1, 2) * tensor_bytes(output))
 
 
@@ -178,7 +178,7 @@ def _roll(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelB
 
 
 def _gelu_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
-    """By oneDNN where the input is contiguous: copies of both if the gradient isn't."""
+    """With oneDNN, where the input is contiguous: copies of both if the gradient isn't."""
     copied = args[1].is_contiguous() and not args[0].is_contiguous()
     return KernelBytes(tensor_bytes(args[0]) + tensor_bytes(args[1])) if copied else None
 
@@ -213,7 +213,7 @@ def _where(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Kernel
 
 
 def _matrix(tensor: Tensor) -> int:
-    """Bytes of the copy of a matrix that BLAS can't read as it lies."""
+    """Bytes of the copy of a matrix whose layout BLAS can't read."""
     if tensor.layout is not torch.strided:
         return 0
     rows, columns = tensor.shape[-2:]
@@ -223,7 +223,7 @@ def _matrix(tensor: Tensor) -> int:
 
 
 def _product(first: int) -> _CpuScratchOf:
-    """Of matrices; with the place of the first one."""
+    """The copies of a product's matrices; ``place`` is that of the first one."""
 
     def scratch(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
         return _some(_matrix(args[first]) + _matrix(args[first + 1]))
@@ -292,14 +292,14 @@ CPU_SCRATCH: Mapping[Any, _CpuScratchOf] = {
     aten.bmm.default: _product(0),
     aten.baddbmm.default: _product(1),
 }
-#: What is said where convolutions couldn't be asked what they take.
+#: The note where the temporaries of convolutions couldn't be measured.
 UNREAD = "what convolutions take inside of one operation is a guess: they are too large to run one for it, or a profiler runs here"
 _MEASURED = (aten.convolution.default, aten.convolution_backward.default)
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
 def cpu_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
-    """:data:`CPU_SCRATCH`; ``notes`` gets :data:`UNREAD` where a convolution is met that can't be run to see what it takes."""
+    """:data:`CPU_SCRATCH`; ``notes`` gets :data:`UNREAD` where a convolution is met that can't be run to measure it."""
 
     def telling(found: _CpuScratchOf) -> _CpuScratchOf:
         def tell(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:

@@ -27,15 +27,15 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _copied(tensor: Tensor) -> list[KernelBytes]:
-    """What ``contiguous()`` makes of it, if anything."""
+    """The copy that ``contiguous()`` makes, if any."""
     return [] if tensor.is_contiguous() else [KernelBytes(tensor_bytes(tensor))]
 
 
 def _flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
     """``mha_bwd`` (flash_api.cpp): one number a row, and the query's gradient in float32, rows padded to 128 and heads to 32.
 
-    With grouped heads also keys' and values' gradients of every head, before they are summed. The output and its gradient are copied
-    where their rows don't lie one after the other, heads side by side (``_flash_attention_backward``, attention_backward.cu).
+    With grouped heads also keys' and values' gradients of every head, before they are summed. The output and its gradient are copied unless
+    their rows lie one after the other, with heads side by side (``_flash_attention_backward``, attention_backward.cu).
     """
     gradient, query, key, _, made = args[:5]
     batch, heads, length, width = query.shape
@@ -57,7 +57,7 @@ def _cudnn_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) 
     return Rounds([[*copied, KernelBytes((query.numel() + query.numel() // max(1, query.size(-1))) * _FLOAT)]])
 
 
-#: Wider values don't stay in registers (``kKeepOutputInRF``, mem_eff_attention/kernel_forward.h).
+#: Wider values than this don't stay in registers (``kKeepOutputInRF``, mem_eff_attention/kernel_forward.h).
 _EFFICIENT_WIDTH = 128
 #: Up to this width a block has 64 queries, above it 128, and in float32 its counters are still one for 64 (kernel_backward.h).
 _EFFICIENT_NARROW = 64
@@ -70,10 +70,9 @@ def _efficient_forward(args: tuple[Any, ...], kwargs: dict[str, Any], output: An
 
 
 def _efficient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
-    """``_efficient_attention_backward`` (attention_backward.cu): a sum a row, and the kernel's workspace (``workspace_elements_gq``).
-
-    That is the query's gradient in float32, in whole blocks, with counters of them; for wide heads the keys' and values', too. Outside of
-    half precision the sum is made before, of the product of the output and its gradient.
+    """``_efficient_attention_backward`` (attention_backward.cu): a sum a row, and the kernel's workspace (``workspace_elements_gq``): the
+    query's gradient in float32, in whole blocks, with their counters; for wide heads the keys' and values', too. Outside of half precision,
+    the sum is made first, from the product of the output and its gradient.
     """
     query, key, half = args[1], args[2], args[1].element_size() < _FLOAT
     batch, heads, length, width = query.shape
@@ -87,7 +86,7 @@ def _efficient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 
 
 def _safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
-    """``_safe_softmax`` (transformers/attention.cpp): which scores are masked, a byte each, and which rows are so altogether."""
+    """``_safe_softmax`` (transformers/attention.cpp): which scores are masked, a byte each, and which rows are masked completely."""
     scores, dim = args[:2]
     return Rounds([[*_copied(scores), KernelBytes(scores.numel()), KernelBytes(scores.numel() // max(1, scores.size(dim)))]])
 
@@ -103,7 +102,7 @@ def _layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: 
 
 
 def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
-    """A convolution by cuDNN, of tensors that don't lie channels last: copies of input, weight and output that do, an estimate.
+    """A convolution by cuDNN of tensors that aren't channels last: channels-last copies of input, weight and output, an estimate.
 
     Its matrix units read channels last (NVIDIA's guide to the performance of convolutional layers, "Tensor layouts"), and torch lets it
     take any workspace (``Conv_v8.cpp``). None for groups of one channel, which torch runs by itself, without scratch.
@@ -115,7 +114,7 @@ def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> 
 
 
 def _convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
-    """As :func:`_convolution`, for the input's gradient and the weight's, one after the other; then the bias's is summed."""
+    """Like :func:`_convolution`, for the gradients of input and weight, one after the other; then the bias's gradient is summed."""
     gradient, image, weight, groups = args[0], args[1], args[2], args[9]
     rounds = Rounds()
     if not _without_copy(image, weight, groups):
@@ -130,14 +129,14 @@ def _without_copy(image: Tensor, weight: Tensor, groups: int) -> bool:
     return (groups > 1 and weight.size(1) == 1) or (channels_last is not None and image.is_contiguous(memory_format=channels_last))
 
 
-#: Up to so many indices a kernel without scratch is taken (``embedding_dense_backward_cuda``, Embedding.cu).
+#: Up to so many indices, a kernel without temporaries is used (``embedding_dense_backward_cuda``, Embedding.cu).
 _FEW_INDICES = 3072
 #: Rows that a thread sums (``NROWS_PER_THREAD``, EmbeddingBackwardKernel.cu).
 _ROWS_A_THREAD = 10
 
 
 def _embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds | None:
-    """``embedding_backward_cuda_kernel``: sorted indices, where they were, how often each is there, runs of equal ones, and sums.
+    """``embedding_backward_cuda_kernel``: sorted indices, their places before, how often each occurs, runs of equal ones, and sums.
 
     The sums of runs are in float32, those of long ones in parts.
     """
@@ -153,7 +152,7 @@ def _embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 
 
 def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds | None:
-    """``index_put_with_sort_kernel`` (Indexing.cu): a linear index, sorted, and where each was."""
+    """``index_put_with_sort_kernel`` (Indexing.cu): a linear index, the sorted one, and each one's place before."""
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if not accumulate:
         return None
@@ -179,7 +178,7 @@ def _scanned(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Kern
 
 
 def _fourier(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes:
-    """The workspace of cuFFT's plan (``_exec_fft``, SpectralOps.cpp): as much as it makes, an estimate; powers of two may need none."""
+    """The workspace of cuFFT's plan (``_exec_fft``, SpectralOps.cpp): as large as its output, an estimate; powers of two may need none."""
     return KernelBytes(tensor_bytes(output))
 
 
@@ -194,7 +193,7 @@ def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Ke
 
 
 def _recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes:
-    """As :func:`_recurrent`; batch first, input and output's gradient are copied."""
+    """Like :func:`_recurrent`; with the batch first, input and output's gradient are copied."""
     return KernelBytes(
         tensor_bytes(args[0]) + tensor_bytes(args[6]) if args[14] else 0, sum(tensor_bytes(weight) for weight in args[1]) * 3 // 2
     )
@@ -205,7 +204,7 @@ def _statistics(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tens
     return tensor.numel() * _FLOAT if tensor is not output[0] and tensor.element_size() < _FLOAT else None
 
 
-#: What to tell where such an operation was met.
+#: The notes for such operations.
 _ESTIMATES = {
     aten.convolution.default: "cuDNN's workspace is taken to be a copy of a convolution's tensors, unless they lie channels last",
     **dict.fromkeys(
@@ -231,7 +230,7 @@ def cuda_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
     return {**CUDA_SCRATCH, **{operation: telling(CUDA_SCRATCH[operation], sentence) for operation, sentence in _ESTIMATES.items()}}
 
 
-#: What is the same on a CPU, as the code around the kernel is: losses before they are reduced, copies of what isn't contiguous
+#: What is the same as on a CPU, as the code around the kernel is the same: losses before they are reduced, copies of what isn't contiguous
 #: (Loss.cpp, SoftMax.cu, layer_norm_kernel.cu, ReduceOps.cpp, attention.cpp).
 _SHARED = (
     aten.mse_loss.default,

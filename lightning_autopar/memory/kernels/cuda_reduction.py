@@ -14,13 +14,13 @@ from torch import Tensor
 from lightning_autopar.memory.kernels.measured import KernelBytes
 
 _WARP = 32
-#: Threads of a block at most (``MAX_NUM_THREADS``), and of a multiprocessor.
+#: The most threads of a block (``MAX_NUM_THREADS``), and of a multiprocessor.
 _BLOCK_THREADS = 512
 _PROCESSOR_THREADS = 2048
 #: Multiprocessors of an H100: with fewer the buffer of a wide sum is smaller.
 _PROCESSORS = 132
 _VECTOR = 4
-#: A thread sums at least so many numbers where blocks share an output, and at most so many.
+#: The fewest and the most numbers that a thread sums where blocks share an output.
 _LEAST_VALUES, _MOST_VALUES = 16, 256
 
 
@@ -70,7 +70,7 @@ def reduction(tensor: Tensor, dims: Sequence[int]) -> KernelBytes:
 
 
 def _merged(tensor: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
-    """Sizes and strides of these dimensions, the fastest first; those that lie one after the other as one."""
+    """Sizes and strides of these dimensions, the fastest first; adjacent ones are merged."""
     found: list[tuple[int, int]] = []
     for stride, size in sorted((tensor.stride(dim), tensor.size(dim)) for dim in dims if tensor.size(dim) != 1):
         if found and found[-1][0] * found[-1][1] == stride:
@@ -88,7 +88,7 @@ def _numel(merged: Sequence[tuple[int, int]]) -> int:
 
 
 def _vector(numbers: Sequence[int]) -> int:
-    """The most that divides all of them, of four, two and one."""
+    """The largest of four, two and one that divides all of them."""
     return next(vector for vector in (_VECTOR, 2, 1) if all(number % vector == 0 for number in numbers))
 
 

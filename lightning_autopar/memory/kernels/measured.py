@@ -26,22 +26,22 @@ from lightning_autopar._temporary import without_noise
 from lightning_autopar.memory.allocation_recorder import AllocationRecorder
 from lightning_autopar.memory.storages import tensor_bytes
 
-#: What is run for it has so many multiply-adds, and its tensors so many bytes, at most: some hundredths of a second, once a shape.
+#: The most multiply-adds of a measuring run, and bytes of its tensors: some hundredths of a second, once a shape.
 _MOST_OPERATIONS = 1 << 28
 _MOST_BYTES = 1 << 28
-#: Of a single sample: tenths of a second, some times over. Nothing of it is run.
+#: The most multiply-adds of a single sample: above, a run would take tenths of a second, several times, and isn't made.
 _TOO_MANY_OPERATIONS = 1 << 32
 _TOO_MANY_BYTES = 1 << 30
-#: A single image goes to kernels of its own, and so may less than this many where nothing but channels is mixed (``use_mkldnn`` of
-#: ``ATen/native/Convolution.cpp``). From two on what is taken lies on a line.
+#: A single image uses other kernels, and so may fewer images than this where only channels are mixed (``use_mkldnn`` of
+#: ``ATen/native/Convolution.cpp``). From two on, the bytes lie on a line.
 _MANY_ROWS = 16
 _FEW_ROWS = 4
-#: So many shapes are remembered in a process.
+#: How many shapes a process caches.
 _MOST_KNOWN = 4096
 
 
 class KernelBytes(NamedTuple):
-    """What a kernel allocates when its outputs are there already, and frees before it returns.
+    """The bytes that a kernel allocates besides its outputs, and frees before it returns.
 
     Args:
         scaled_bytes: the part that grows with the batch.
@@ -53,21 +53,21 @@ class KernelBytes(NamedTuple):
 
 
 class Rounds(list[list[KernelBytes]]):
-    """What a kernel allocates in several blocks: those of a round are there together, and gone when the next one begins.
+    """What a kernel allocates in several blocks: those of a round are held together, and freed when the next round begins.
 
     Blocks matter to what the allocator reserves: two small ones fit into gaps in which one of both sizes together doesn't.
     """
 
 
 class CannotMeasure(RuntimeError):
-    """It would take too long, or somebody else is profiling, who would be disturbed."""
+    """Measuring would take too long, or would disturb another profiler that is running."""
 
 
 _known: dict[object, KernelBytes] = {}
 
 
 def convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
-    """Of ``aten.convolution``; its output is there already.
+    """The temporaries of ``aten.convolution``, besides its output.
 
     Raises:
         CannotMeasure: while a profiler runs, or if a sample takes long.
@@ -77,7 +77,7 @@ def convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> K
 
 
 def convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes | None:
-    """Of ``aten.convolution_backward``; the gradients that it returns are there already.
+    """The temporaries of ``aten.convolution_backward``, besides the gradients that it returns.
 
     Raises:
         CannotMeasure: while a profiler runs, or if a sample takes long.
@@ -87,7 +87,7 @@ def convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: 
 
 
 def unmeasured(args: tuple[Any, ...], output: Any) -> KernelBytes:
-    """A guess at either, where it can't be measured: a copy of every tensor that goes in or comes out, and one more of the largest."""
+    """A guess at either, where it can't be measured: a copy of every input and output, and one more of the largest."""
     sizes = [tensor_bytes(each) for each in (*args, *tree_leaves(output)) if isinstance(each, Tensor)]
     return KernelBytes(sum(sizes) + max(sizes, default=0))
 
@@ -98,7 +98,7 @@ def _operations(met: Tensor, weight: Tensor) -> int:
 
 
 def _scratch(function: Any, args: tuple[Any, ...], batched: Sequence[int], operations_a_row: int) -> KernelBytes | None:
-    """A convolution's, of which so many multiply-adds are a sample's.
+    """A convolution's temporaries.
 
     Args:
         function: the operation.
@@ -120,7 +120,7 @@ def _scratch(function: Any, args: tuple[Any, ...], batched: Sequence[int], opera
 
 
 def _measured(function: Any, args: tuple[Any, ...], batched: Sequence[int], operations_a_row: int) -> KernelBytes:
-    """By running it, on all samples or on as many as don't take long."""
+    """Measure by running it, on all samples or on as many as don't take long."""
     rows = len(args[batched[0]])
     bytes_a_row = sum(tensor_bytes(args[place]) for place in batched) // rows
     if operations_a_row > _TOO_MANY_OPERATIONS or bytes_a_row > _TOO_MANY_BYTES:
@@ -137,14 +137,14 @@ def _measured(function: Any, args: tuple[Any, ...], batched: Sequence[int], oper
 
 
 def _run(function: Any, args: tuple[Any, ...], batched: Sequence[int], rows: int) -> int:
-    """What it takes on so many samples. The values count for nothing; modes are left, which would make fakes or keep a ledger of it."""
+    """Measure it on so many samples. Values don't matter; active modes are left, which would make fakes or count it."""
     with _disable_current_modes():
         real = [_like(each, rows if place in batched else None) if isinstance(each, Tensor) else each for place, each in enumerate(args)]
     return taken_beside(function, real)
 
 
 def taken_beside(function: Any, args: Sequence[Any]) -> int:
-    """Bytes that an operation takes at its fullest moment beside what it returns, by running it.
+    """Bytes that an operation takes at its fullest moment besides its result, measured by running it.
 
     Args:
         function: the operation.
@@ -166,7 +166,7 @@ def taken_beside(function: Any, args: Sequence[Any]) -> int:
 
 
 def _like(tensor: Tensor, rows: int | None) -> Tensor:
-    """Zeros laid out like it, with so many rows."""
+    """Zeros with the same layout, and so many rows."""
     shape = (*tensor.shape,) if rows is None else (rows, *tensor.shape[1:])
     stride = tensor.stride()
     elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -174,7 +174,7 @@ def _like(tensor: Tensor, rows: int | None) -> Tensor:
 
 
 def _told(value: Any) -> object:
-    """What of an argument decides on the kernel."""
+    """The properties of an argument that decide on the kernel."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     return tuple(value) if isinstance(value, list) else value
@@ -188,7 +188,7 @@ _LINE_ELEMENTS = 64 // _ELEMENT_BYTES
 
 
 def recurrent_workspace(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tensor: Tensor) -> int | None:
-    """What a layer keeps for backward: true bytes of the last output of ``aten.mkldnn_rnn_layer``, whose fake is empty."""
+    """The bytes that a layer keeps for backward: those of the last output of ``aten.mkldnn_rnn_layer``, whose fake is empty."""
     if tensor is not output[-1] or tensor.untyped_storage().nbytes() or not _named(args, kwargs).get("train", True):
         return None
     steps, rows, width = (int(size) for size in args[0].shape)
@@ -232,7 +232,7 @@ def recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: An
 
 
 def _scratchpad(steps: int, rows: int, state: int) -> int:
-    """Gates of all steps; of one step states and their gradients."""
+    """Gates of all steps, and one step's states and their gradients."""
     return _paged((steps * rows * _row(4 * state), rows * _row(state), rows * _row(state))) + _PAGE_BYTES
 
 
@@ -257,7 +257,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def half_product_bytes(function: Any, args: tuple[Any, ...]) -> int:
-    """Of a product like ``aten.mm`` or ``aten.addmm``, its matrices fake or real; 0 of other dtypes.
+    """The temporaries of a product like ``aten.mm`` or ``aten.addmm``, with fake or real matrices; 0 for other dtypes.
 
     Raises:
         CannotMeasure: while a profiler runs.

@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 
 Record = TypeVar("Record")
 
-#: A folder to keep things in, or "off".
+#: The variable for the cache's folder, or "off".
 VARIABLE = "AUTOPAR_CACHE"
 _OFF = ("off", "0", "no", "false")
-#: Files in a folder; larger files aren't ours.
+#: The most files in a folder; and the largest size of a file of ours.
 MOST_FILES, MOST_BYTES = 256, 1 << 20
 
 
 def cache_folder(kind: str) -> Path | None:
-    """Where things of a kind are kept; None if AUTOPAR_CACHE says "off". It may name another folder than the user's."""
+    """The folder for files of a kind; None if AUTOPAR_CACHE is "off". It may name another folder than the user's cache."""
     asked = os.environ.get(VARIABLE, "").strip()
     if asked.lower() in _OFF:
         return None
@@ -35,14 +35,14 @@ def cache_folder(kind: str) -> Path | None:
         return Path(asked).expanduser() / kind
     home = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"  # a relative one is invalid by the XDG specification
+        base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"  # a relative path is invalid by the XDG specification
     except RuntimeError:  # no home
         return None
     return base / "lightning_autopar" / kind
 
 
 def read_json(path: Path) -> Any:
-    """What a file holds; None where there is none.
+    """A file's contents; None where there is no file.
 
     Raises:
         OSError: if it can't be read.
@@ -59,7 +59,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_records(path: Path | None, read: Callable[[Any], Record], what: str) -> tuple[Record, ...]:
-    """A file's ``records``, in its order; none where there are none, or, with a warning, where they can't be read.
+    """A file's ``records``, in order; empty where there are none, or, with a warning, where they can't be read.
 
     Args:
         path: the file; None where nothing is kept.
@@ -79,7 +79,7 @@ def read_records(path: Path | None, read: Callable[[Any], Record], what: str) ->
 
 
 def write_json(path: Path, data: Any) -> bool:
-    """Replace a file by this, and remove those of its folder that were written longest ago; whether that could be done."""
+    """Write a file, and remove the oldest ones of its folder; returns whether that worked."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")

@@ -20,13 +20,13 @@ from lightning_autopar.plans import Plan
 
 _Need = TypeVar("_Need")
 
-#: A correction stays within these multiples of the prediction, by the same plan's figures and by another's: beyond is another job.
+#: The limits of a correction, as multiples of the prediction, by the same plan's figures and by another's: beyond them it was another job.
 LEAST, MOST, MOST_BY_OTHERS = 0.5, 16.0, 4.0
-#: Two predictions that differ by less are of the same step: the batch's shapes are in them, and the optimizer.
+#: Predictions that differ by less are for the same step: they depend on the batch's shapes and the optimizer.
 _SAME = 1e-3
-#: How much of what another plan missed is believed of this one.
+#: The share of another plan's miss that is assumed for this one.
 _BELIEVED = 0.5
-#: By how much more than what wasn't enough is reckoned with: nobody knows how much was missing.
+#: By how much more is assumed than the bytes that weren't enough: nobody knows how much was missing.
 _BEYOND = 0.05
 #: Smaller corrections aren't worth a sentence.
 _WORTH_TELLING = 5e-4
@@ -41,7 +41,7 @@ class RankRecord:
         variable: activations and temporaries of that.
         measured: what tensors took.
         reserved: what the allocator of a GPU held, None on other devices.
-        context: what the process held of a GPU beside that; None where it isn't known.
+        context: what the process held of a GPU besides; None where it isn't known.
     """
 
     predicted: int
@@ -57,7 +57,7 @@ class RankRecord:
 
     @property
     def missed(self) -> float:
-        """What was measured beyond the prediction, in parts of activations and temporaries."""
+        """The bytes measured beyond the prediction, as a share of activations and temporaries."""
         return (self.measured - self.predicted) / self.variable if self.variable else 0.0
 
 
@@ -71,7 +71,7 @@ class RunRecord:
         devices: what each rank's device was: :func:`device_name`.
         ranks: one for each.
         day: when, as "2026-11-21".
-        short: whether memory ran out: then what was measured is less than what it takes.
+        short: whether memory ran out: then the run needs more than was measured.
     """
 
     shape: str
@@ -110,11 +110,11 @@ class RunRecord:
 
     @property
     def how(self) -> str:
-        """How it came about, in words that follow a plan's name."""
+        """Where the record is from, in words that follow a plan's name."""
         return f"ran out of memory on {self.day}" if self.short else f"was measured on {self.day}"
 
     def same_as(self, other: RunRecord) -> bool:
-        """Whether both are of the same step under the same plan on the same devices."""
+        """Whether both records are of the same step under the same plan on the same devices."""
         return self.of(other.shape, other.devices, [rank.predicted for rank in other.ranks])
 
     def of(self, shape: str, devices: Sequence[str], predicted: Sequence[int]) -> bool:
@@ -127,7 +127,7 @@ class RunRecord:
 def make_record(
     plan: Plan, devices: Sequence[str], held: Sequence[DeviceBytes], measured: Sequence[Mapping[str, Any]], day: str
 ) -> RunRecord | None:
-    """The record of a run; None where it says nothing: some rank's step was too short to be measured, or isn't what was predicted.
+    """The record of a run; None where it shows nothing: some rank's run was too short to be measured, or its step isn't the predicted one.
 
     Args:
         plan: that ran.
@@ -156,13 +156,13 @@ def make_record(
 def make_shortage(
     plan: Plan, devices: Sequence[str], held: Sequence[DeviceBytes], lacked: Sequence[int | None], day: str
 ) -> RunRecord | None:
-    """The record of a run whose memory ran out; None where no rank had as much as was predicted, so that it was none of the prediction's.
+    """The record of a run whose memory ran out; None where no rank had as much as was predicted, so that the prediction wasn't wrong.
 
     Args:
         plan: that ran.
         devices: each rank's :func:`device_name`.
         held: each rank's uncorrected prediction.
-        lacked: each rank's, bytes of its device that weren't enough; None where it didn't run out of any.
+        lacked: for each rank, the bytes of its device that weren't enough; None where it didn't run out of memory.
         day: today.
     """
     if any(not predicted.allocated or predicted.occasion != "step" for predicted in held):
@@ -184,7 +184,7 @@ class Corrections:
     Args:
         records: the newest first.
         devices: by device id what each device is: :func:`device_name`.
-        key: under which the cache keeps them; None where nothing is to be kept.
+        key: under which the cache keeps them; None where nothing is kept.
         times: how long steps took on this machine.
     """
 
@@ -195,14 +195,13 @@ class Corrections:
 
     @cached_property
     def time_factors(self) -> TimeFactors:
-        """By what to multiply the predicted seconds of any plan on these devices, going by measured runs."""
+        """The factors for the predicted seconds of any plan on these devices, from measured runs."""
         return self.times.factors(set(self.devices.values()))
 
     def corrected(self, plan: Plan, sizes: Mapping[str, _Need]) -> tuple[Mapping[str, _Need], tuple[str, ...]]:
-        """A prediction as it should have been, going by what was measured, with a sentence that says so.
-
-        What this very plan took in this very step is taken over, never less than that. What another plan of the module took beyond its
-        prediction is believed by half, in parts of activations and temporaries; what it took less is not.
+        """A prediction corrected by measured runs, with a sentence that says so. If this plan was measured in this step, the result is
+        never less than that measurement. What another plan of the module took beyond its prediction is added by half, as a share of
+        activations and temporaries; what it took less isn't subtracted.
 
         Args:
             plan: what is predicted.
@@ -235,13 +234,13 @@ class Corrections:
 
 
 def plan_shape(plan: Plan) -> str:
-    """A digest of all that a plan does, whichever devices it does it on."""
+    """A digest of all that a plan does, on any devices."""
     values = {name: value for name, value in plan.to_dict().items() if name not in ("devices", "reasons")}
     return hashlib.sha256(json.dumps([values, plan.world_size], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def device_name(device: Any) -> str:
-    """What a :class:`lightning_autopar.devices.inventory.Device` is, whichever of its kind."""
+    """What a :class:`lightning_autopar.devices.inventory.Device` is, the same for all of its kind."""
     return f"{device.kind}: {device.name}"
 
 
@@ -250,7 +249,7 @@ def _variable(held: DeviceBytes) -> int:
 
 
 def _exactly(held: DeviceBytes, ranks: Sequence[RankRecord]) -> DeviceBytes:
-    """As this rank was measured, the most of several times."""
+    """The rank's measured bytes, the most of several runs."""
     ratio = min(MOST, max(LEAST, *(rank.ratio for rank in ranks)))
     reserved = [rank.reserved - rank.measured for rank in ranks if rank.reserved is not None]
     contexts = [rank.context for rank in ranks if rank.context is not None]
@@ -263,14 +262,14 @@ def _exactly(held: DeviceBytes, ranks: Sequence[RankRecord]) -> DeviceBytes:
 
 
 def _cautiously(held: DeviceBytes, missed: float, ranks: Sequence[RankRecord]) -> DeviceBytes:
-    """With what others missed, upwards alone; what lies outside of the allocator depends on the device, not on the plan."""
+    """The rank's bytes with what other plans missed, only upwards; bytes outside of the allocator depend on the device, not on the plan."""
     extra = min(missed * _variable(held), (MOST_BY_OTHERS - 1) * held.allocated)
     context = max((rank.context or 0 for rank in ranks), default=0)
     return dataclasses.replace(held, correction=round(extra), context=max(held.context, context))
 
 
 def _notes(before: Sequence[DeviceBytes], after: Sequence[DeviceBytes], because: str) -> tuple[str, ...]:
-    """One sentence, about the rank that is corrected most."""
+    """A sentence about the rank that is corrected most."""
     share = max((new.allocated / old.allocated - 1 for old, new in zip(before, after, strict=True)), key=abs)
     around = [new.reserved - new.allocated - old.reserved + old.allocated for old, new in zip(before, after, strict=True)]
     words = [f"by {share * 100:+.1f} %"] if abs(share) >= _WORTH_TELLING else []

@@ -29,7 +29,7 @@ _FOREIGN = ("torch.", "lightning.", "builtins")
 def module_hash(module: nn.Module) -> str:
     """A digest of names, classes, shapes and dtypes of all parts, and of the source of the module's class and of each part's ``forward``.
 
-    Two modules with the same digest take the same memory for the same batch, unless something outside of them says otherwise.
+    Two modules with the same digest take the same memory for the same batch, unless something outside of them makes a difference.
 
     Args:
         module: as it is before a run, whole.
@@ -58,7 +58,7 @@ def _lines(module: nn.Module) -> Iterator[str]:
 
 
 def _source(code: Any) -> str:
-    """Its text; nothing where there is none, as for what was typed into an interpreter."""
+    """The source's text; empty where there is none, as for code typed into an interpreter."""
     try:
         return inspect.getsource(code)
     except (OSError, TypeError, IndentationError):
@@ -66,7 +66,7 @@ def _source(code: Any) -> str:
 
 
 _FORMAT = 1
-#: Records of the same step and plan in a file, records in a file.
+#: The most records of the same step and plan in a file, and the most records in a file.
 _MOST_ALIKE, _MOST_RECORDS = 3, 32
 
 
@@ -76,13 +76,13 @@ def cache_folder() -> Path | None:
 
 
 def load_residuals(module: torch.nn.Module, precision: str, inventory: Inventory, *, rates: str = "data sheet") -> Corrections:
-    """What is known of a module under this precision and these versions, on such devices.
+    """What is known of a module at this precision and with these versions, on such devices.
 
     Args:
         module: as it is before a run, whole.
         precision: Lightning's name of it.
         inventory: the devices that records are looked up for.
-        rates: by what steps are predicted; see :class:`lightning_autopar.memory.learned.step_times.StepTimes`.
+        rates: those that predict steps; see :class:`lightning_autopar.memory.learned.step_times.StepTimes`.
     """
     if cache_folder() is None:
         return Corrections()
@@ -102,7 +102,7 @@ def load_records(key: str) -> tuple[RunRecord, ...]:
 
 
 def add_record(key: str, record: RunRecord) -> None:
-    """Put a record in front of a key's; the oldest of the same step and plan, and the oldest of all, make room."""
+    """Add a record at the front of a key's; the oldest of the same step and plan, and the oldest of all, are dropped."""
     folder = cache_folder()
     if folder is None:
         return

@@ -19,20 +19,20 @@ from typing import Any
 from lightning_autopar.devices.host import machine_key
 from lightning_autopar.memory.learned import cache_files
 
-#: A factor stays within these: beyond is another job, or a machine that somebody else kept busy.
+#: The limits of a factor: beyond them it was another job, or others kept the machine busy.
 LEAST, MOST = 0.5, 2.0
-#: So many modules must have run before they say something about another one.
+#: How many modules must have run before they count for another one.
 _LEAST_MODULES = 3
-#: Of one plan's runs the fastest of the last ones counts: what disturbs a run makes it slower, never faster.
+#: How many of a plan's last runs are compared; the fastest counts, as a disturbance makes a run slower, never faster.
 _LAST = 5
-#: How much the two factors are held together: a single run, or runs of one kind, say nothing about their difference.
+#: The weight that keeps the two factors together: a single run, or runs of one kind, don't show their difference.
 _TOGETHER = 0.05
 #: Smaller corrections aren't worth a sentence, nor a correction.
 _WORTH_TELLING = 0.02
-#: A run is kept where its steps differ by no more than that (quartiles, beside the median), and its threads wait for a core for no larger
-#: share of their time than that, beyond what its own ranks take from each other.
+#: A run is kept if its steps differ by no more than this (quartiles over the median), and its threads wait for a core for no larger share
+#: of their time than this, beyond what its own ranks take from each other.
 _MOST_SPREAD, _MOST_WAITED = 0.3, 0.15
-#: A device that others keep busier than that takes longer by what nobody knows.
+#: A device that others keep busier than this is slower by an unknown amount.
 _MOST_BUSY = 0.05
 
 
@@ -46,7 +46,7 @@ class StepTime:
         devices: what each rank's device was.
         rates: by what it was predicted: :attr:`StepTimes.rates`.
         predicted: seconds, uncorrected.
-        links: how many of those are spent on links, between devices or to the host.
+        links: the part of those that is spent on links, between devices or to the host.
         measured: seconds, of the slowest rank.
         day: when, as "2026-11-21".
     """
@@ -110,7 +110,7 @@ class StepTimes:
     Args:
         records: of every module, the newest first.
         module: the one that is planned for.
-        rates: by what steps are predicted now: a data sheet, or measurements of some day; records of others say nothing.
+        rates: by what steps are predicted now: a data sheet, or measurements of some day; records with other rates don't count.
     """
 
     records: tuple[StepTime, ...] = ()
@@ -118,7 +118,7 @@ class StepTimes:
     rates: str = "data sheet"
 
     def factors(self, devices: Collection[str]) -> TimeFactors:
-        """What runs on these devices say about plans on any of them: this module's own, or else those of several others.
+        """The factors for plans on these devices, from this module's runs, or else from several other modules' runs.
 
         Args:
             devices: what the devices are that are planned for, each name once.
@@ -141,12 +141,12 @@ class StepTimes:
 
 
 def disturbance(*, spread: float | None, waited: float | None, own_wait: float = 0.0, busy: float = 0.0) -> str | None:
-    """Why a run's step time says nothing about the next one's; None where it does. What couldn't be looked at speaks against it.
+    """Why a run's step time doesn't count for the next run; None where it does. If something isn't known, the time doesn't count.
 
     Args:
         spread: of the steps' seconds: the middle half's range over the median; None where there were too few steps.
         waited: the share of their time that the run's threads were ready and had no core; None where the system doesn't tell.
-        own_wait: the share that they take from each other, as there are more of them than cores.
+        own_wait: the share for which they wait for each other, as there are more of them than cores.
         busy: the share of its busiest device that others used when the run was planned, 0 to 1.
     """
     if spread is None:
@@ -164,7 +164,7 @@ def disturbance(*, spread: float | None, waited: float | None, own_wait: float =
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What one plan's fastest run says: predicted seconds of computing and of links over measured ones, and how much it counts."""
+    """The figures of one plan's fastest run: predicted seconds of computing and of links over measured ones, and its weight."""
 
     compute: float
     links: float
@@ -173,10 +173,9 @@ class _Run:
 
 
 def _fitted(records: Sequence[StepTime]) -> tuple[float, float]:
-    """The factors of computing and of links under which predictions come nearest to what was measured.
-
-    Links count as slower or faster than computing by no more than what remains when any one plan's runs are left out (any one module's, of
-    several modules): a single plan that was disturbed unnoticed can't say that of the links it uses.
+    """The factors of computing and of links that bring predictions closest to the measurements. The difference between the two factors is
+    at most the one that remains when any one plan's runs (or, with several modules, any one module's) are left out: so a single plan that
+    was disturbed unnoticed can't shift the links' factor.
     """
     runs = _runs(records)
     groups = {run.group for run in runs}
@@ -188,7 +187,7 @@ def _fitted(records: Sequence[StepTime]) -> tuple[float, float]:
 
 
 def _runs(records: Sequence[StepTime]) -> list[_Run]:
-    """Of each plan the fastest of its last runs; of several modules each counts once."""
+    """The fastest of each plan's last runs; with several modules, each module counts once."""
     plans: dict[tuple[str, str, tuple[str, ...]], list[StepTime]] = {}
     for record in records:
         plans.setdefault((record.module, record.shape, record.devices), []).append(record)
@@ -209,7 +208,7 @@ def _runs(records: Sequence[StepTime]) -> list[_Run]:
 
 
 def _links_over_compute(runs: Sequence[_Run]) -> float:
-    """How many times as far off links are as computing is, by least squares of relative errors, the two held together a little."""
+    """The ratio of the links' factor to computing's, by least squares of relative errors, with a weight that keeps the two together."""
     # The normal equations of sum w (c computing + l links - 1)^2 + together (c - l)^2, in c and l.
     aa = _TOGETHER + sum(run.weight * run.compute**2 for run in runs)
     ab = -_TOGETHER + sum(run.weight * run.compute * run.links for run in runs)
@@ -226,7 +225,7 @@ def _is_time(value: Any) -> bool:
 
 
 _KIND = "step_times"
-#: Records of a module, records in all.
+#: The most records of a module, and of all modules.
 _MOST_OF_ONE, _MOST = 16, 512
 
 
@@ -240,7 +239,7 @@ def load_step_times(host_threads: int) -> tuple[StepTime, ...]:
 
 
 def add_step_time(host_threads: int, record: StepTime) -> None:
-    """Put a record in front; the oldest of its module, and the oldest of all, make room."""
+    """Add a record at the front; the oldest of its module, and the oldest of all, are dropped."""
     path = _path(host_threads)
     if path is not None:
         kept = list(_bounded((record, *load_step_times(host_threads))))

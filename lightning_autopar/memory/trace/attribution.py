@@ -10,7 +10,7 @@ from lightning_autopar.memory.tape import KINDS, MARKS, NOTES, Action, Kind, Tap
 
 
 class Places:
-    """Where candidates for blocks come to lie among those that are kept, and what runs between them.
+    """Where candidates for blocks lie among those that are kept, and what runs between them.
 
     Parts are numbered as in :class:`MemoryTracker`: 2 i + 1 is block i, 2 i what runs before it and after block i - 1.
 
@@ -25,7 +25,7 @@ class Places:
         self.blocks = {candidate: place for place, candidate in enumerate(order)}
 
     def part(self, part: int) -> int:
-        """The number that a part has among the kept ones; what is not kept belongs to the outer part around it."""
+        """The number that a part has among the kept ones; a candidate that isn't kept belongs to the outer part around it."""
         candidate = (part - 1) // 2
         if candidate in self.blocks:
             return 2 * self.blocks[candidate] + (1 if part % 2 else 2)
@@ -39,13 +39,13 @@ class Places:
         let_go: Mapping[int, int] | None = None,
         reads: Mapping[int, int] | None = None,
     ) -> Tape:
-        """The tape with the marks of the kept parts, and with what was found out after the fact.
+        """The tape with the marks of the kept parts, and with what was found out later.
 
         Args:
             tape: as recorded.
             arrived: numbers of the storages in which gradients of parameters arrived: they were fixed from the start.
             last_uses: positions on the tape after which forward doesn't use a storage any more, by its number.
-            let_go: positions at which the code of blocks let go of what they had made, by the storage's number, in that order.
+            let_go: positions at which the code of blocks dropped what it had made, by the storage's number, in that order.
             reads: positions at which nodes of backward had read for the last time what blocks saved for them, by the storage's number.
         """
         result = Tape(batches=tape.batches)
@@ -79,7 +79,7 @@ class Places:
         return result
 
     def _unsaved(self, tape: Tape, last_uses: Mapping[int, int], let_go: Mapping[int, int]) -> dict[int, list[int]]:
-        """Storages that blocks make and leave behind, by the position at which their forward has done with them."""
+        """Storages that blocks make and leave behind, by the position after which their forward no longer uses them."""
         found: dict[int, list[int]] = {}
         order = {number: place for place, number in enumerate(let_go, 1)}
         made: set[int] | None = None
@@ -101,9 +101,8 @@ class Places:
         return found
 
     def _dead_ends(self, tape: Tape, last_uses: Mapping[int, int]) -> dict[int, int]:
-        """Storages that blocks return and that nothing uses afterwards, such as attention's weights that nobody asked for.
-
-        With the position of the mark at which Python lets go of them: ``outputs = block(…)`` holds them until the next block has run.
+        """Storages that blocks return and that nothing uses afterwards, such as unneeded attention weights, with the position of the mark
+        at which Python frees them: ``outputs = block(…)`` holds them until the next block has run.
         """
         found: dict[int, int] = {}
         returned: list[int] = []
@@ -138,7 +137,7 @@ class Places:
 
 @dataclass
 class PartBytes:
-    """What a part of the step takes; the fields are those of :class:`LayerFootprint`."""
+    """The bytes of a part of the step; the fields are those of :class:`LayerFootprint`."""
 
     activation_bytes: int = 0
     fixed_bytes: int = 0
@@ -152,7 +151,7 @@ class PartBytes:
 
 @dataclass
 class _Segment:
-    """What comes between two marks; remembers its beginning and its fullest moments, by several measures."""
+    """What happens between two marks; keeps its beginning and its fullest moments, by several measures."""
 
     phase: str
     held: int
@@ -168,7 +167,7 @@ class _Segment:
     start: tuple[int, ...] = ()
 
     def moments(self) -> list[Moment]:
-        """Each once, in no order."""
+        """The moments, each once, in no order."""
         found: dict[Moment, None] = {}
         for live, boundary in (
             (self.start, True),
@@ -199,7 +198,7 @@ class Account:
 
     Args:
         parts: by number: 2 i + 1 is block i, 2 i the outer part before it.
-        moments: the fullest moments of each segment, and what is there at its beginning.
+        moments: the fullest moments of each segment, and its beginning.
         activation_bytes: the most that is saved when a backward begins; 0 where none does.
     """
 
@@ -261,7 +260,7 @@ class _Reader:
         self._part: int | None = None
         self._forward = False
         self._segment: _Segment | None = None
-        # Of the section, from one mark to the next: the storages made in it that are still there.
+        # Since the last mark: the storages made since that are still alive.
         self._section: dict[int, int] = {}
         self._section_bytes = 0
         self._section_peak_bytes = 0
@@ -315,7 +314,7 @@ class _Reader:
             self._unsaved_bytes -= size_bytes
 
     def _look(self) -> None:
-        """Is this a fuller moment than those remembered?"""
+        """Keep this moment if it is fuller than those kept."""
         segment = self._segment
         if segment is None:
             return
@@ -351,7 +350,7 @@ class _Reader:
             self._outputs[number] = self._part, self._storages[number]
 
     def let_go(self, number: int) -> None:
-        """A storage would be free from here on if nothing were saved. An output is none any more: its block alone has a use for it."""
+        """If nothing were saved, a storage would be free from here on. It no longer counts as an output: only its block uses it."""
         self._unsaved_bytes -= self._section.get(number, 0)
         self._let_go.add(number)
         self._outputs.pop(number, None)
@@ -390,7 +389,7 @@ class _Reader:
         self._unsaved_bytes, self._unsaved_peak_bytes, self._let_go = 0, 0, set()
 
     def _end_pass(self, *, saved: bool) -> None:
-        """A forward is over. ``saved``: its backward begins, for which everything that is still there was saved."""
+        """A forward is over. ``saved``: whether its backward begins, for which everything still alive was saved."""
         found = [PartBytes() for _ in self.account.parts]
         for number, (part, storage) in self._outputs.items():
             found[part].output_bytes += storage.size_bytes

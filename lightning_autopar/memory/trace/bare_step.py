@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-#: What ``trainer.estimated_stepping_batches`` answers where the true number needs the loaders; it shapes schedules, never memory.
+#: The value of ``trainer.estimated_stepping_batches`` where the true number needs the loaders; it changes schedules, never memory.
 _SOME_STEPS = 10_000
 
 
 class Silent:
-    """Stands in for a logger: whatever is asked of it, it answers with itself, and nothing happens."""
+    """Stands for a logger: every attribute and call returns itself, and nothing happens."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -42,7 +42,7 @@ class Silent:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Whatever is done with it comes to nothing."""
+        """Does nothing, and returns itself."""
         return self
 
     def __getitem__(self, key: Any) -> Any:
@@ -81,22 +81,22 @@ class TrainerView:
 
     @property
     def num_training_batches(self) -> int | float:
-        """The true number where it is known, or some number: the loaders aren't set up."""
+        """The true number if it is known, else some number: the loaders aren't set up."""
         known = getattr(self._real, "num_training_batches", 0)
         return known if 0 < known < float("inf") else _SOME_STEPS
 
     @property
     def strategy(self) -> Any:
-        """The trainer's strategy without its communication, which nothing has set up."""
+        """The trainer's strategy without its communication, which isn't set up."""
         return StrategyView(getattr(self._real, "strategy", None))
 
     def give(self, **values: Any) -> None:
-        """Answer with these values instead of the trainer's."""
+        """Use these values instead of the trainer's."""
         self._own.update(values)
 
     @property
     def logger(self) -> Any:
-        """A silent one, if there is any."""
+        """A silent logger, if the trainer has one."""
         return Silent() if self._real is not None and self._real.loggers else None
 
     @property
@@ -134,7 +134,7 @@ class TrainerView:
 
 
 class StrategyView:
-    """A strategy of one process: nobody to wait for, nothing to exchange; reads pass through.
+    """A strategy of one process, which waits for nobody and exchanges nothing; reads pass through.
 
     Args:
         strategy: the trainer's own; None where there is none.
@@ -230,7 +230,7 @@ class BareStep:
         return int(self._trainer.accumulate_grad_batches) if self.module.automatic_optimization else 1
 
     def _attach(self) -> None:
-        """Give the module its trainer, and stubs where Lightning would go through the strategy."""
+        """Give the module its trainer, and stubs where Lightning would use the strategy."""
         module = self.module
         for child in module.modules():
             if isinstance(child, LightningModule):
@@ -292,7 +292,7 @@ class BareStep:
             with self._precision():
                 self._kept = self._call("training_step", batch, batch_idx)
             return
-        # A LightningOptimizer is an Optimizer as far as the hooks can see, as in Lightning's own loop.
+        # To the hooks, a LightningOptimizer looks like an Optimizer, as in Lightning's own loop.
         optimizer = cast(Any, self._wrapped[0]) if self._wrapped else None
 
         def closure() -> Tensor | None:
@@ -300,7 +300,7 @@ class BareStep:
             with self._precision():
                 output = self._call("training_step", batch, batch_idx)
             loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
-            # As in Lightning's ClosureResult: what the step returned is let go of, whose storage may be large (``Loss.cpp``).
+            # As in Lightning's ClosureResult, drop the step's output, whose storage may be large (``Loss.cpp``).
             kept = None if loss is None else loss.detach().clone()
             self._kept = {**output, "loss": kept} if isinstance(output, Mapping) else kept
             del output
@@ -335,7 +335,7 @@ class BareStep:
         self._hook("on_train_batch_end", self._kept, batch, batch_idx)
 
     def evaluation_step(self, batch: Any, stage: str | None = None) -> None:
-        """One step of validation, test or prediction, without gradients; by default of the rehearsal's own stage."""
+        """One step of validation, test or prediction, without gradients; by default of this object's own stage."""
         self._kept = None
         self._enter("forward")
         with torch.no_grad(), self._precision():
@@ -363,7 +363,7 @@ class BareStep:
         return step(batch, *kwargs.values())
 
     def _hook(self, name: str, *args: Any) -> Any:
-        """Call a hook that the module overrides; if it fails, say so and go on, as hooks rarely matter to memory."""
+        """Call a hook that the module overrides; if it fails, note that and go on, as hooks rarely matter to memory."""
         if not is_overridden(name, self.module):
             return None
         try:
@@ -401,7 +401,7 @@ class BareStep:
         return optimizer.step(closure=closure, **kwargs)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """What the precision plugin's ``forward_context`` would be."""
+        """The context that the precision plugin's ``forward_context`` would give."""
         if self._autocast_dtype is not None:
             return torch.autocast("cpu", dtype=self._autocast_dtype, cache_enabled=False)
         return self._defaults()
@@ -412,11 +412,11 @@ class BareStep:
 
 @contextmanager
 def announced(optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callable[[str], None]) -> Iterator[None]:
-    """While open, ``enter`` hears of each backward pass and each optimizer's step, whoever starts them.
+    """While open, ``enter`` is called for each backward pass and each optimizer's step, also those that the user starts.
 
     Args:
         optimizers: those to watch.
-        automatic: after backward comes the optimizer; otherwise whatever the user's step does next.
+        automatic: whether the optimizer follows backward; if not, the user's step decides what follows.
         enter: gets the phase's name.
     """
     original = torch.autograd.backward
@@ -424,7 +424,7 @@ def announced(optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callab
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         nonlocal inside
-        if inside:  # a backward pass of its own within a node's: reentrant checkpointing
+        if inside:  # a backward pass within a node of another: reentrant checkpointing
             return original(*args, **kwargs)
         inside = True
         enter("backward")
@@ -457,7 +457,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _parse(conf: Any) -> tuple[list[Optimizer], list[Any]]:
-    """The optimizers and schedulers of whatever ``configure_optimizers`` returned."""
+    """The optimizers and schedulers in what ``configure_optimizers`` returned."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizers, schedulers = parse_optimizers(conf)

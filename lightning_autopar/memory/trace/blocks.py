@@ -17,11 +17,10 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """The candidates for blocks: members of lists and sequences of which at least two have one class and hold parameters.
-
-    The outermost such list counts; a list of lists is looked into, and lists of which none has repeated members are looked at together:
-    of a layer's norm, attention and residual, say, one list a layer. Encoder and decoder are two lists, the stages of a ResNet four. Left
-    out are blocks that share a parameter with anything outside of them, and normalisations and other layers that hold vectors only.
+    """The candidates for blocks: members of lists and sequences, at least two of which have the same class and hold parameters. The
+    outermost such list counts. Lists in a list are searched; lists without repeated members are taken together: one list a layer with its
+    norm, attention and residual, say. Encoder and decoder are two lists, the stages of a ResNet four. Blocks that share a parameter with
+    anything outside of them are left out, as are normalisations and other layers with only vectors.
 
     Returns:
         The blocks by FQN, in the order of ``named_modules``.
@@ -40,7 +39,7 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 def _search(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The members of the outermost lists with repeated members, in order."""
-    children = {name: child for name, child in module._modules.items() if child is not None}  # a scripted module has no other view of them
+    children = {name: child for name, child in module._modules.items() if child is not None}  # the only way to see a scripted module's
     names = {name: f"{prefix}.{name}" if prefix else name for name in children}
     blocks: set[str] = set()
     if isinstance(module, _CONTAINERS):
@@ -49,7 +48,7 @@ def _search(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         blocks = {name for name, child in holding.items() if classes[type(child)] > 1}
         sequences = [name for name, child in holding.items() if type(child) is nn.Sequential]
         if len(sequences) > 1 and not any(found for name in sequences for found in _search(names[name], children[name])):
-            # A stem and a head of one class beside them, two linear layers perhaps, are no blocks.
+            # A stem and a head of one class next to them, such as two linear layers, are no blocks.
             blocks = max(blocks, set(sequences), key=lambda chosen: sum(p.numel() for name in chosen for p in children[name].parameters()))
     together = set() if blocks else _repeated_together(children) if isinstance(module, _CONTAINERS) else set()
     for name, child in children.items():
@@ -64,7 +63,7 @@ def _search(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _repeated_together(children: dict[str, nn.Module]) -> set[type[nn.Module]]:
-    """Classes that several lists have a member of, where none of these lists has repeated members of its own."""
+    """Classes of which several lists have a member each, where none of these lists has repeated members itself."""
     lists = [child for child in children.values() if type(child) is nn.ModuleList]
     if len(lists) < 2 or any(found for child in lists for found in _search("", child)):
         return set()
@@ -94,7 +93,7 @@ class BlockCalls:
 
 
 class BlockWatcher:
-    """Hooks on the candidates for blocks of the traced copy: tells the tracker which of them runs.
+    """Hooks on the candidates for blocks of the traced copy, which tell the tracker which candidate runs.
 
     Args:
         blocks: the candidates, modules of the traced copy.
@@ -112,7 +111,7 @@ class BlockWatcher:
             record.module.register_forward_hook(self._after(record), with_kwargs=True)
 
     def follow(self, tracker: MemoryTracker) -> None:
-        """Tell another tracker from now on."""
+        """From now on, tell another tracker."""
         self._tracker = tracker
 
     def begin_step(self) -> None:
@@ -161,7 +160,7 @@ def _plain(leaf: Any) -> bool:
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    """Which tensor each buffer is, and how often it was written."""
+    """Each buffer's tensor, and how often it was written to."""
     return [(id(buffer), buffer._version) for buffer in module.buffers()]
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-#: Attributes of modules that hold what is counted elsewhere, or nothing of the module's.
+#: Attributes of modules whose tensors are counted elsewhere, or don't belong to the module.
 _OTHERS = ("_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_hparams", "_hparams_initial")
 
 
@@ -52,7 +52,7 @@ def held_by_callbacks(trainer: Trainer | None, module: LightningModule, *, on_cp
 
 
 def in_attributes(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors that a module holds in plain attributes, lists and dictionaries, and those of modules that it hides there."""
+    """Tensors that a module holds in plain attributes, lists and dictionaries, and those of modules inside of them."""
     seen: set[int] = set()
     for child in module.modules():
         for name, value in vars(child).items():
@@ -73,7 +73,7 @@ def _within(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def keep_searching(optimizers: list[Optimizer]) -> bool:
-    """Let LBFGS go through all its iterations: gradients whose values are unknown are small enough for any tolerance, but for these.
+    """Make LBFGS run all its iterations, by tolerances that gradients of unknown values don't meet.
 
     Returns:
         Whether there is an LBFGS.
@@ -87,7 +87,7 @@ def keep_searching(optimizers: list[Optimizer]) -> bool:
 def fill_history(optimizers: list[Optimizer]) -> None:
     """Give LBFGS the full history that it will have after some steps: ``history_size`` pairs of vectors as long as all parameters.
 
-    It keeps a pair for each change of the gradient that is large enough (``torch/optim/lbfgs.py``), which fakes can't tell.
+    It keeps a pair for each sufficiently large change of the gradient (``torch/optim/lbfgs.py``), which fakes don't show.
     """
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.LBFGS):

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: What the user's code may raise while planning looks at it. Planning does so in a forked child, which gets no Ctrl-C: a KeyboardInterrupt
-#: comes from that code.
+#: What the user's code may raise while planning runs it. That happens in a forked child, which gets no Ctrl-C: a KeyboardInterrupt comes
+#: from that code.
 RAISED = (Exception, KeyboardInterrupt, SystemExit)
 
-#: Of a loader so many batches are looked at, picked from so many of its order.
+#: How many batches of a loader are looked at, and from how many of its order they are picked.
 _LOOKS = 6
 _LISTED = 20_000
-#: So much longer a loader is listened to that makes its batches by itself: they can't be picked out of its order.
+#: How many times as long a loader that makes its batches by itself is read: its batches can't be picked.
 _MADE_SECONDS = 0.6
 
 BatchKind = Literal["map", "iterable", "combined", "other"]
@@ -54,11 +54,11 @@ class FirstBatch:
         batch_size: samples in it; of several loaders the smallest; 0 where it can't be told.
         draws: where random numbers were drawn in making it: ``"samples"`` (augmentation in the dataset), ``"collate"`` (masking, say).
         loaders: the stage's.
-        seconds: what loading and collating it took; 0 where that isn't known.
+        seconds: for loading and collating it; 0 where that isn't known.
         cut: whether its parts are cut out of the whole batch's collation, rather than collated by themselves.
         kind: a loader over a map-style or iterable dataset, several loaders, or some other iterable.
-        together: of several loaders, how many samples their batches of one step have, each combination of an epoch once; empty where a
-            loader can't tell.
+        together: for several loaders, the numbers of samples of their batches of one step, each combination of an epoch once; empty where a
+            loader doesn't know its length.
     """
 
     batch: Any
@@ -75,7 +75,7 @@ class FirstBatch:
 
 
 def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *, prepared: bool = False) -> FirstBatch:
-    """Do what Lightning does up to a stage's first batch, and return that.
+    """Do what Lightning does up to a stage's first batch, and return that batch.
 
     Args:
         module: the user's module, attached to the trainer; its ``prepare_data`` and ``setup`` are called.
@@ -116,7 +116,7 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
 
 
 def _epoch_batches(loaders: list[Any], mode: str, limit: int | float | None) -> int | None:
-    """As Lightning counts them (``_FitLoop.setup_data``, ``CombinedLoader._MODES``); None where a loader can't tell its length."""
+    """The number of batches, as in Lightning (``_FitLoop.setup_data``, ``CombinedLoader._MODES``); None where a loader has no length."""
     lengths: list[float] = []
     for loader in loaders:
         length: float
@@ -134,7 +134,7 @@ def _epoch_batches(loaders: list[Any], mode: str, limit: int | float | None) -> 
 
 
 def _together(loaders: list[Any], mode: str, steps: int) -> tuple[tuple[int, ...], ...]:
-    """How many samples the batches of one step have, each combination once; nothing where a loader can't tell."""
+    """The numbers of samples of one step's batches, each combination once; empty where a loader doesn't know them."""
     sizes: list[list[int]] = []
     for loader in loaders:
         sampler = getattr(loader, "batch_sampler", None)
@@ -182,7 +182,7 @@ def _draw_by_hand(loader: DataLoader[Any]) -> FirstBatch:
 
 
 def _order(loader: DataLoader[Any]) -> Any:
-    """What gives a loader's batches of indices; None where nothing does."""
+    """The sampler of a loader's batches of indices; None where there is none."""
     return (
         loader.batch_sampler if loader.batch_sampler is not None else loader.sampler if isinstance(loader.sampler, BatchSampler) else None
     )
@@ -205,7 +205,7 @@ def _streamed(loader: DataLoader[Any], source: Iterator[Any]) -> FirstBatch | No
 
 
 def _indexed(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:
-    """The batch of these samples; None of none."""
+    """The batch of these samples; None without samples."""
     dataset, before, began = cast(Any, loader.dataset), _random_states(), time.monotonic()
     fetch = getattr(dataset, "__getitems__", None)
     if not indices:
@@ -230,9 +230,8 @@ def _indexed(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:
 
 
 def some_batches(loader: Any, seconds: float) -> list[FirstBatch]:
-    """Batches of a loader, within a time: its order's first and last one, and others between them, or a stream's first ones.
-
-    They aren't transferred. Of a loader that makes its batches by itself they come without samples.
+    """Batches of a loader, within a time: the first and last of its order, and others between, or a stream's first ones. They aren't
+    transferred. A loader that makes its batches by itself gives them without samples.
     """
     ends = time.monotonic() + seconds
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
@@ -250,7 +249,7 @@ def some_batches(loader: Any, seconds: float) -> list[FirstBatch]:
 
 
 def _made(loader: Any, ends: float) -> list[FirstBatch]:
-    """Of the batches that a loader gives until then: the first and the last, and some whose tensors have other shapes."""
+    """The first and the last of the batches that a loader gives until then, and some whose tensors have other shapes."""
     found: dict[tuple[torch.Size, ...], Any] = {}
     first = last = None
     for last in _until(ends, _as_in_an_epoch(loader)):
@@ -263,16 +262,16 @@ def _made(loader: Any, ends: float) -> list[FirstBatch]:
 
 
 def _as_in_an_epoch(loader: Any) -> Iterator[Any]:
-    """What a run draws of a loader in an epoch: not more than its length, past which some fail (scvi-tools' ``ConcatDataLoader``)."""
+    """The batches that a run draws in an epoch: at most the loader's length, beyond which some fail (scvi-tools' ``ConcatDataLoader``)."""
     try:
         length = len(loader)
-    except (TypeError, NotImplementedError):  # as Lightning takes it for one that has no length
+    except (TypeError, NotImplementedError):  # as in Lightning for a loader without a length
         length = _LISTED
     return itertools.islice(loader, min(length, _LISTED))
 
 
 def _tried(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:
-    """As :func:`_indexed`; None where the user's code can't make the batch. The run may come to another one in its place."""
+    """Like :func:`_indexed`; None where the user's code can't make the batch. The run may draw another one instead."""
     try:
         return _indexed(loader, indices)
     except Exception as error:
@@ -281,7 +280,7 @@ def _tried(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:
 
 
 def _drawn_anew(order: Any) -> list[list[int]]:
-    """Batches of torch's own samplers, without drawing a whole epoch's order: of a large dataset that takes seconds."""
+    """Batches of torch's own samplers, without drawing a whole epoch's order, which takes seconds for a large dataset."""
     if type(order) is not BatchSampler or type(order.sampler) not in (RandomSampler, SequentialSampler):
         return []
     sampler, size, generator = cast(Any, order.sampler), order.batch_size, torch.Generator().manual_seed(0)
@@ -302,13 +301,13 @@ def _until(ends: float, values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _random_states() -> tuple[bytes, object, object]:
-    """The generators that a dataset may draw from in this process, as something to compare."""
+    """The states of the generators that a dataset may draw from in this process, for comparison."""
     numpy_state = numpy.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), (numpy_state[1].tobytes(), *numpy_state[2:])  # type: ignore[index]
 
 
 def fresh(samples: Any) -> Any:
-    """Samples for a collate function, which may take from them, or add to them, what others still want to see."""
+    """A copy of samples for a collate function, which may change them."""
     if not isinstance(samples, list):
         return samples
     return [copy.copy(sample) if isinstance(sample, (dict, list)) else sample for sample in samples]
@@ -329,16 +328,16 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a batch with each of its tensors put through a function, wherever they lie; other tensors' attributes come along."""
+    """A copy of a batch with a function applied to each of its tensors, wherever they lie; tensors' attributes are copied, too."""
     memo: dict[int, Any] = {}
-    kept = tensors_of(batch)  # their ids stay theirs
+    kept = tensors_of(batch)  # keeps their ids unique
     for tensor in kept:
         memo[id(tensor)] = made = function(tensor)
         if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and vars(tensor):
             vars(made).update(copy.deepcopy(vars(tensor), memo))
     try:
         return copy.deepcopy(batch, memo)
-    except Exception as error:  # of an object of the user's that can't be copied, and is shared
+    except Exception as error:  # a user's object that can't be copied, and is shared
         log.debug("a batch can't be copied as a whole: %s", error)
         return tree_map(lambda leaf: memo.get(id(leaf), leaf), batch)
 

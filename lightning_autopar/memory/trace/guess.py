@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Adam and its kin keep two values for each parameter.
+#: Adam and similar optimizers keep two values for each parameter.
 _STATES = 2
-#: Tensors of its output's size that an average layer's forward leaves for backward: the output and what its activation function keeps.
+#: How many tensors of its output's size an average layer's forward saves: the output and what its activation function keeps.
 _SAVED_PER_OUTPUT = 2
-#: What the activations' guess may be short of, as a share of everything.
+#: By how much the guess of activations may be too low, as a share of everything.
 MARGIN = 0.5
 
 
@@ -48,8 +48,8 @@ def guess(
     """What can be said of a step without running it.
 
     Activations: each layer with a weight matrix is taken to run once at every position of the batch and to leave two tensors of its
-    output's size; positions are the elements of token ids, or the rows, pixels or frames of floating-point input. Convolutions that shrink
-    their input are overrated by this, attention without a fused kernel is underrated.
+    output's size; positions are the elements of token ids, or the rows, pixels or frames of floating-point input. This is too much for
+    convolutions that shrink their input, and too little for attention without a fused kernel.
 
     Args:
         module: the user's module; it isn't changed.
@@ -65,7 +65,7 @@ def guess(
     optimizers = 1
     built: LightningModule = module
     try:
-        # The copy has what configure_model makes of it.
+        # The copy is the module after configure_model.
         built, states, optimizers = _built(module, trainer, stage, dtype)
     except RAISED as error:
         log.debug("the optimizers can't be built on fake tensors", exc_info=True)
@@ -98,7 +98,7 @@ def guess(
             optimizer_bytes=sum(states.get(id(parameter), 0) for parameter in own) if training else 0,
             activation_bytes=_outputs(part) * scale if training else 0,
             input_bytes=positions * element * max((parameter.shape[-1] for parameter in own if parameter.dim() > 1), default=0),
-            # Nobody has seen it run: whether twice is harmless isn't known.
+            # It wasn't run: whether running it twice is harmless isn't known.
             recomputable=False,
         )
 
@@ -152,7 +152,7 @@ def _built(
         leaves = [leaf for optimizer in rehearsal.optimizers for leaf in tree_leaves(dict(optimizer.state.get(parameter, {})))]
         found[id(parameter)] = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
     for optimizer in rehearsal.optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):  # its history, and the vectors of the search at hand
+        if isinstance(optimizer, torch.optim.LBFGS):  # its history, and the vectors of the current search
             own = optimizer.param_groups[0]["params"]
             size = sum(parameter.numel() * parameter.element_size() for parameter in own)
             found[id(own[0])] = (2 * optimizer.param_groups[0]["history_size"] + 3) * size
@@ -164,7 +164,7 @@ def _bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
 
 
 def _outputs(module: nn.Module) -> int:
-    """Output features of all layers: of those with a weight matrix its rows, of embeddings and normalisations their width."""
+    """Output features of all layers: for layers with a weight matrix its rows, for embeddings and normalisations their width."""
     total = 0
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
@@ -173,12 +173,12 @@ def _outputs(module: nn.Module) -> int:
             if parameter.dim() > 1:
                 total += parameter.shape[1] if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) else parameter.shape[0]
             elif parameter.dim() == 1 and "norm" in type(child).__name__.lower():
-                total += parameter.shape[0] // 2  # a normalisation's weight and bias stand for one output
+                total += parameter.shape[0] // 2  # a normalisation's weight and bias count as one output
     return total
 
 
 def _positions(tensor: Tensor) -> int:
-    """At how many places of the batch a layer runs: tokens, rows, frames, pixels."""
+    """The number of places of the batch at which a layer runs: tokens, rows, frames, pixels."""
     if not tensor.is_floating_point() or tensor.dim() <= 1:
         return tensor.numel()
     if tensor.dim() >= 4:

@@ -19,7 +19,7 @@ from lightning_autopar.memory.trace.tracker import MemoryTracker
 from lightning_autopar.memory.work.tally import OPTIMIZER, collected
 from lightning_autopar.memory.work.work import Work, flops, moved_bytes
 
-#: Blocks of one list and class that hold less than this share of the parameters and of the activations are no units of anything.
+#: Blocks of one list and class with less than this share of the parameters and of the activations aren't used as units.
 _SHARE = 0.01
 
 #: (parameter, gradient, optimizer) bytes of a parameter.
@@ -51,7 +51,7 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
         watcher: its blocks.
         bytes_of: of its parameters.
         batches: how many batches the step took.
-        updates: of how many of them each was followed by the optimizers' steps: 1 under accumulation.
+        updates: how many of them were followed by the optimizers' steps: 1 under accumulation.
     """
     tape = tracker.tape
     assert tape is not None
@@ -96,12 +96,12 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
 
 
 def forward_bytes(tracker: MemoryTracker, watcher: BlockWatcher, blocks: Sequence[str]) -> tuple[int, ...]:
-    """What each part of a recorded forward holds at its fullest moment, tensors of the parts before it included, parameters not.
+    """The bytes that each part of a recorded forward holds at its fullest moment, with tensors of earlier parts, without parameters.
 
     Args:
         tracker: with the tape.
         watcher: told it which candidates ran.
-        blocks: FQNs of those that are blocks; empty is what is given where it ran others, or in another order.
+        blocks: FQNs of the blocks; if the forward ran others, or in another order, the result is empty.
     """
     tape = tracker.tape
     assert tape is not None
@@ -117,7 +117,7 @@ def _indices(records: Iterable[BlockCalls]) -> set[int]:
 
 
 def _large_enough(module: nn.Module, candidates: list[BlockCalls], tape: Tape, found: Account) -> set[int]:
-    """Indices of the candidates whose lists hold enough of the parameters or activations to be worth a plan's while."""
+    """Indices of the candidates whose lists hold enough of the parameters or activations to matter to a plan."""
     places = Places(tape, _indices(candidates)).blocks
     elements = sum(parameter.numel() for parameter in module.parameters())
     groups: dict[tuple[str, type], list[BlockCalls]] = {}
@@ -134,13 +134,13 @@ def _large_enough(module: nn.Module, candidates: list[BlockCalls], tape: Tape, f
 
 
 def _costs(counts: Mapping[tuple[int, bool], Counter[Work]], places: Places, batches: int) -> list[dict[str, Any]]:
-    """Work of one batch, its FLOPs and bytes moved, by part; the optimizer's left out."""
+    """Work of one batch, its FLOPs and bytes moved, by part, without the optimizer's."""
     merged: list[tuple[Counter[Work], Counter[Work]]] = [(Counter(), Counter()) for _ in range(2 * len(places.blocks) + 1)]
     for (part, backward), found in counts.items():
         if part != OPTIMIZER:
             merged[places.part(part)][backward].update(found)
     costs = []
-    seen: dict[tuple[Work, ...], tuple[Work, ...]] = {}  # parts that are alike share one tuple
+    seen: dict[tuple[Work, ...], tuple[Work, ...]] = {}  # equal parts share one tuple
     for pair in merged:
         work, backward_work = (seen.setdefault(found, found) for found in (collected(side, batches) for side in pair))
         costs.append(
@@ -159,7 +159,7 @@ def _costs(counts: Mapping[tuple[int, bool], Counter[Work]], places: Places, bat
 def _owners(
     module: nn.Module, tracker: MemoryTracker, places: Places, records: list[BlockCalls], bytes_of: BytesOf
 ) -> tuple[list[list[tuple[Tensor, bool]]], tuple[tuple[int, str, int, int, int], ...], dict[str, int]]:
-    """By part the parameters and buffers that are its own; which other outer parts use which parameter, and which part holds it."""
+    """By part, its own parameters and buffers; which other outer parts use which parameter, and which part holds it."""
     owners: list[list[tuple[Tensor, bool]]] = [[] for _ in range(2 * len(records) + 1)]
     of_blocks: dict[int, int] = {}
     for place, of_block in enumerate(records):
@@ -172,7 +172,7 @@ def _owners(
         *((name, buffer, False) for name, buffer in module.named_buffers()),
     ):
         uses = list(dict.fromkeys(places.part(part) for part in tracker.uses.get(id(tensor), ())))
-        # What only blocks use, though it isn't theirs, belongs to the part before the first of them.
+        # A parameter of no block that only blocks use belongs to the part before the first of them.
         owner = of_blocks.get(id(tensor), uses[0] - uses[0] % 2 if uses else 0)
         owners[owner].append((tensor, is_parameter))
         if isinstance(tensor, nn.Parameter):
@@ -185,7 +185,7 @@ def _owners(
 
 
 def _holding(module: nn.Module) -> dict[int, tuple[int, bool]]:
-    """By the id of each parameter the module that holds it directly: its number, and whether it has others in it."""
+    """By the id of each parameter, the module that holds it directly: its number, and whether it contains others."""
     found: dict[int, tuple[int, bool]] = {}
     for number, child in enumerate(module.modules()):
         for parameter in child.parameters(recurse=False):
@@ -211,6 +211,6 @@ def _held(own: Collection[tuple[Tensor, bool]], bytes_of: BytesOf, holding: Mapp
 
 
 def _rows(parameter: Tensor) -> tuple[int, int, bool]:
-    """Rows, bytes of a row, and whether it learns."""
+    """A parameter's rows, the bytes of a row, and whether it learns."""
     rows = parameter.shape[0] if parameter.dim() else 1
     return rows, tensor_bytes(parameter) // max(1, rows), parameter.requires_grad

@@ -25,19 +25,19 @@ from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.work.calls import tensors_in
 
-#: Hooks that aren't called as such, with what Lightning does in them unless they are overridden.
+#: Hooks that Lightning doesn't call as hooks, with what it does in them unless they are overridden.
 _DETACH = torch.ops.aten.detach.default
 _OVERRIDES = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
-#: Hooks that are called when gradients are there, most often to look at them.
+#: Hooks that are called when gradients are complete, often to look at them.
 GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 _GRADIENT_ACCESS = frozenset(getattr(Tensor.grad, access) for access in ("__get__", "__set__", "__delete__"))
 
 
 class GradientLooks(TorchFunctionMode):
-    """While open, it is noticed whenever code in this thread reads or writes a parameter's ``grad``.
+    """While open, calls ``look`` whenever code in this thread reads or writes a parameter's ``grad``.
 
     Args:
-        look: called with the parameter, before.
+        look: called with the parameter, before the access.
     """
 
     def __init__(self, look: Callable[[nn.Parameter], None]) -> None:
@@ -45,14 +45,14 @@ class GradientLooks(TorchFunctionMode):
         self._look = look
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Tell of the access, then do what was asked for."""
+        """Report the access, then call the function."""
         if func in _GRADIENT_ACCESS and isinstance(args[0], nn.Parameter):
             self._look(args[0])
         return func(*args, **(kwargs or {}))
 
 
 class ConductWatch:
-    """Is told of the operations of some steps.
+    """Watches the operations of some steps for what they do with parameters.
 
     Args:
         module: the traced copy.
@@ -64,7 +64,7 @@ class ConductWatch:
         self._names = {id(parameter): name for name, parameter in self._before.items()}
         self._places = {name: _storage(parameter) for name, parameter in self._before.items()}
         self._storages = {place: name for name, place in self._places.items()}
-        #: Kept, so that no other storage comes where one of them was.
+        #: Kept, so that no other storage gets the address of one of them.
         self._kept = [parameter.untyped_storage() for parameter in self._before.values() if _has_storage(parameter)]
         self._units = find_blocks(module)
         if not module.automatic_optimization:
@@ -76,7 +76,7 @@ class ConductWatch:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._running: Counter[str] = Counter()
         self._where: list[str | None] = [None]
-        #: By tensor, the name of the parameter that it was made of, outside of the unit that gathers that parameter.
+        #: By tensor, the name of the parameter from which it was made, outside of the unit that gathers that parameter.
         self._made: Any = WeakIdKeyDictionary()
         self._together: dict[tuple[str, ...], bool] = {}
         self._mixed: tuple[str, str] | None = None
@@ -104,7 +104,7 @@ class ConductWatch:
 
     @contextmanager
     def watching(self, rehearsal: BareStep) -> Iterator[None]:
-        """Around the rehearsal's steps."""
+        """The context of the traced steps."""
         self._optimizers = rehearsal.optimizers
         call, hook = rehearsal._call, rehearsal._hook
         with ExitStack() as stack:
@@ -144,7 +144,7 @@ class ConductWatch:
         return wrapped
 
     def _looking(self, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The hook, of which it is noted whether it looks at gradients."""
+        """Wrap a hook, to record whether it looks at gradients."""
 
         def look(parameter: nn.Parameter) -> None:
             self._looked.setdefault(hook, self._names.get(id(parameter), "a parameter"))
@@ -161,19 +161,19 @@ class ConductWatch:
         return wrapped
 
     def _note_moves(self, where: str) -> None:
-        """Parameters whose ``data`` was exchanged in that hook."""
+        """Record parameters whose ``data`` was exchanged in that hook."""
         for name, parameter in self._before.items():
             if self._now[name] != (place := _storage(parameter)):
                 self._now[name] = place
                 self._note_write(name, where)
 
     def _note_write(self, name: str, where: str) -> None:
-        """Of several hooks that write to it the step counts."""
+        """Record a write; of several hooks that write to a parameter, the step counts."""
         if self._written.get(name) != "training_step":
             self._written[name] = where
 
     def _note_states(self) -> None:
-        """In a hook gradients and the optimizers' states are shards as well."""
+        """Record gradients and optimizer states, which in a hook are shards, too."""
         for name, parameter in self._before.items():
             states = [optimizer.state[parameter] for optimizer in self._optimizers if parameter in optimizer.state]
             for tensor in (parameter.grad, *(value for state in states for value in state.values())):
@@ -204,7 +204,7 @@ class ConductWatch:
             self._see(func, where, names, inputs, output)
 
     def _see(self, func: Any, where: str, names: list[str], inputs: list[Tensor], output: Any) -> None:
-        """An operation has used these parameters, which needn't be whole there."""
+        """An operation has used these parameters, which may not be whole there."""
         mixed = any(each.numel() != 1 and self._name(each) is None for each in inputs)
         known = {id(each) for each in inputs} | self._names.keys()
         for made in tensors_in((output,)):
@@ -218,7 +218,7 @@ class ConductWatch:
             self._mixed = names[0], where
 
     def _name(self, tensor: Tensor) -> str | None:
-        """The parameter that a tensor is, or is made of, if shards of it would be there; None for all else."""
+        """The parameter that a tensor is, or is made of, if an engine would have only shards of it there; None otherwise."""
         name = self._made.get(tensor)
         if name is None:
             name = self._names.get(id(tensor)) or self._storages.get(_storage(tensor))
@@ -242,7 +242,7 @@ def _outermost(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]
 
 
 def _storage(tensor: Tensor) -> int:
-    """Tells storages apart; of a tensor that has none, the tensor."""
+    """The identity of a tensor's storage; of the tensor itself if it has none."""
     return int(tensor.untyped_storage()._cdata) if _has_storage(tensor) else -id(tensor)
 
 

@@ -86,18 +86,18 @@ __all__ = ["FirstBatch", "first_batch", "trace"]
 
 log = logging.getLogger(__name__)
 
-#: A module up to this size is run for real, once, where fakes won't do.
+#: A module up to this size is run for real, once, where fake tensors don't work.
 _SMALL_BYTES = 200 << 20
 _MARGIN_REAL = 0.1
-#: Where convolutions couldn't be asked what they take.
+#: The margin where the temporaries of convolutions couldn't be measured.
 _MARGIN_UNREAD = 0.2
-#: What a guess that decides about shapes is taken to be worth at least.
+#: The least margin for a guess that decides about shapes.
 _MARGIN_SHAPED = 0.05
-#: A trace that took longer isn't repeated to learn what its guesses are worth.
+#: A trace that took longer isn't repeated to learn how much its guesses matter.
 _AGAIN_SECONDS = 4.0
-#: So many batches a manual optimization may take until every optimizer has stepped.
+#: The most batches that manual optimization may take until every optimizer has stepped.
 _MOST_BATCHES = 8
-#: Optimizers that count in tensors of the host (``torch/optim``; ASGD's are on the device), and by which names.
+#: Optimizers that count steps in tensors on the host (``torch/optim``; ASGD's are on the device), and those tensors' names.
 _COUNTS_ON_HOST = tuple(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
@@ -125,13 +125,13 @@ def trace(
     Args:
         module: the user's module. It isn't changed.
         trainer: the trainer it was passed to, read only; None if there is none yet.
-        batch: what :func:`first_batch` gave, or a batch as the step gets it.
+        batch: the result of :func:`first_batch`, or a batch as the step gets it.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         precision: the Trainer's ``precision``.
-        target: the kind of device that will run it (:func:`.workspace.target_of`); decides
-            between kernels that keep different things (attention, dropout, optimizers).
+        target: the kind of device that will run it (:func:`.workspace.target_of`); decides between kernels that save different tensors
+            (attention, dropout, optimizers).
         validation: for ``"fit"``, the first batch of the validation loader, to be traced as well; None where there is no validation.
-        crashed: how a process ended that traced this step before. Then the step isn't traced again.
+        crashed: if a process that traced this step has crashed, how it ended. Then the step isn't traced again.
 
     Raises:
         ValueError: for an unknown stage or precision.
@@ -178,10 +178,9 @@ class _Tracing:
         self.validation = validation.batch if isinstance(validation, FirstBatch) else validation
 
     def with_margin(self) -> Footprint:
-        """The fake step; where it rests on guesses about values, the margin is what other guesses would add.
-
-        How much a guess is worth nobody can tell without the values, but a step that is traced with every guess made another way shows what
-        it may move: nothing, for a number that is only logged.
+        """The fake step; if it depends on guesses about values, the margin is what other guesses would add. Without the values nobody knows
+        how wrong a guess is, but a second trace with every guess made another way shows how much it matters: nothing, for a number that is
+        only logged.
         """
         started = time.process_time()
         shadow = ShadowValues()
@@ -193,7 +192,7 @@ class _Tracing:
             try:
                 other = self.measure(fake=True, shadow=ShadowValues(other=True), validated=False)
                 margin = max(margin, _whole_bytes(other) / _whole_bytes(footprint) - 1)
-            except Exception:  # such values would end the user's own run as well
+            except Exception:  # such values would end the user's own run, too
                 log.debug("the step fails where guesses are made another way", exc_info=True)
         elif shadow.branched:
             margin = _MARGIN_SHAPED
@@ -220,7 +219,7 @@ class _Tracing:
             return self._measure(module, batch, validation, shadow, note)
 
     def _tracker(self, module: LightningModule, batch: Any, shadow: ShadowValues, conduct: ConductWatch | None = None) -> MemoryTracker:
-        """A ledger that knows what is there before the step."""
+        """A tracker that knows what is held before the step."""
         on_cpu = self.target == "cpu"
         tracker = MemoryTracker(
             batch_size=self.first.batch_size,
@@ -300,7 +299,7 @@ class _Tracing:
         gradient_bytes = sum(bytes_of(parameter)[1] for parameter in trainable)
         peak_bytes = max((moment.total_bytes for moment in found.moments), default=0)
         held_bytes, changes = held_by_callbacks(self.trainer, module, on_cpu=self.target == "cpu") if training else (0, [])
-        normed = tuple(batch_norms(module))  # the evaluation below leaves the module in eval mode, in which none counts
+        normed = tuple(batch_norms(module))  # the evaluation below leaves the module in eval mode, in which no batch norm counts
         evaluated: tuple[int | None, tuple[int, ...]] = None, ()
         if training and validation is not None:
             evaluated = self._evaluation_bytes(rehearsal, validation, shadow, watcher, [block.fqn for block in found.blocks])
@@ -347,7 +346,7 @@ class _Tracing:
         )
 
     def _train(self, rehearsal: BareStep, batch: Any, watcher: BlockWatcher, tracker: MemoryTracker) -> int:
-        """Steps of training, first to let the optimizers have their state, then counted; the number of the counted ones.
+        """Run training steps, first until the optimizers have their state, then counted; returns the number of counted ones.
 
         Under manual optimization only the module knows when its optimizers step: as many batches as it takes for all of them to have done
         so are one cycle.
@@ -383,7 +382,7 @@ class _Tracing:
             for _ in range(batches):
                 step(first=True, last=True)
         else:
-            # Of an accumulation the first batch and the last: those between are like the last one's beginning.
+            # Of an accumulation, run the first batch and the last: those between are like the last one's beginning.
             batches = min(rehearsal.accumulate, 2)
             for position in range(batches):
                 step(first=position == 0, last=position == batches - 1)
@@ -397,7 +396,7 @@ class _Tracing:
                 tracker.forget(value)
 
     def _states(self, optimizers: Sequence[Any]) -> Iterator[tuple[Any, Tensor]]:
-        """Every tensor in the optimizers' state that is on the device, with the parameter that it is of."""
+        """Every tensor in the optimizers' state that is on the device, with its parameter."""
         host = set() if self.target == "cpu" else {id(value) for value in _on_host(optimizers)}
         for parameter, state in itertools.chain.from_iterable(optimizer.state.items() for optimizer in optimizers):
             yield from ((parameter, value) for value in tree_leaves(state) if isinstance(value, Tensor) and id(value) not in host)
@@ -405,9 +404,8 @@ class _Tracing:
     def _evaluation_bytes(
         self, rehearsal: BareStep, batch: Any, shadow: ShadowValues, watcher: BlockWatcher, blocks: Sequence[str]
     ) -> tuple[int | None, tuple[int, ...]]:
-        """The most that a validation step holds beside what lives from step to step, its batch included; None where it fails.
-
-        And the same by parts, where it runs the same blocks as training.
+        """The most bytes that a validation step holds besides what is kept from step to step, with its batch; None where it fails. And the
+        same by parts, if it runs the same blocks as training.
         """
         try:
             tracker = self._tracker(rehearsal.module, batch, shadow)
@@ -427,7 +425,7 @@ class _Tracing:
 
 
 def _torchs_own(optimizers: Sequence[Any]) -> tuple[str, ...]:
-    """The names of the optimizers' classes; none where one isn't torch's."""
+    """The names of the optimizers' classes; empty where one isn't torch's."""
     kinds = [type(optimizer) for optimizer in optimizers]
     own = all(kind.__module__.startswith("torch.optim") and getattr(torch.optim, kind.__name__, None) is kind for kind in kinds)
     return tuple(kind.__name__ for kind in kinds) if own else ()
@@ -455,11 +453,11 @@ def _top_bytes(tape: Tape) -> int:
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Bytes of its parameters, those without a shape yet left out."""
+    """Bytes of its parameters, without those that have no shape yet."""
     return sum(tensor_bytes(parameter) for parameter in module.parameters() if not is_lazy(parameter))
 
 
 def _whole_bytes(footprint: Footprint) -> int:
-    """What a step takes at its peak on one device."""
+    """The bytes of a step at its peak on one device."""
     resident = footprint.parameter_bytes + footprint.optimizer_bytes + footprint.buffer_bytes + footprint.input_bytes
     return max(1, resident + max((moment.total_bytes for moment in footprint.moments), default=0))

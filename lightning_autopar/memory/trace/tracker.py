@@ -33,7 +33,7 @@ from lightning_autopar.memory.work.tally import OPTIMIZER, Tally
 aten = torch.ops.aten
 
 #: Operations of autograd's backward formulas on a tensor that the formula has just made: the one that a mode sees, and the one that runs
-#: where no mode looks on, which changes that tensor.
+#: without a mode, which changes that tensor.
 _INTO_OWN = {
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.scatter.src: aten.scatter_.src,
@@ -42,20 +42,20 @@ _INTO_OWN = {
     aten.masked_scatter.default: aten.masked_scatter_.default,
     aten.put.default: aten.put_.default,
 }
-#: The same of single formulas, where others' are out of place for real tensors, too.
+#: The same for single formulas; in others these operations are out of place for real tensors, too.
 _INTO_OWN_BY_NODE = {
     "BinaryCrossEntropyWithLogitsBackward0": {aten.sub.Tensor: aten.sub_.Tensor, aten.mul.Tensor: aten.mul_.Tensor},
     "Atan2Backward0": {aten.masked_fill.Scalar: aten.masked_fill_.Scalar},
 }
-#: Every operation that :func:`in_place` may answer another for.
+#: Every operation for which :func:`in_place` may return another.
 WRITES = frozenset({aten.add.Tensor, *_INTO_OWN, *(function for functions in _INTO_OWN_BY_NODE.values() for function in functions)})
 
 
 def in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: Any, *, made_by_it: bool) -> Any:
-    """The operation that would have run in backward if no mode had looked on; the same one where there is no other.
+    """The operation that would have run in backward without a mode; the same one where there is no other.
 
     Any mode makes tensors "subclass-like" (``aten/src/ATen/TensorSubclassLikeUtils.h``), for which formulas
-    (``torch/csrc/autograd/FunctionsManual.cpp``) and sums of gradients make a new tensor where otherwise they change one of their own.
+    (``torch/csrc/autograd/FunctionsManual.cpp``) and sums of gradients make a new tensor instead of changing one of their own.
 
     Args:
         function: the operation.
@@ -72,10 +72,9 @@ def in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node:
 
 
 def adds_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: Any, *, made_by_it: bool) -> bool:
-    """Whether an operation in backward would have been in place if no mode had looked on: two gradients that meet at one node.
-
-    As ``accumulate`` and ``can_accumulate_inplace`` in torch's ``torch/csrc/autograd/input_buffer.cpp``: the sum goes into the gradient
-    that came first if autograd alone holds it, and it is dense. Any mode makes tensors "subclass-like" there, and a third one is made.
+    """Whether an operation in backward that sums two gradients at one node would have been in place without a mode. As ``accumulate`` and
+    ``can_accumulate_inplace`` in torch's ``torch/csrc/autograd/input_buffer.cpp``: the sum goes into the gradient that came first if
+    autograd alone holds it, and it is dense. Any mode makes tensors "subclass-like" there, and a third one is made.
 
     Args:
         function: the operation.
@@ -98,7 +97,7 @@ def adds_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order of dimensions."""
+    """Whether its elements lie without gaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
         if stride != expected:
@@ -108,12 +107,12 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _references(tensor: Tensor) -> tuple[int, int]:
-    """How often a tensor and its storage are held."""
+    """The reference counts of a tensor and of its storage."""
     return int(tensor._use_count()), int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
 
 
 class _Watch(TorchDispatchMode):
-    """Remembers the references to the first operand of the last sum."""
+    """Records the reference counts of the first operand of the last sum."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -127,10 +126,8 @@ class _Watch(TorchDispatchMode):
 
 @functools.cache
 def references_of_one_holder() -> tuple[int, int]:
-    """The counts where autograd alone holds a gradient: those that the call itself adds depend on the version of torch.
-
-    Found out by a tiny backward pass; so not while an operation is dispatched, nor at import, as a process that forks later must not have
-    run autograd before.
+    """The counts when only autograd holds a gradient; the call itself adds some that depend on torch's version. Found by a tiny backward
+    pass: not while an operation is dispatched, and not at import, as a process that forks later must not have run autograd.
     """
     with _disable_current_modes(), torch.enable_grad(), _Watch() as watch:
         shared = torch.ones(2, requires_grad=True) * 2
@@ -143,12 +140,12 @@ Phase = Literal["forward", "backward", "optimizer"]
 
 #: Kinds that grow with the batch.
 _SCALED = frozenset({"input", "activations", "temporary"})
-#: What autograd numbers the nodes that put gradients into ``.grad`` (``torch/csrc/autograd/functions/accumulate_grad.cpp``).
+#: The number that autograd gives the nodes that put gradients into ``.grad`` (``torch/csrc/autograd/functions/accumulate_grad.cpp``).
 _ACCUMULATE_GRAD = 2**64 - 1
 _CURRENT = -1
 _SCRATCH_KINDS: tuple[Kind, Kind] = ("temporary", "fixed")
 _DEVICE = torch.ops.prim.device.default
-#: Makes its mask before its output, on every device (``Dropout.cpp``, ``cuda/Dropout.cu``).
+#: The operation that makes its mask before its output, on every device (``Dropout.cpp``, ``cuda/Dropout.cu``).
 _DROPOUT = torch.ops.aten.native_dropout.default
 _DETACH = torch.ops.aten.detach.default
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
@@ -157,7 +154,7 @@ _current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def _running() -> int:
-    """The number of autograd's node that runs; -1 where none does."""
+    """The number of autograd's running node; -1 where none runs."""
     node = _current_node()
     return -1 if node is None else int(node._sequence_nr())
 
@@ -174,30 +171,30 @@ class Cell(weakref.ReferenceType[torch.UntypedStorage]):
 
 
 class Name(weakref.ReferenceType[Tensor]):
-    """A tensor that the step's code holds, not autograd: one of those on a storage."""
+    """A tensor on a storage that the step's code holds, not autograd."""
 
     __slots__ = ("number",)
     number: int
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts live bytes by kind while it is on, and writes them down on a tape.
+    """Counts live bytes by kind while it is on, and records them on a tape.
 
     The caller says what parameters, buffers, input and optimizer state are (:meth:`mark`), when a gradient is complete
     (:meth:`mark` again), which phase runs (:meth:`enter`), and which block's forward (:meth:`begin_block`, :meth:`end_block`).
 
-    A part of the step is 2 i + 1 for the i-th block, and 2 i for what runs before it and after the one before. In backward it is told by
-    autograd itself: its nodes carry the number of the operation in forward that made them, and run in descending order of it.
+    A part of the step is 2 i + 1 for the i-th block, and 2 i for what runs before it and after the one before. In backward, autograd's
+    nodes tell the part: they carry the number of the forward operation that made them, and run in descending order.
 
-    What the optimizer makes is ``fixed`` (its size doesn't depend on the batch) until marked as its state. So is what is made of fixed
-    things and parameters alone (casts, masks, tables of positions), and a gradient of the like. The rest of what forward makes are
+    What the optimizer makes is ``fixed`` (its size doesn't depend on the batch) until marked as its state. So is what is made only of fixed
+    tensors and parameters (casts, masks, tables of positions), and the gradient of such tensors. The rest of what forward makes are
     activations, and of what backward makes temporaries.
 
     Args:
         batch_size: samples in the batch; 0 where it has none.
-        scratch: what kernels take while they run, by operation.
+        scratch: the temporaries of kernels, by operation.
         hidden: true sizes of outputs whose fakes are empty, by operation.
-        see: is told of each operation after it has run: what it is, its arguments, its output.
+        see: called after each operation with the operation, its arguments and its output.
     """
 
     def __init__(
@@ -215,17 +212,17 @@ class MemoryTracker(TorchDispatchMode):
         self.random_draws: dict[str, None] = {}
         self.phase: Phase = "forward"
         self.tape: Tape | None = None
-        #: What the largest random draw over the samples takes in forward, by part.
+        #: The bytes of the largest random draw over the samples in forward, by part.
         self.draws: dict[int, int] = {}
         #: The operations since :meth:`record`.
         self.tally = Tally()
         #: The parts whose forward uses a parameter or buffer, in order, by its id.
         self.uses: dict[int, dict[int, None]] = {}
-        #: Storages in which gradients of parameters have come.
+        #: Storages in which gradients of parameters have arrived.
         self.arrived: set[int] = set()
         #: Position on the tape after the last operation of forward that used a storage, by its number.
         self.last_uses: dict[int, int] = {}
-        #: Position on the tape at which a block's code let go of what it had made, by the storage's number, in that order.
+        #: Position on the tape at which a block's code dropped what it had made, by the storage's number, in that order.
         self.let_go: dict[int, int] = {}
         #: Position on the tape at which the node of backward that frees what a block saved had read it, by the storage's number.
         self.reads: dict[int, int] = {}
@@ -242,12 +239,12 @@ class MemoryTracker(TorchDispatchMode):
         self._repeating = -1
         self._multiplied: set[Phase] = set()
         self._resize: Callable[..., Any] | None = None
-        #: While a block runs that is recorded: hands autograd other tensors than the block's code has.
+        #: While a recorded block runs: gives autograd other tensors than the block's code has.
         self._saving: saved_tensors_hooks | None = None
         self._names: dict[int, Name] = {}
-        #: Where the last node that a block saved a storage for has let go of it, and which, by its number.
+        #: Where, and which, the last node was that dropped a storage that a block had saved for it, by the storage's number.
         self._read: dict[int, tuple[int, int]] = {}
-        #: The id of what a node gets, until autograd has made its own tensor of that (``SavedVariable::unpack``).
+        #: The id of the tensor that a node gets, until autograd has made its own tensor from it (``SavedVariable::unpack``).
         self._given = 0
 
     # -- what the caller says --------------------------------------------------------------------------------------------------------------
@@ -267,7 +264,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._write("become", cell.number, cell.size_bytes, kind)
 
     def forget(self, tensor: Tensor) -> None:
-        """The tensor isn't on the device, and counts no more."""
+        """The tensor isn't on the device, and no longer counts."""
         for cell in self._cells_of((tensor,)):
             self._free(cell)
 
@@ -281,7 +278,7 @@ class MemoryTracker(TorchDispatchMode):
         """A phase starts."""
         self.phase = phase
         if phase == "backward":
-            # What autograd makes from here on (double backward, recomputation) belongs to whatever runs then.
+            # What autograd makes from here on (double backward, recomputation) belongs to the part that runs then.
             self._begin(_CURRENT)
             self._pending = None
             self._write("return", self._part // 2)
@@ -307,7 +304,7 @@ class MemoryTracker(TorchDispatchMode):
     def repeat_block(self, block: int) -> None:
         """The forward of a block begins once more, inside of backward.
 
-        Autograd can't tell: where checkpointing is reentrant, the node that runs it was made before the block began.
+        Autograd's numbers don't show it: with reentrant checkpointing, the node that runs it was made before the block began.
         """
         part = 2 * block + 1
         self._repeating = self._node()
@@ -330,7 +327,7 @@ class MemoryTracker(TorchDispatchMode):
             self._saving = None
 
     def _unpacked(self, saved: Any) -> Any:
-        """What a node gets of what was saved: a tensor that is gone when the node has run, as recomputed ones are, unlike what is saved."""
+        """The tensor that a node gets from what was saved: unlike that, it is freed when the node has run, as recomputed ones are."""
         given = another(saved)
         if given is not saved:
             self._name((given,))
@@ -345,7 +342,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._names[id(name)] = name
 
     def _let_go(self, name: Name) -> None:
-        """The step's code has let go of a tensor: without autograd its storage would last no longer, unless others are on it."""
+        """The step's code has dropped a tensor: without autograd its storage would be freed now, unless other tensors use it."""
         del self._names[id(name)]
         if self.tape is None:
             return
@@ -356,7 +353,7 @@ class MemoryTracker(TorchDispatchMode):
             self._read[name.number] = len(self.tape), _running()
 
     def record(self) -> None:
-        """Start the tape: what is alive now, then all that happens."""
+        """Start the tape with what is alive now; then all changes follow."""
         self.tape = Tape()
         self.tally, self.last_uses, self.let_go, self.reads = Tally(), {}, {}, {}
         self._multiplied.clear()
@@ -370,12 +367,12 @@ class MemoryTracker(TorchDispatchMode):
     # -- the ledger ------------------------------------------------------------------------------------------------------------------------
 
     def _cells_of(self, tensors: Iterable[Tensor]) -> list[Cell]:
-        """The cells of the tensors' storages, each once; of those that were seen."""
+        """The cells of the tensors' known storages, each once."""
         found = (self._cells.get(storage._cdata) for tensor in tensors for storage in seen_storages(tensor))
         return list({cell.number: cell for cell in found if cell is not None}.values())
 
     def _track(self, storage: torch.UntypedStorage, kind: Kind, size_bytes: int | None = None) -> Cell:
-        """The cell of a storage, a new one if it wasn't seen before; ``size_bytes`` where the storage itself can't tell."""
+        """The cell of a storage, a new one if it is new; ``size_bytes`` where the storage's own size is wrong."""
         key = storage._cdata
         cell = self._cells.get(key)
         if cell is None:
@@ -397,7 +394,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _free(self, cell: Cell) -> None:
         if self._cells.get(cell.key) is not cell:
-            return  # freed after the ledger was closed
+            return  # freed after the tracker was closed
         del self._cells[cell.key]
         self.live[cell.kind] -= cell.size_bytes
         self.total_bytes -= cell.size_bytes
@@ -459,7 +456,7 @@ class MemoryTracker(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return device_of(args[0])
         if any(kind is not FakeTensor and hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper's own dispatch comes first; what it asks of the tensors inside comes here again
+            return NotImplemented  # a wrapper's own dispatch comes first; its operations on the tensors inside come here again
         kwargs = kwargs or {}
         known = operation(func)
         node = self._node() if self.phase == "backward" else -1
@@ -498,7 +495,7 @@ class MemoryTracker(TorchDispatchMode):
         return output
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Input]:
-        """The tensors that an operation reads; says which part uses which parameter."""
+        """The tensors that an operation reads; records which part uses which parameter."""
         inputs = []
         for tensor in tensors_in((*args, *kwargs.values()) if kwargs else args):
             if type(tensor) is FakeTensor and tensor.layout is torch.strided:
@@ -518,9 +515,9 @@ class MemoryTracker(TorchDispatchMode):
     def _account(
         self, function: Any, known: Operation, node: int, args: Any, kwargs: dict[str, Any], inputs: list[Input], output: Any
     ) -> list[Input]:
-        """Count what the operation has made, and give its outputs."""
+        """Count what the operation has made; returns its outputs."""
         if node == _ACCUMULATE_GRAD:
-            if id(_current_node().variable) in self.uses:  # no leaf of the user's, or of reentrant checkpointing
+            if id(_current_node().variable) in self.uses:  # not a leaf of the user's, or of reentrant checkpointing
                 self.arrived |= {cell.number for cell in self._cells_of(item.tensor for item in inputs)}
         elif self.phase != "optimizer":
             maker = self._dependence.maker()
@@ -530,7 +527,7 @@ class MemoryTracker(TorchDispatchMode):
             return []
         if inputs and output is inputs[0].tensor:
             for zeros in self._cells_of((output,)) if node >= 0 else ():
-                # A formula's own, made of nothing: what is written into them says more.
+                # A formula's own tensors, made without inputs: what is written into them decides.
                 if zeros.node == node and zeros.kind == "fixed" and self._dependence.of_backward(node, inputs, output, 0):
                     self.mark(output, "temporary")
             return inputs[:1]
@@ -557,7 +554,7 @@ class MemoryTracker(TorchDispatchMode):
         return made[::-1] if function is _DROPOUT else made
 
     def _add_scratch(self, scratch: KernelBytes | Rounds | None) -> None:
-        """Something that is there for a moment."""
+        """Record a temporary that is freed at once."""
         if scratch is None:
             return
         for blocks in scratch if isinstance(scratch, Rounds) else [[scratch]]:
@@ -582,7 +579,7 @@ class MemoryTracker(TorchDispatchMode):
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        """The ledger and its tape end here: what is freed later is not written down."""
+        """Counting and the tape end here: what is freed later isn't recorded."""
         assert self._resize is not None
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         self._save_as_ever()

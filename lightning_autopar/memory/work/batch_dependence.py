@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import _get_sequence_nr
 from torch.autograd.function import BackwardCFunction
 
-#: Tensors below this size aren't worth telling apart by their size.
+#: Tensors smaller than this can't be told apart by their size.
 _TELLING_ELEMENTS = 1024
 
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
@@ -43,14 +43,13 @@ class Input(NamedTuple):
 
 
 class Dependence:
-    """Follows the dependence on the batch from tensor to tensor.
+    """Follows the dependence on the batch from tensor to tensor. In forward, a tensor made from one that depends on the batch depends on
+    it, too; a tensor made only from parameters, buffers and constants doesn't, unless it has gained a dimension of the batch's length
+    (``cls_token.expand(batch, …)``, ``torch.zeros(batch, …)``).
 
-    In forward, what is made of something that depends on the batch depends on it, too; what is made of parameters, buffers and constants
-    alone doesn't, unless it has gained a dimension of the batch's length (``cls_token.expand(batch, …)``, ``torch.zeros(batch, …)``).
-
-    In backward, a gradient depends on the batch if what it is the gradient of does. Autograd says which operation's backward runs, and so
-    which sizes the inputs had that didn't depend on the batch. Where both kinds of input had the same number of elements (a square weight,
-    and as many tokens), this decides: the gradient of one factor is made of the other one.
+    In backward, a gradient depends on the batch if its tensor does. Autograd tells which operation's backward runs, and so the sizes of the
+    inputs that didn't depend on the batch. If both kinds of input had the same number of elements (a square weight, and as many tokens),
+    this decides: the gradient of one factor is made from the other.
 
     Args:
         batch_size: samples in the batch; 0 where it has none.
@@ -64,7 +63,7 @@ class Dependence:
         self._in_function = False
 
     def add_batch(self, shape: Sequence[int]) -> None:
-        """A tensor of the batch has this shape: lengths of dimensions that come of flattening it are the batch's, too."""
+        """A tensor of the batch has this shape: dimensions that come from flattening it belong to the batch, too."""
         if self._batch_size > 1 and self._batch_size in shape:
             first = shape.index(self._batch_size)
             self._lengths |= set(accumulate(shape[first:], mul))
@@ -75,10 +74,8 @@ class Dependence:
         self._made, self._in_function = _get_sequence_nr(), False
 
     def maker(self) -> int | None:
-        """The number of autograd's node for the operation that runs now; None where it has none, as what makes a mask.
-
-        A node is made just before its operation runs. One of the user's own (``autograd.Function``) stands for all operations of its
-        forward, while which gradients are off.
+        """The number of autograd's node for the operation that runs now; None where it has none, as for masks. A node is made just before
+        its operation runs. A user's ``autograd.Function`` has one node for all operations of its forward, in which gradients are off.
         """
         number, enabled = _get_sequence_nr(), torch.is_grad_enabled()
         if number != self._made:
@@ -111,7 +108,7 @@ class Dependence:
         if self._batch_size == 1:
             return output.dim() > 0 and output.shape[0] == 1 and output.numel() > 1 and not inputs
         had = {length for item in inputs if not item.expanded for length in item.tensor.shape}
-        # A length that comes twice is no batch: masks are square.
+        # A length that occurs twice isn't the batch's: masks are square.
         shape = list(output.shape)
         return any(length in self._lengths and length not in had and shape.count(length) == 1 for length in shape)
 
@@ -145,7 +142,7 @@ def recomputes() -> bool:
 
 
 def may_hook_saving() -> bool:
-    """Whether what is saved for backward may go through hooks: nobody's are there, and nobody has switched them off."""
+    """Whether hooks may be put on what is saved for backward: there are no others, and they aren't disabled."""
     return _saving_hooks(False) is None and bool(_autograd._saved_tensors_hooks_is_enabled())
 
 

@@ -16,7 +16,7 @@ from lightning_autopar.memory.work.kinds import dtype_name
 from lightning_autopar.memory.work.operations import Operation
 from lightning_autopar.memory.work.work import Work
 
-#: Which tensors of a call depend on the batch → which entry of the shape grows with it.
+#: From which tensors of a call depend on the batch to which entry of the shape grows with it.
 Growth = Callable[[Sequence[bool]], int | None]
 
 
@@ -35,7 +35,7 @@ class Piece:
     growth: Growth | None
 
     def settled(self, scaled: Sequence[bool]) -> Work:
-        """Its work, where it is known of each tensor whether it depends on the batch."""
+        """Its work, once it is known of each tensor whether it depends on the batch."""
         fixed = sum(size for place, size in self.parts if not scaled[place])
         return replace(self.work, fixed_bytes=fixed, growing=None if self.growth is None else self.growth(scaled))
 
@@ -43,7 +43,7 @@ class Piece:
 def pieces(
     known: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Input], output: Any, made: Sequence[Input]
 ) -> Iterator[Piece]:
-    """The kernels of a call: one, but for a convolution's backward, of which each gradient is a product."""
+    """The kernels of a call: one, except for a convolution's backward, in which each gradient is a product."""
     call = _Arguments(known, args, kwargs, inputs, output, made)
     if known.short_name == "convolution_backward":
         yield from call.convolution_backward()
@@ -81,10 +81,8 @@ class _Arguments:
         self.drawn = known.kind != "attention" and known.has_drawn(args, kwargs) and bool(made) and made[0].scaled
 
     def _moved(self) -> list[int]:
-        """Bytes read or written of each tensor, by its place among inputs and outputs.
-
-        What is picked from a table goes with what is written, or with the targets, whatever the table's size; what is written to places in
-        a table goes with its source.
+        """Bytes read or written of each tensor, by its place among inputs and outputs. For a table that is read in places, the output or
+        the targets count, whatever the table's size; for one that is written in places, the source counts.
         """
         known = self.known
         written = [tensor_bytes(item.tensor) for item in self.made]
@@ -135,7 +133,7 @@ class _Arguments:
         return self.known.short_name + ending
 
     def dtype(self) -> torch.dtype:
-        """In which it computes: of products that of the factors; else that of what it writes, if it writes numbers at all."""
+        """The type in which it computes: for products that of the factors; else that of its output, if that has numbers."""
         read = [item.tensor.dtype for item in self.inputs]
         if self.known.kind in ("matmul", "attention", "convolution", "recurrent"):
             first = "mat1" if self.has("mat1") else "batch1" if self.has("batch1") else None
@@ -162,14 +160,14 @@ class _Arguments:
     # -- shapes ----------------------------------------------------------------------------------------------------------------------------
 
     def shape(self) -> tuple[tuple[int, ...], Growth | None]:
-        """As :class:`Work` says, and what grows in it."""
+        """The shape, as in :class:`Work`, and what grows in it."""
         kind = self.known.kind
         if kind == "matmul":
             return self._product()
         if kind == "attention" and self.has("query") and self.tensor("query").dim() == 4:
             query, key = self.tensor("query"), self.tensor("key")
             batch, heads, length, width = query.shape
-            if self.known.short_name.startswith(("_flash_attention", "_efficient_attention")):  # these take the length before the heads
+            if self.known.short_name.startswith(("_flash_attention", "_efficient_attention")):  # these have the length before the heads
                 return (batch, length, heads, key.shape[1], width), self._grows("query", 0)
             return (batch, heads, length, key.shape[2], width), self._grows("query", 0)
         if kind == "convolution" and self.has("weight") and "stride" in self.named and self.made:
@@ -262,14 +260,14 @@ class _Arguments:
             rows, steps = shape[:2]
         else:
             steps, rows = shape[:2]
-        together = 1  # oneDNN runs each layer and direction by itself, whatever it is told
+        together = 1  # oneDNN runs each layer and direction separately, whatever the arguments are
         if not self.known.short_name.startswith("mkldnn"):
             together = self.named["num_layers"] * (2 if self.named.get("bidirectional") else 1)
         return steps, rows, shape[-1], self.named["hidden_size"], together
 
 
 def channels_last(tensor: Tensor) -> bool:
-    """Whether its channels lie side by side in memory, and only so."""
+    """Whether it is laid out channels last, and not also channels first."""
     if tensor.dim() == 4:
         return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
     return tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d) and not tensor.is_contiguous()

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class Operation:
-    """What is known of an operation, whatever it is called with.
+    """What is known of an operation for all arguments.
 
     Attributes:
         name: as in ``aten.mm``.
@@ -26,8 +26,8 @@ class Operation:
         is_view: its outputs share storage with its inputs, and it moves nothing.
         moves: whether it reads its inputs and writes its outputs.
         unread: names of arguments whose elements it doesn't read.
-        picks: names of arguments of which it reads no more than it writes, or than there are targets.
-        touches: whether it writes its first argument in few places, which others tell.
+        picks: names of arguments of which it reads only as much as it writes, or as there are targets.
+        touches: whether it writes its first argument only in some places, which other arguments name.
         writes: names of arguments that it writes and doesn't give back.
         again: by the name of an argument, how often more it passes over as many elements.
         flops: (args, kwargs, output) → FLOPs; None where it has none worth counting.
@@ -77,7 +77,7 @@ class Operation:
         return dict(zip((argument.name for argument in self._function._schema.arguments), args, strict=False)) | kwargs
 
     def has_drawn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call has drawn random numbers: dropout of probability zero, or out of training, draws none."""
+        """Whether a call has drawn random numbers: dropout with probability zero, or outside of training, draws none."""
         if not self.draws:
             return False
         schema = self._function._schema
@@ -91,7 +91,7 @@ class Operation:
         return values.get("train", values.get("training", True)) is not False
 
     def drawn_bytes(self, output: Tensor) -> int:
-        """What it takes to draw as much as this output: a mask as integers of four bytes; on CUDA dropout's input, output and mask.
+        """The bytes of drawing an output of this size: a mask as integers of four bytes; on CUDA dropout's input, output and mask.
 
         Fused attention's dropout is drawn inside its kernel.
         """
@@ -119,7 +119,7 @@ def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, *
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """The scores again, and the gradients of weights, values, keys and queries."""
+    """FLOPs of the scores again, and of the gradients of weights, values, keys and queries."""
     batch, heads, length, width = query.shape
     return int(2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[3]))
 
@@ -202,14 +202,14 @@ _STILL = {
     aten.detach_,
     aten.alias,
 }
-#: Arguments of which an operation reads no more than it writes; of losses, than there are targets.
+#: Arguments of which an operation reads only as much as it writes; of losses, as there are targets.
 _PICKS = {
     "embedding": frozenset({"weight"}),
     "_embedding_bag": frozenset({"weight"}),
     **dict.fromkeys(("index_select", "index", "gather", "take", "nll_loss_forward", "nll_loss2d_forward"), frozenset({"self"})),
 }
 _FILLED = frozenset({"self"})
-#: Operations that write their first argument without reading it, or take no more than its shape; so do those whose names end in ``_like``.
+#: Operations that write their first argument without reading it, or use only its shape; so do those whose names end in ``_like``.
 _FILLS = frozenset(
     names_of(
         "copy_ fill_ zero_ _foreach_zero_ _foreach_copy_ normal_ uniform_ bernoulli_ random_ exponential_ log_normal_ geometric_ cauchy_ "
@@ -224,7 +224,7 @@ _UNREAD = {
     "_cudnn_rnn": frozenset({"weight_buf"}),  # the weights once more
     "_cudnn_rnn_backward": frozenset({"weight_buf"}),
 }
-#: Operations that are several passes, of which a later one can't find in a cache what an earlier one has read.
+#: Operations with several passes, in which a later pass doesn't find in a cache what an earlier one has read.
 _AGAIN: dict[str, dict[str, int]] = {
     # Statistics first, over the whole batch, then the normalisation; backward the sums first (aten/src/ATen/native/cuda/Normalization.cuh).
     "native_batch_norm": {"input": 1},

@@ -20,12 +20,12 @@ from lightning_autopar.memory.work.work import Work
 
 #: The optimizers' part of a step.
 OPTIMIZER = -1
-#: Operations whose inputs are a parameter's gradients where their output is.
+#: Operations whose inputs are a parameter's gradients if their output is one.
 _PASSES = frozenset({"_to_copy", "clone", "add", "add_"})
 
 
 class _Call:
-    """A call that was looked into; others are like it."""
+    """A call that was analysed, and stands for equal ones."""
 
     __slots__ = ("_found", "_pieces", "_scaled")
 
@@ -35,7 +35,7 @@ class _Call:
         self._found: dict[tuple[int, ...], tuple[Work, ...]] = {}
 
     def works(self, fixed: tuple[int, ...] = ()) -> tuple[Work, ...]:
-        """Its work, where the tensors of those places don't depend on the batch after all."""
+        """Its work, if the tensors at those places don't depend on the batch after all."""
         found = self._found.get(fixed)
         if found is None:
             scaled = [grows and place not in fixed for place, grows in enumerate(self._scaled)]
@@ -127,12 +127,12 @@ class Tally:
 
 
 def collected(counts: Mapping[Work, int], batches: int = 1) -> tuple[Work, ...]:
-    """Work with its counts, in an order that depends on nothing else: parts that are alike have equal tuples.
+    """Work with its counts, in an order that depends on nothing else: equal parts have equal tuples.
 
     Args:
         counts: how often each ran.
-        batches: in so many batches. What didn't run as often in each (a gradient is added from the second batch on) gets its share of the
-            FLOPs and bytes of a run.
+        batches: in so many batches. What didn't run equally often in each (a gradient is added from the second batch on) gets its share of
+            the FLOPs and bytes of a run.
     """
     found = []
     for work, count in counts.items():
@@ -163,7 +163,7 @@ def _shape(tensor: Tensor) -> Any:
 
 
 def _plain(values: Any) -> tuple[Any, ...]:
-    """The arguments that are no tensors; what can't be told apart by value is taken by its name."""
+    """The arguments that aren't tensors; those that can't be compared by value are taken by their text."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):

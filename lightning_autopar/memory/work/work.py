@@ -21,7 +21,7 @@ class Work:
         name: the operation's, such as ``"mm"``. A convolution's backward is two products, ``"convolution_backward.input"`` and
             ``".weight"``; attention that leaves later keys out ends in ``".causal"``, a convolution of tensors laid out so in
             ``".channels_last"``.
-        dtype: in which it computes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp64"``, ``"int8"``, …
+        dtype: the type in which it computes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp64"``, ``"int8"``, …
         count: how often it runs.
         flops: a multiply-add counts two; of causal attention the whole square counts, of which kernels may leave half out.
         moved_bytes: its inputs and outputs, once for each pass over them.
@@ -30,7 +30,7 @@ class Work:
             channels, output channels, output positions, kernel positions, groups), of its backward those of its forward; recurrent: (steps,
             batch, width of the input, of the state, layers × directions); else empty.
         growing: which entry of ``shape`` grows with the batch; None where none does.
-        drawn: whether it draws random numbers for the samples: for a part of the batch they are drawn for all of it, and the part's kept.
+        drawn: whether it draws random numbers for the samples: a part of the batch draws for the whole batch, and keeps its own.
     """
 
     kind: WorkKind
@@ -50,7 +50,7 @@ class Work:
         return self.growing is not None or self.moved_bytes > self.fixed_bytes
 
     def at(self, share: float) -> Work:
-        """The same at another batch, ``share`` times the traced one."""
+        """The work at another batch, ``share`` times the traced one."""
         if share == 1.0 or not self.grows:
             return self
         shape = self.shape

@@ -13,7 +13,7 @@ from lightning_autopar.report.page.markup import Html, chart, element, join, sha
 __all__ = ["AXIS_PIXELS", "SWATCH_PIXELS", "Figure", "Row", "axis", "ticks"]
 
 AXIS_PIXELS, SWATCH_PIXELS = 20, 13
-#: So much of the axis' end has no number, which would be cut off there.
+#: The share at the axis' end that has no number, as it would be cut off there.
 _LAST_TICK = 0.96
 
 
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What is drawn one below the other on one axis.
+    """Rows drawn one below the other on one axis.
 
     Args:
         title: above it.
@@ -70,7 +70,7 @@ class Figure:
     notes: tuple[str, ...] = ()
 
     def html(self, heading: str = "h2") -> Html:
-        """The markup of a page: the title as a heading, and all the rest."""
+        """The markup for a page: the title as a heading, then the rest."""
         parts = [element(heading, self.title)]
         parts += [element("p", self.caption, class_="soft")] if self.caption else []
         parts += [_legend(self.legend)] if self.legend else []
@@ -115,7 +115,7 @@ def _axis_html(row: Row) -> Html:
 
 
 def _legend(marks: Sequence[tuple[str, str]]) -> Html:
-    """What colours mean: their classes, and words."""
+    """The meaning of colours: their classes, and words."""
     size = {"width": SWATCH_PIXELS, "height": SWATCH_PIXELS}
     items = [
         element("li", element("svg", element("rect", class_=class_, **size), aria_hidden="true", **size), words) for class_, words in marks

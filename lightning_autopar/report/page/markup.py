@@ -18,7 +18,7 @@ _VOID = frozenset({"meta", "rect", "line", "path", "col", "polyline", "circle"})
 
 
 class Html(str):
-    """Text that is markup, and safe: any other is escaped before it becomes a part of some."""
+    """Text that is safe markup: other text is escaped before it becomes part of it."""
 
     __slots__ = ()
 
@@ -44,17 +44,17 @@ def element(name: str, /, *children: str | None, **attributes: str | float | boo
 
 
 def join(parts: Iterable[str | None]) -> Html:
-    """One after the other, what isn't markup escaped."""
+    """The children one after the other; text that isn't markup is escaped."""
     return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts if part is not None))
 
 
 def _number(value: float) -> str:
-    """As short as is exact enough to draw by."""
+    """A number, as short as drawing allows."""
     return f"{value:.6g}"
 
 
 def share(part: float, whole: float) -> str:
-    """Where something is on an axis, in per cent of it: to a hundredth, which is a tenth of a pixel."""
+    """A place on an axis, in per cent of it: to a hundredth, which is a tenth of a pixel."""
     return f"{100 * part / whole if whole else 0.0:.2f}".rstrip("0").rstrip(".") + "%"
 
 
@@ -87,25 +87,25 @@ def chart(height: float, label: str, *children: str, class_: str | None = None) 
 
 
 def scrolled(label: str, *children: str) -> Html:
-    """What may be wider than the page, to be scrolled by itself; by the keyboard as well."""
+    """An element that may be wider than the page, and scrolls separately, also by the keyboard."""
     return element("div", *children, class_="scroll", role="region", aria_label=label, tabindex="0")
 
 
 def fragment(body: Sequence[str]) -> Html:
-    """Markup for a place in somebody's page: its style reaches nothing else, and nothing of the page's reaches it.
+    """Markup for a place in another page: its style doesn't change that page, and the page's style doesn't change it.
 
     Args:
         body: may name the hatching ``url(#HATCH)``; that gets a name of its own, as two fragments may stand on one page.
     """
     inner = join(body)
-    # The same for the same content, so that a file or a notebook that is written again doesn't change.
+    # The id depends only on the content, so that a file or a notebook that is written again doesn't change.
     scope = "autopar-" + hashlib.sha256(inner.encode()).hexdigest()[:10]
     hatch = f"{scope}-hatch"
     return element("div", element("style", Html(style(scope, hatch))), Html(hatching(hatch)), inner, id=scope)
 
 
 def page(title: str, body: Sequence[str]) -> Html:
-    """A whole page that needs nothing but itself."""
+    """A whole page without external files."""
     head = element(
         "head",
         element("meta", charset="utf-8"),

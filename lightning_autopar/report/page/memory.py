@@ -40,13 +40,13 @@ class Bar:
 
     @property
     def label(self) -> str:
-        """Their names, and how many there are."""
+        """The devices' names, and how many there are."""
         many = f" ({len(self.devices)} alike)" if len(self.devices) > 1 else ""
         return devices_label(self.devices) + many
 
     @property
     def headroom(self) -> int:
-        """Bytes left of what may be used; below 0 where they are missing."""
+        """Bytes left of the budget; below 0 where they are missing."""
         return self.budget - self.need
 
     @property
@@ -56,12 +56,12 @@ class Bar:
 
 
 def bars_of(report: Report, candidate: Candidate, *, most: int) -> list[Bar]:
-    """The plan's devices, those alike as one, in the order of their first ranks.
+    """The plan's devices, equal ones as one bar, in the order of their first ranks.
 
     Args:
         report: has the candidate's devices.
         candidate: one with a prediction.
-        most: so many bars at most; of more those that have least left.
+        most: at most so many bars; if there are more, those with least left.
     """
     left = report.headroom_bytes(candidate)
     alike: dict[Any, list[Device]] = {}
@@ -76,7 +76,7 @@ def bars_of(report: Report, candidate: Candidate, *, most: int) -> list[Bar]:
 
 
 def by_color(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Those with a colour of their own, and the others together. A correction below nothing is taken off the activations."""
+    """The categories with a colour of their own, and the others together. A negative correction is subtracted from the activations."""
     found = {category: sizes.get(category, 0) for category in CATEGORIES}
     other = sum(size for name, size in sizes.items() if name not in CATEGORIES)
     if other < 0:
@@ -95,7 +95,7 @@ __all__ = ["layer_section", "memory_figure", "memory_section"]
 #: More bars, columns and layers than these can't be read; the rest is counted in words.
 _MOST_BARS, _MOST_COLUMNS, _MOST_LAYERS = 24, 8, 200
 _BAR_PIXELS, _ALLOWED = 26, "allowed for what may be missed"
-#: Less of the axis is no pixel.
+#: A smaller share of the axis is less than a pixel.
 _SEEN_SHARE = 1e-3
 _LAYER_TITLES = ("parameters", "gradients", "optimizer", "activations", "output", "GFLOPs")
 
@@ -141,19 +141,19 @@ def memory_figure(report: Report, candidate: Candidate) -> Figure:
 
 
 def _whole(bar: Bar) -> int:
-    """The end of what is drawn of it: all of the device, or more where more is needed."""
+    """The end of a bar: all of the device, or more where more is needed."""
     return max(bar.need, bar.budget, bar.devices[0].total_bytes)
 
 
 def _used(bars: Sequence[Bar], most: int) -> list[str]:
-    """Categories of which anything is to be seen, in the palette's order."""
+    """The visible categories, in the palette's order."""
     found = {category for bar in bars for category, size in _parts(bar).items() if size > most * _SEEN_SHARE}
     order = list(_parts(bars[0]))
     return sorted(found, key=order.index)
 
 
 def _parts(bar: Bar) -> dict[str, int]:
-    """Bytes by colour, and what is allowed for beyond the prediction."""
+    """Bytes by colour, and the margin beyond the prediction."""
     parts = by_color(bar.sizes)
     return {**parts, "allowed": max(0, bar.need - sum(parts.values()))}
 

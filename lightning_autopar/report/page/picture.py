@@ -19,13 +19,13 @@ from lightning_autopar.report.page.style import pattern, picture_style
 __all__ = ["Picture", "is_page", "picture_of", "save"]
 
 _WIDTH, _EDGE, _GAP, _ROW_GAP = 1100, 20, 12, 7
-#: The widest that names before and words behind the rows become; longer ones are wrapped.
+#: The greatest width of names before the rows and words after them; longer ones are wrapped.
 _MOST_SIDE = 210
-#: Of words: the height of a line, as a share of the letters' size, and how wide a character is at most on average.
+#: For words: the height of a line, and the largest average width of a character, as shares of the font size.
 _LINE_SHARE, _CHARACTER_SHARE = 1.35, 0.58
-#: The sizes of letters, as the style sheet has them.
+#: The font sizes in the style sheet.
 _TITLE, _HEADING, _WORDS = 20.0, 16.0, 13.0
-#: What XML 1.0 has no place for, not even escaped; a user's words may have it.
+#: Characters that XML 1.0 doesn't allow, not even escaped; a user's text may have them.
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -57,7 +57,7 @@ class Picture:
 
 
 def is_page(path: str | Path) -> bool:
-    """Whether a file is to be a page rather than a picture, by its ending.
+    """Whether a file's ending names a page rather than a picture.
 
     Raises:
         ValueError: if that names neither.
@@ -71,7 +71,7 @@ def is_page(path: str | Path) -> bool:
 
 
 def save(path: str | Path, *, picture: Callable[[], Picture], page: Callable[[], str]) -> None:
-    """Write a picture or a page, whichever the path's ending names.
+    """Write a picture or a page, as the path's ending says.
 
     Raises:
         ValueError: if it names neither, or the file can't be written.
@@ -80,7 +80,7 @@ def save(path: str | Path, *, picture: Callable[[], Picture], page: Callable[[],
 
 
 def picture_of(title: str, figures: Sequence[Figure]) -> Picture:
-    """One below the other."""
+    """The figures one below the other."""
     title = _NO_XML.sub("�", title)
     drawn, height = _lines(title, _EDGE, _EDGE, _TITLE, _WIDTH - 2 * _EDGE, class_="title")
     place = _EDGE + height
@@ -111,7 +111,7 @@ def picture_of(title: str, figures: Sequence[Figure]) -> Picture:
 
 
 def _figure(figure: Figure, place: float, names: float, words: float) -> tuple[list[Html], float]:
-    """A figure from a place downwards, and where it ends."""
+    """A figure that begins at a place, and where it ends."""
     left = _EDGE + names + (_GAP if names else 0)
     wide = _WIDTH - _EDGE - left - words - (_GAP if words else 0)
     drawn: list[Html] = []
@@ -140,7 +140,7 @@ def _figure(figure: Figure, place: float, names: float, words: float) -> tuple[l
 
 
 def _row(row: Row, left: float, place: float, wide: float) -> tuple[list[Html], float]:
-    """Name, drawing and words, each in the middle of the tallest; and how tall that is."""
+    """A row's name, drawing and words, vertically centred; and its height."""
     tall = _WORDS * _LINE_SHARE
     names = [(line, None) for line in _wrapped(row.name, _WORDS, _MOST_SIDE)]
     words = [(line, class_) for said, class_ in row.words for line in _wrapped(said, _WORDS, _MOST_SIDE)]
@@ -158,7 +158,7 @@ def _chart(row: Row, left: float, place: float, wide: float) -> Html:
 
 
 def _legend(marks: Sequence[tuple[str, str]], place: float) -> tuple[list[Html], float]:
-    """Colours with their words, as many in a line as there is room for."""
+    """Colours with their words, as many in a line as fit."""
     drawn: list[Html] = []
     at, tall = float(_EDGE), SWATCH_PIXELS + 7
     for class_, words in marks:
@@ -173,15 +173,15 @@ def _legend(marks: Sequence[tuple[str, str]], place: float) -> tuple[list[Html],
 
 
 def _lines(said: str, left: float, place: float, size: float, wide: float, *, class_: str) -> tuple[list[Html], float]:
-    """A text in as many lines as it needs, and how tall they are."""
+    """A text in as many lines as it needs, and their height."""
     tall = size * _LINE_SHARE
     lines = _wrapped(said, size, wide)
     return [_text(line, left, place + tall * index, size, class_) for index, line in enumerate(lines)], tall * len(lines)
 
 
 def _text(words: str, left: float, place: float, size: float, class_: str | None) -> Html:
-    """A line whose upper edge is at a place."""
-    # The letters' feet, with the line's leading shared out above and below.
+    """A line of text whose upper edge is at a place."""
+    # The baseline, with the line's leading divided above and below.
     return element("text", words, x=left, y=place + size * (_LINE_SHARE / 2 + 0.36), class_=f"words {class_ or ''}".strip())
 
 

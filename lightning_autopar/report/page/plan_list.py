@@ -15,7 +15,7 @@ from lightning_autopar.text import format_seconds
 
 __all__ = ["table_section"]
 
-#: Further ones of those that fit are folded away.
+#: How many fitting plans are shown; further ones are folded.
 _MOST_OPEN = 12
 _BAR_PIXELS = 7
 _COLUMNS = (("rank", "#"), ("plan", "plan"), ("memory", "memory of the fullest"), ("step", "a step"), ("why", "why, or why not"))
@@ -50,7 +50,7 @@ def _counted(count: int, which: str) -> str:
 
 
 def _table(report: Report, indices: Sequence[int], title: str, slowest: float) -> Html:
-    """One group. Roles are said, as a narrow page shows rows as blocks, which would take them away."""
+    """One group. It names roles, as a narrow page shows rows as blocks, which would lose their roles."""
     head = element("tr", *(element("th", words, scope="col", role="columnheader", class_=name) for name, words in _COLUMNS), role="row")
     rows = [_row(report, index, slowest) for index in indices]
     return element(
@@ -96,12 +96,12 @@ def _memory(report: Report, candidate: Candidate) -> Html:
 
 
 def _step(candidate: Candidate, slowest: float) -> Html:
-    """Seconds: words, and a bar beside the slowest that fits."""
+    """Seconds: words, and a bar relative to the slowest that fits."""
     if candidate.seconds is None:
         return Html("–")
     step = candidate.seconds.step
     if step > slowest:
-        return join([format_seconds(step)])  # beyond the scale, which is that of the plans that fit
+        return join([format_seconds(step)])  # beyond the scale, which is for plans that fit
     return join([format_seconds(step), _bar(format_seconds(step), [rect(0, step, slowest, class_="c-backward", height=_BAR_PIXELS)])])
 
 
@@ -110,7 +110,7 @@ def _bar(label: str, drawn: Sequence[Html]) -> Html:
 
 
 def _why(report: Report, candidate: Candidate, best: bool) -> Html:
-    """The reason in short, to be opened for all that is known of it."""
+    """The short reason, which opens to show all that is known."""
     reason = candidate.short_reason
     notes = (*candidate.notes, *candidate.learned)
     short = reason or ("chosen" if best else _beside(report, candidate))

@@ -30,7 +30,7 @@ def report_page(report: Report, candidate: Candidate | None = None) -> Html:
 
 
 def report_fragment(report: Report, candidate: Candidate | None = None) -> Html:
-    """The same for a place in somebody's page, such as a notebook's cell."""
+    """The same for a place in another page, such as a notebook's cell."""
     return fragment(_body(report, candidate or report.shown_candidate()))
 
 
@@ -53,7 +53,7 @@ def report_picture(report: Report, candidate: Candidate | None = None) -> Pictur
 
 
 def _title(candidate: Candidate) -> str:
-    """The plan and what it comes to."""
+    """The plan and its main figures."""
     step = f", {format_seconds(candidate.seconds.step)} a step" if candidate.seconds else ""
     if candidate.fits:
         return f"{candidate.plan.title()}: {format_bytes(max(candidate.needs.values(), default=0))} on the fullest device{step}"
@@ -62,7 +62,7 @@ def _title(candidate: Candidate) -> str:
 
 
 def _body(report: Report, shown: Candidate | None) -> list[Html]:
-    """All sections that there is anything for."""
+    """All sections that have content."""
     parts = [_head(report, shown), _why(report, shown), _advice(report)]
     if shown is not None and shown.bytes:
         parts.append(memory_section(report, shown))
@@ -124,7 +124,7 @@ def _count(number: int) -> str:
 
 
 def _why(report: Report, shown: Candidate | None) -> Html | None:
-    """The plan's reasons, or what is against the one shown."""
+    """The plan's reasons, or what speaks against the shown one."""
     if shown is None:
         return None
     reasons = [shown.reason] if shown.reason else []

@@ -26,13 +26,13 @@ from lightning_autopar.timing.rates import Rates
 
 Lane = Literal["compute", "communication"]
 SpanKind = Literal["forward", "backward", "recompute", "communication", "optimizer", "offload", "input", "idle"]
-#: What is shorter than this share of the step is rounding, not waiting.
+#: A gap shorter than this share of the step is rounding, not waiting.
 _NOTHING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something that a rank does, from when to when.
+    """Something that a rank does, with its begin and end.
 
     Args:
         rank: of the plan's.
@@ -40,7 +40,7 @@ class Span:
         end_seconds: likewise.
         kind: what it is.
         label: of which block or stage.
-        lane: a GPU computes and communicates at once; what a rank's cores do themselves is all on the first.
+        lane: a GPU computes and communicates at once, on two lanes; all work of a rank's cores is on the first.
     """
 
     rank: int
@@ -77,7 +77,7 @@ def timeline(
 
 
 def _spans(rank: int, events: Iterable[LaneSpan], step_seconds: float) -> list[Span]:
-    """In order, with what the compute lane waits in between."""
+    """The spans in order, with the compute lane's waiting in between."""
     spans: list[Span] = []
     lanes: tuple[Lane, Lane] = ("compute", "communication")
     ordered = sorted(events, key=lambda event: event.start)
@@ -97,13 +97,13 @@ def _spans(rank: int, events: Iterable[LaneSpan], step_seconds: float) -> list[S
 
 __all__ = ["parts_figure", "step_figure", "step_section"]
 
-#: More ranks can't be read, unless one replica's stages are more.
+#: The most rows that can be read; more only if one replica has more stages.
 _MOST_RANKS, _MOST_STAGES = 16, 64
-#: A page has so many spans about; shorter ones are drawn together until they are as few.
+#: About the most spans of a page; shorter ones are merged until there are so few.
 _MOST_SPANS, _LEAST_SHARE = 4000, 1 / 2000
-#: Blocks that take less of the step are drawn together; micro-batches, which are what is looked for, aren't.
+#: Blocks that take a smaller share of the step are merged; micro-batches, which readers look for, aren't.
 _BLOCK_SHARE = 0.012
-#: From this share of the axis on there is room for a character of a micro-batch's number: where the page is wide, and always.
+#: The share of the axis from which on a character of a micro-batch's number fits: on a wide page, and on every page.
 _CHARACTER_SHARE, _ALWAYS_SHARE = 0.008, 0.02
 _ROW_PIXELS, _BESIDE_PIXELS, _MOST_COMPARED = 24, 9, 4
 _STAGE, _MICRO_BATCH = re.compile(r"\bstage (\d+)"), re.compile(r"\bmicro-batch (\d+)")
@@ -126,7 +126,7 @@ def step_section(report: Report, candidate: Candidate) -> Html:
 
 
 def step_figure(report: Report, candidate: Candidate) -> Figure:
-    """A row for each rank, those alike as one.
+    """A row for each rank, equal ranks as one.
 
     Args:
         report: has the candidate.
@@ -157,7 +157,7 @@ def step_figure(report: Report, candidate: Candidate) -> Figure:
 
 
 def _alike(spans: Iterable[Span]) -> list[tuple[list[Span], list[int]]]:
-    """What ranks do, and which ranks do just that."""
+    """The different things that ranks do, and which ranks do each."""
     found: dict[tuple[object, ...], tuple[list[Span], list[int]]] = {}
     for rank, group in groupby(spans, key=lambda span: span.rank):
         its = list(group)
@@ -167,7 +167,7 @@ def _alike(spans: Iterable[Span]) -> list[tuple[list[Span], list[int]]]:
 
 
 def _merged(spans: Iterable[Span], gap_seconds: float, short_seconds: float) -> list[Span]:
-    """Those of a kind that follow each other closely as one, where one of them is too short to be seen or they are the same."""
+    """The spans, with close ones of one kind merged if one is too short to be seen or they are the same."""
     merged: list[Span] = []
     for span in spans:
         last = merged[-1] if merged else None
@@ -236,14 +236,14 @@ def _runs(ranks: Sequence[int]) -> str:
 
 
 def _shade(span: Span, ranks: int) -> str:
-    """Its kind; of a rank's every other stage with a colour of its own."""
+    """The span's kind; every other stage of a rank has a colour of its own."""
     stage = _STAGE.search(span.label)
     second = stage is not None and int(stage[1]) // max(1, ranks) % 2 == 1
     return f"{span.kind}-2" if second and span.kind in ("forward", "backward") else span.kind
 
 
 def _marks(spans: Sequence[Span], ranks: int) -> list[tuple[str, str]]:
-    """The colours that are there, in the order in which a step has them."""
+    """The colours in use, in the order of a step."""
     order = ("forward", "forward-2", "backward", "backward-2", "recompute", "communication", "optimizer", "offload", "input", "idle")
     there = {_shade(span, ranks) for span in spans}
     names = {"idle": "waiting", "forward-2": "forward, the rank's other stage", "backward-2": "backward, the rank's other stage"}
@@ -275,7 +275,7 @@ def parts_figure(candidate: Candidate) -> Figure | None:
 
 
 def _compared(report: Report, candidate: Candidate) -> Html:
-    """Seconds by part of the first plans, the shown one first."""
+    """Seconds by part for the first plans, the shown one first."""
     others = [each for each in report.candidates if each.seconds is not None and each is not candidate]
     shown = [candidate, *others][:_MOST_COMPARED]
     parts = [each.seconds.parts() for each in shown if each.seconds is not None]

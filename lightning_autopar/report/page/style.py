@@ -11,11 +11,11 @@ from collections.abc import Mapping
 
 __all__ = ["CATEGORIES", "PLANS", "color_class", "hatching", "on_color", "page_style", "pattern", "picture_style", "style"]
 
-#: Every colour is a drawing's own, so that no page that it stands on makes it unreadable.
+#: A drawing sets all its colours, so that no surrounding page makes it unreadable.
 PAPER, INK, FAINT, ALARM = "#fbfbf9", "#24292f", "#b9bdc3", "#c62828"
-#: What other processes hold of a device.
+#: The colour of what other processes hold of a device.
 HELD = "#e4e5e8"
-#: Of bytes by category. Okabe and Ito's palette, which people with any colour vision can tell apart. What isn't named here is "other".
+#: Colours of bytes by category: Okabe and Ito's palette, which people with any colour vision can tell apart. Other categories are "other".
 CATEGORIES: Mapping[str, str] = {
     "parameters": "#0072b2",
     "gradients": "#e69f00",
@@ -27,7 +27,7 @@ CATEGORIES: Mapping[str, str] = {
     "rounding": "#a9adb3",
 }
 OTHER = "#8a6d3b"
-#: Of what a rank does during a step.
+#: Colours of what a rank does during a step.
 KINDS: Mapping[str, str] = {
     "forward": "#0072b2",
     "backward": "#e69f00",
@@ -38,20 +38,20 @@ KINDS: Mapping[str, str] = {
     "input": "#6b6f76",
     "idle": "#ffffff",
 }
-#: Of a run's memory, and of the plans that ran; these are light, so that dark words are read on them.
+#: Colours of a run's memory, and of the plans that ran; these are light, so that dark words can be read on them.
 OURS, OTHERS = "#0072b2", "#b0a99a"
 PLANS = ("#8cc5e8", "#f3c567", "#7fcdb5", "#eda680", "#e0b4cf", "#d9d07a", "#b7c0cc", "#c9a98f")
 
-#: A rank's second and fourth stage, so that they are told from the first and third.
+#: Colours of a rank's second and fourth stage, to tell them from the first and third.
 _LIGHTER = {"forward": "#7cc0ea", "backward": "#f7d27a"}
-#: Of a step's seconds by part.
+#: Colours of a step's seconds by part.
 _PARTS = {"compute": KINDS["forward"], "overhead": KINDS["input"]}
 _LIGHT = {"paper": PAPER, "ink": INK, "soft": "#57606a", "faint": FAINT, "line": "#dfe1e4", "panel": "#f1f1ee", "alarm": ALARM}
 _LIGHT |= {"good": "#1a6f37", "held": HELD, "link": "#00588a", "line-ours": OURS}
 _DARK = {"paper": "#171a1f", "ink": "#e8eaed", "soft": "#aab2bd", "faint": "#59616c", "line": "#343a43", "panel": "#20242b"}
 _DARK |= {"alarm": "#ff8f86", "good": "#6fd08c", "held": "#3a4049", "link": "#7cc0ea", "line-ours": "#4fa8dc"}
 
-#: What is drawn, on a page and in a picture.
+#: The style of drawings, on a page and in a picture.
 _DRAWN = """
 & text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; fill: var(--ink); }
 & .frame { fill: none; stroke: var(--faint); }
@@ -70,7 +70,7 @@ _DRAWN = """
 & .predicted { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 2 2; }
 & text.halo { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round; }
 """
-#: What a picture has besides; the sizes are those that :mod:`picture` reckons with.
+#: The additional style of a picture; :mod:`picture` computes with these sizes.
 _PICTURE = """
 & text { font-variant-numeric: tabular-nums; }
 & text.words { font-size: 13px; }
@@ -175,7 +175,7 @@ _SHEET = """
 
 
 def style(scope: str, hatch: str) -> str:
-    """The style sheet of the element with the id ``scope``, and of nothing else.
+    """The style sheet for the element with the id ``scope`` alone.
 
     Args:
         scope: an id; its rules outweigh what a notebook says of tables and lists by class.
@@ -186,7 +186,7 @@ def style(scope: str, hatch: str) -> str:
     themes = [
         f"{here}{{{light};color-scheme:light}}",
         f"@media screen and (prefers-color-scheme:dark){{{here}{{{dark};color-scheme:dark}}}}",
-        # JupyterLab and Notebook 7, VS Code, Colab: theirs needn't be the browser's.
+        # JupyterLab and Notebook 7, VS Code, Colab: their theme may differ from the browser's.
         f"@media screen{{{_within('[data-jp-theme-light=true],.vscode-light,[theme=light]', here)}{{{light};color-scheme:light}}"
         f"{_within('[data-jp-theme-light=false],.vscode-dark,[theme=dark]', here)}{{{dark};color-scheme:dark}}}}",
     ]
@@ -194,24 +194,24 @@ def style(scope: str, hatch: str) -> str:
 
 
 def picture_style(scope: str, hatch: str) -> str:
-    """The style sheet of an SVG file: without variables, which not every program knows that shows such a file."""
+    """The style sheet of an SVG file: without variables, which not every SVG viewer supports."""
     return _in_light(_confined(_DRAWN + _PICTURE, f"#{scope}", hatch))
 
 
 def _confined(sheet: str, here: str, hatch: str) -> str:
-    """A sheet, and the colours' classes, for what is inside of an element."""
+    """A sheet, with the colours' classes, limited to the inside of an element."""
     colors = "".join(f"{here} .{color_class(name)}{{fill:{color}}}" for name, color in _palette().items())
     words = "".join(f"{here} .on-{color_class(name)}{{fill:{on_color(color)}}}" for name, color in _palette().items())
     return re.sub(r"\s+", " ", sheet.replace("HATCH", hatch)).replace("&", here).strip() + colors + words
 
 
 def _in_light(markup: str) -> str:
-    """The same with each variable's value in light."""
+    """The sheet with each variable replaced by its light value."""
     return re.sub(r"var\(--([a-z-]+)\)", lambda found: _LIGHT[found[1]], markup)
 
 
 def page_style() -> str:
-    """What is around the fragment on a page of its own."""
+    """The style around the fragment on a page of its own."""
     light, dark = _LIGHT["paper"], _DARK["paper"]
     return (
         f"html{{color-scheme:light dark}}body{{margin:0;background:{light}}}main{{display:block;max-width:1280px;margin:0 auto}}"
@@ -220,7 +220,7 @@ def page_style() -> str:
 
 
 def hatching(identifier: str) -> str:
-    """The pattern of what is hatched, for a page: waiting, and what is allowed for."""
+    """The hatching pattern for a page: for waiting, and for the margin."""
     return f'<svg width="0" height="0" aria-hidden="true" style="position:absolute">{_pattern(identifier)}</svg>'
 
 
@@ -243,7 +243,7 @@ def color_class(name: str) -> str:
 
 
 def on_color(color: str) -> str:
-    """Dark or light words, whichever is read better on it."""
+    """The class of dark or light words, whichever can be read better on a colour."""
     return max((INK, "#ffffff"), key=lambda ink: contrast(ink, color))
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Decided(Protocol):
-    """What was decided for a run, as far as others on its host are told."""
+    """What others on the host are told of a run's decision."""
 
     @property
     def run_plan(self) -> Any:
@@ -40,16 +40,16 @@ class Decided(Protocol):
 
 
 def _nobody_asked(seconds: float) -> None:
-    """Whoever makes no use of the time to go; a function with a name, as a module that is pickled after its run may lead here."""
+    """Ignores the remaining time; a named function, as a module that is pickled after its run may refer to it."""
 
 
 class RunDisplay:
-    """How a run is, for others on its host.
+    """Shows a run's status to others on its host.
 
     Args:
         files: the run's; None where there are none.
         leased: what the run was promised by now, by device id.
-        expect: told how many seconds the run has to go by its pace, while it trains.
+        expect: called while the run trains, with its remaining seconds by its speed.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class RunDisplay:
     def show(self, **changes: Any) -> None:
         """Show these fields of :class:`~lightning_autopar.sharing.runs.status.RunStatus` from now on; cheap enough for every round.
 
-        A state that is another one than before begins now, unless ``since`` says when it did.
+        A new state begins now, unless ``since`` says when it began.
         """
-        if self._files is None or os.getpid() != self._pid:  # the user's own fork
+        if self._files is None or os.getpid() != self._pid:  # a fork by the user's own code
             return
         before = self._files.status
         if changes.get("state", before.state) != before.state:
@@ -109,14 +109,14 @@ class RunDisplay:
             devices: ids, in rank order.
             predicted_bytes: what the plan is predicted to take of each device, by id.
             seconds: how long it trains by its prediction; None where nobody knows.
-            progress: where its processes tell how far they are; :meth:`look` reads it.
+            progress: where its processes write how far they are; :meth:`look` reads it.
         """
         self._progress, self._devices, self._pace = progress, devices, RunSpeed()
         ends_at = None if seconds is None else time.time() + seconds
         self.show(state="running", plan=plan, devices=devices, predicted_bytes=predicted_bytes, waits_for="", ends_at=ends_at)
 
     def look(self) -> None:
-        """Show how far the run has come; cheap enough for every round of whoever waits for it."""
+        """Show how far the run has come; cheap enough for every round of a waiting process."""
         now = time.monotonic()
         if self._files is None or self._progress is None or now < self._next:
             return
@@ -142,16 +142,16 @@ class RunDisplay:
         )
 
     def requests(self) -> list[Request]:
-        """What others ask, each once."""
+        """The requests of others, each once."""
         return [] if self._files is None else self._files.requests()
 
     def answer(self, request: Request, words: str) -> None:
-        """Say what is done about a request."""
+        """Answer a request with what is done about it."""
         if self._files is not None:
             self._files.answer(request, words)
 
     def close(self) -> None:
-        """The run is over; nothing is shown any more."""
+        """The run is over: show nothing any more."""
         self._files = self._progress = None
 
 

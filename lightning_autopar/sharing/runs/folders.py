@@ -29,13 +29,13 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LOCK = "lock"
 #: Larger files aren't ours.
 _MOST_BYTES = 64 * 1024
-#: Of one user; whoever has more makes others wait who look at them.
+#: The most runs of one user; more would make others wait who look at them.
 _MOST_FOLDERS = 1000
-#: What all may read, and what nobody else may.
+#: The modes of files that all users may read, and of those that only the owner may.
 PUBLIC, PRIVATE = 0o644, 0o600
 _PUBLIC_FOLDER = 0o755
 _ROOT = "autopar-runs-"
-#: A hidden folder without a lock may be one that is being made; not so long.
+#: A hidden folder without a lock may be one that is being made, but not for longer than this.
 _MAKING_SECONDS = 60.0
 
 
@@ -49,7 +49,7 @@ def user_name(uid: int | None = None) -> str:
 
 
 def run_homes() -> list[Path]:
-    """Where runs' folders may lie, the best place first."""
+    """The places for runs' folders, the best first."""
     if named := os.environ.get(RUNS_VARIABLE, "").strip():
         return [Path(named).expanduser()]
     homes = [_SHARED_MEMORY, Path("/tmp")]
@@ -75,7 +75,7 @@ def own_root(home: Path) -> Path:
 
 
 def roots() -> list[tuple[Path, int]]:
-    """All users' folders of runs on this host, each with whose it is: a folder that somebody else made in a user's name is none."""
+    """All users' folders of runs on this host, each with its owner; folders that one user made in another's name are left out."""
     found = []
     for home in run_homes():
         with suppress(OSError):  # no such place, or it isn't for us to read
@@ -87,7 +87,7 @@ def roots() -> list[tuple[Path, int]]:
 
 
 def folders_in(root: Path) -> list[Path]:
-    """The folders in a user's, by their names; of somebody who has too many some."""
+    """The folders in a user's folder, by name; only some if there are too many."""
     found = []
     with suppress(OSError), os.scandir(root) as entries:
         for entry in entries:
@@ -100,7 +100,7 @@ def folders_in(root: Path) -> list[Path]:
 
 
 def is_own(path: Path) -> bool:
-    """Whether it is a folder of this user's: in a shared place anybody can make one of that name, or a link to something else."""
+    """Whether it is this user's own folder: in a shared place any user can make a folder of that name, or a link."""
     try:
         found = path.lstat()
     except OSError:
@@ -109,7 +109,7 @@ def is_own(path: Path) -> bool:
 
 
 def make_folder(folder: Path, files: Mapping[str, Any]) -> int:
-    """A run's folder with its first files, seen by others only once it is locked; returns the lock, for
+    """Make a run's folder with its first files, which others see only after it is locked; returns the lock, for
     :func:`~lightning_autopar.sharing.live_files.let_go`.
 
     Raises:
@@ -139,7 +139,7 @@ def make_folder(folder: Path, files: Mapping[str, Any]) -> int:
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether the run is alive: its agent holds the lock. What can't be told counts as alive, since dead runs are removed."""
+    """Whether the run is alive: its agent holds the lock. If that isn't known, it counts as alive, since dead runs are removed."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):
@@ -156,7 +156,7 @@ def is_alive(folder: Path) -> bool:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Whether it may be removed: its run is dead, and it isn't one that is being made right now."""
+    """Whether it may be removed: its run is dead, and it isn't just being made."""
     if is_alive(folder):
         return False
     try:
@@ -166,7 +166,7 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Hidden first, so that nobody sees a half, and what is written there meanwhile goes with it."""
+    """Hide it, then remove it, so that nobody sees a half, and what is written meanwhile is removed, too."""
     hidden = folder.with_name(f".gone-{secrets.token_hex(8)}")
     with suppress(OSError):  # somebody is quicker
         folder.rename(hidden)
@@ -174,7 +174,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, data: Any, mode: int = PRIVATE) -> None:
-    """A file that is there whole or not at all, and is for those to read whom the mode says, whatever the umask is.
+    """Write a file that exists whole or not at all, with exactly this mode, whatever the umask is.
 
     Raises:
         OSError: if it can't be written.
@@ -192,7 +192,7 @@ def write_json(path: Path, data: Any, mode: int = PRIVATE) -> None:
 
 
 def read_json(path: Path, uid: int | None = None) -> Any:
-    """What a file holds; only a plain one of that user's own: a pipe or a link could make the reader wait, or read something else.
+    """A file's contents; it must be a plain file of that user: a pipe or a link could make the reader wait, or read something else.
 
     Args:
         path: where it lies.

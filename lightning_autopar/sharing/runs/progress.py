@@ -25,15 +25,15 @@ NOTE_NS = 250_000_000
 _AT, _STEP, _STEPS, _BATCH, _LEFT, _ACCUMULATED, _TRAINS, _FIRST = range(8)
 #: A figure that isn't known.
 _UNKNOWN = -1
-#: The first batches say nothing of the later ones.
+#: How many first batches aren't representative of later ones.
 _WARM_UP = 3
-#: So many notes make a pace.
+#: How many notes give a speed.
 _WINDOW = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What a training process noted last.
+    """A training process's latest record of its progress.
 
     Args:
         at_ns: when, on the host's monotonic clock.
@@ -70,11 +70,11 @@ class RunProgress:
     # -- in a process that trains ------------------------------------------------------------------------------------------------------
 
     def at_batch(self, trainer: Trainer, rank: int, device: torch.device, look: Callable[[], None] | None = None) -> None:
-        """A batch begins, of whatever loop: note how the run comes along, a few times a second at most.
+        """To be called when a batch of any loop begins: note how far the run is, at most a few times a second.
 
         Args:
             trainer: whose counters they are.
-            rank: of this process; the first one tells of the run, the others only what their GPU holds.
+            rank: of this process; rank 0 records the run's progress, the others only what their GPU holds.
             device: this rank's.
             look: called after each note.
         """
@@ -91,7 +91,7 @@ class RunProgress:
             cells[_FIRST + rank] = torch.cuda.memory_reserved(device)
         if rank:
             return
-        cells[_AT] = 0  # whoever reads meanwhile reads nothing
+        cells[_AT] = 0  # a reader in between reads nothing
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits and self._steps is None and trainer.training:
             self._steps = _steps(trainer)
@@ -120,12 +120,12 @@ class RunProgress:
 
     @property
     def used_bytes(self) -> list[int]:
-        """What each process's GPU holds for it, as it last said; 0 where it hasn't."""
+        """The bytes that each process's GPU holds for it, by its latest record; 0 without one."""
         return self._cells[_FIRST:].tolist()
 
 
 class RunSpeed:
-    """How fast a run comes along, by its notes."""
+    """A run's speed, from its records."""
 
     def __init__(self) -> None:
         self._notes: deque[Note] = deque(maxlen=_WINDOW)
@@ -134,7 +134,7 @@ class RunSpeed:
         self._begun: int | None = None
 
     def take(self, note: Note) -> None:
-        """Take in a note; the same one again says nothing."""
+        """Add a record; the same one again is ignored."""
         last = self._notes[-1] if self._notes else None
         if last is not None and note.at_ns == last.at_ns:
             return
@@ -149,13 +149,13 @@ class RunSpeed:
 
     @property
     def step_seconds(self) -> float | None:
-        """Of the latest optimizer steps, without evaluations between them; None before there is a figure."""
+        """Seconds of the latest optimizer steps, without evaluations between them; None before there is a figure."""
         batches = sum(count for _, count in self._spans)
         return sum(span for span, _ in self._spans) * 1e-9 / batches * self._notes[-1].accumulated if batches else None
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the last batch, if all goes on as it did so far, evaluations included; counted from the latest note. None where unknown."""
+        """Seconds to the last batch at the speed so far, evaluations included; counted from the latest record. None where unknown."""
         last = self._notes[-1] if self._notes else None
         if last is None or self._first is None or last.batches_left is None or last.batch <= self._first.batch:
             return None

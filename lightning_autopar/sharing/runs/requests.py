@@ -34,9 +34,9 @@ from lightning_autopar.sharing.runs.status import STATUS_FILE, Request, RunStatu
 
 log = logging.getLogger(__name__)
 
-#: Between two looks for an answer.
+#: Seconds between two looks for an answer.
 _POLL_SECONDS = 0.02
-#: A container's run of somebody else's is taken for dead that has shown nothing for so long: its process can't be looked at from here.
+#: Another user's run in a container that has shown nothing for so long counts as dead: its process can't be seen from here.
 _FORGOTTEN_SECONDS = 3600.0
 
 
@@ -80,14 +80,14 @@ def runs() -> list[RunStatus]:
 def everyones_runs() -> list[RunStatus]:
     """All users' runs on this host: this user's first, then by owner, each by their names.
 
-    What another user shows is believed as far as the file system and the kernel confirm it: whose the files are, and that a process of that
-    user's is there which began when the run says that it did.
+    What another user shows is believed if the file system and the kernel confirm it: the files' owner, and a live process of that user that
+    began when the run says.
     """
     return [*runs(), *(status for _, status in sorted((_theirs()), key=lambda each: (each[1].user, each[1].run_id)))]
 
 
 def is_here(status: RunStatus) -> bool:
-    """Whether its process's number is one of this process's namespace; else it is a container's, or an older version's."""
+    """Whether its process id is of this process's namespace, and not of a container's or an older version's."""
     return bool(status.namespace) and status.namespace == pid_namespace()
 
 
@@ -95,7 +95,7 @@ def ask(run: str | int, request: Request, *, wait_seconds: float | None = None) 
     """Ask a run for something. It may be stopped or hang: only an answer is waited for, and only for so long.
 
     Args:
-        run: its id, the beginning of it if no other run has it, or a pid: of the script or of one of its workers.
+        run: its id, a beginning of it that no other run's id has, or a pid: of the script or of one of its workers.
         request: what for. Its device may be the beginning of an id too.
         wait_seconds: how long to wait for an answer; by default not at all.
 
@@ -129,7 +129,7 @@ def ask(run: str | int, request: Request, *, wait_seconds: float | None = None) 
             return replace(asked, ended=True)
         if time.monotonic() >= until:
             return replace(asked, waited_seconds=wait_seconds)
-        time.sleep(_POLL_SECONDS)  # another process's file: there is no event without inotify, which Python lacks
+        time.sleep(_POLL_SECONDS)  # another process's file: without inotify, which Python lacks, there is no event
 
 
 def yield_run(run: str | int, device: str | None = None, *, wait_seconds: float | None = None) -> Asked:
@@ -147,10 +147,10 @@ def yield_run(run: str | int, device: str | None = None, *, wait_seconds: float 
 
 
 def find(text: str) -> tuple[Path, RunStatus]:
-    """The folder and the status of the one run of this user's that is meant.
+    """Find the folder and the status of the meant run of this user.
 
     Args:
-        text: its id, the beginning of it if no other run has it, or a pid: of the script or of one of its workers.
+        text: its id, a beginning of it that no other run's id has, or a pid: of the script or of one of its workers.
 
     Raises:
         ValueError: if it isn't known which run is meant, it is another user's, or it has ended.
@@ -191,7 +191,7 @@ def _live() -> list[tuple[Path, RunStatus]]:
                 continue
             try:
                 status = _read(folder, uid)
-            except FileNotFoundError:  # it is leaving
+            except FileNotFoundError:  # the run is ending
                 continue
             except (OSError, ValueError, RecursionError) as error:
                 log.warning("autopar: a run is passed over: %s can't be read (%s)", folder / STATUS_FILE, error)
@@ -202,7 +202,7 @@ def _live() -> list[tuple[Path, RunStatus]]:
 
 
 def _theirs() -> list[tuple[Path, RunStatus]]:
-    """Other users' runs, as far as they can be believed; what can't be read is theirs to mend."""
+    """Other users' runs, if they can be believed; unreadable ones are skipped."""
     found = []
     for root, uid in roots():
         if uid == os.geteuid():
@@ -216,7 +216,7 @@ def _theirs() -> list[tuple[Path, RunStatus]]:
 
 
 def _read(folder: Path, uid: int) -> RunStatus:
-    """What a run shows; whose it is the file system says."""
+    """The status that a run shows, with its owner by the file system."""
     return replace(RunStatus.from_dict(read_json(folder / STATUS_FILE, uid)), user=user_name(uid))
 
 
@@ -244,7 +244,7 @@ def _why_not(status: RunStatus) -> str | None:
 
 
 def _device(status: RunStatus, text: str | None) -> str | None:
-    """The id that is meant; as it was given where the run holds none right now.
+    """The meant device's id; as it was given if the run holds none right now.
 
     Raises:
         ValueError: if the run isn't on it.
@@ -259,7 +259,7 @@ def _device(status: RunStatus, text: str | None) -> str | None:
 
 
 def _ancestors(pid: int) -> set[int]:
-    """The processes that a process comes from: ``nvidia-smi`` shows workers, and a run is known by its agent.
+    """A process and its ancestors: ``nvidia-smi`` shows workers, and a run is known by its agent.
 
     Raises:
         ValueError: if the process is another user's.
@@ -302,10 +302,10 @@ class Cancelled:
 
 
 def cancel(run: str | int, *, wait_seconds: float | None = None) -> Cancelled:
-    """End a run of this user's, be it queued, planning or running: by SIGINT, or by SIGTERM where its process ignores that.
+    """End a queued, planning or running run of this user: by SIGINT, or by SIGTERM if its process ignores that.
 
     Args:
-        run: its id, the beginning of it if no other run has it, or a pid: of the script or of one of its workers.
+        run: its id, a beginning of it that no other run's id has, or a pid: of the script or of one of its workers.
         wait_seconds: how long to wait for its end; by default not at all.
 
     Raises:
@@ -328,12 +328,12 @@ def cancel(run: str | int, *, wait_seconds: float | None = None) -> Cancelled:
         return cancelled
     until = time.monotonic() + wait_seconds
     while (alive := is_alive(folder)) and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)  # a lock of another process's, of whose end there is no event
+        time.sleep(_POLL_SECONDS)  # another process's lock: its release gives no event
     return replace(cancelled, ended=not alive, waited_seconds=wait_seconds)
 
 
 def _tell(status: RunStatus) -> signal.Signals:
-    """Send the signal that ends the run in order, to its process and no other; which one it was.
+    """Send the signal that ends the run in order, only to its process; returns the signal.
 
     Raises:
         ValueError: if the process has ended, or ignores what would end it.
@@ -344,7 +344,7 @@ def _tell(status: RunStatus) -> signal.Signals:
     except ProcessLookupError:
         raise ValueError(gone) from None
     try:
-        # From here on the number can be nobody else's: the descriptor is the process that had it, be it dead.
+        # From here on, the id can't be another process's: the descriptor belongs to the process that had it, even if it is dead.
         if started_ticks(status.pid) != status.started_ticks:
             raise ValueError(gone)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -359,7 +359,7 @@ def _tell(status: RunStatus) -> signal.Signals:
 
 
 def _outlook(status: RunStatus, number: signal.Signals) -> str:
-    """What becomes of the run and what it wrote."""
+    """What becomes of the run and of what it wrote, in words."""
     if status.state == "queued":
         return "it leaves the queue, and nothing of it has run"
     if status.state == "planning":

@@ -40,16 +40,16 @@ log = logging.getLogger(__name__)
 RunState = Literal["planning", "queued", "running", "moving", "parked", "finished"]
 Ask = Literal["yield", "park", "resume", "snapshot"]
 
-#: A status is written so often at most, unless something but its figures changed.
+#: The shortest time between two writes of a status, unless more than its figures changed.
 SHOW_SECONDS = 0.5
 #: Its file's name in the run's folder.
 STATUS_FILE = "status.json"
-#: Of answers that nobody read no more than so many are kept.
+#: How many unread answers are kept.
 _MOST_ANSWERS = 64
 _LONGEST_STEM = 24
-#: What may change with each step, be it by rounding; the rest of a status is worth a file at once.
+#: The fields that may change with each step; a change of another field is written at once.
 _FIGURES = {"used_bytes", "step", "steps", "step_seconds", "since", "shown_at", "ends_at", "waits_for"}
-#: Later than any run ends (the year 5138), and what a clock's functions take.
+#: Later than any run ends (the year 5138), and still valid for a clock's functions.
 _LAST_SECONDS = 1e11
 
 
@@ -112,16 +112,15 @@ class RunStatus:
     namespace: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; a figure that is none (infinite, not a number) is null."""
+        """Values for JSON; a figure that is infinite or not a number is null."""
         found = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in vars(self).items()}
         sizes = {name: dict(vars(self)[name]) for name in ("leased_bytes", "used_bytes", "predicted_bytes")}
         return {**found, "devices": list(self.devices), **sizes}
 
     @classmethod
     def from_dict(cls, data: Any) -> RunStatus:
-        """The inverse of :meth:`to_dict`; what a newer version shows besides is passed over, what an older one doesn't is as by default.
-
-        Its words are made fit for a terminal, as they may be anybody's.
+        """The inverse of :meth:`to_dict`; unknown fields of a newer version are ignored, missing ones of an older version have their
+        defaults. Control characters are removed, as the text may be another user's.
 
         Raises:
             ValueError: if it is no status.
@@ -182,7 +181,7 @@ class Request:
         id: its file's; set by :func:`ask`. Empty for what didn't come by a file, such as a signal.
 
     Raises:
-        ValueError: if there is no such thing to ask for.
+        ValueError: if there is no such request.
     """
 
     ask: Ask
@@ -201,7 +200,7 @@ class Request:
 class RunFiles:
     """A run's folder, for its agent: shows the status and takes requests. Made by :func:`open_run`.
 
-    What can't be written costs the run nothing but a warning: the page about it must not end it.
+    If writing fails, the run only logs a warning: its status must not end it.
     """
 
     def __init__(self, folder: Path, lock: int, status: RunStatus) -> None:
@@ -246,12 +245,12 @@ class RunFiles:
             self._warned = True
 
     def requests(self) -> list[Request]:
-        """The requests that wait, in their order; each is handed out once. What is no request is removed with a warning."""
+        """The waiting requests, in order; each is returned once. Files that hold no request are removed with a warning."""
         assert os.getpid() == self._pid, "a run's requests are its agent's to take"
         taken = []
         try:
             names = sorted(name for name in os.listdir(self.folder) if name.startswith("request-"))
-        except OSError:  # somebody has removed the folder; the next status makes it again
+        except OSError:  # the folder was removed; the next status makes it again
             return []
         for name in names:
             path = self.folder / name
@@ -286,7 +285,7 @@ class RunFiles:
         self._lock = lock
 
     def _leave(self) -> None:
-        """Remove the folder; in a forked child nothing, since it isn't the child's."""
+        """Remove the folder; does nothing in a forked child, which doesn't own it."""
         if os.getpid() == self._pid:
             remove_folder(self.folder)
             let_go(self._lock)
@@ -335,12 +334,12 @@ def _open_in(root: Path, script: str) -> RunFiles:
         )
         try:
             return RunFiles(root / run_id, make_folder(root / run_id, {STATUS_FILE: status.to_dict()}), status)
-        except FileExistsError:  # of two runs of a script one in 65536 draws the other's
+        except FileExistsError:  # one in 65536 pairs of runs of a script draws the same
             continue
 
 
 def _stem(script: str) -> str:
-    """What can be said of a script's name: ``"train_GPT (2).py"`` → ``"train-gpt-2"``."""
+    """The usable part of a script's name: ``"train_GPT (2).py"`` → ``"train-gpt-2"``."""
     path = Path(script)
     name = path.parent.name if path.stem == "__main__" else "" if script == "-c" else path.stem
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:_LONGEST_STEM].strip("-") or "run"

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 _PR_SET_PDEATHSIG = 1
-#: After Ctrl-C a run has so long to save what it wants to; then SIGTERM, and after as long again SIGKILL.
+#: How long a run has to save after Ctrl-C; then comes SIGTERM, and after the same time SIGKILL.
 GRACE_SECONDS = 15.0
-#: Between two looks where the kernel can't tell of a process's end.
+#: Seconds between two looks where the kernel doesn't report a process's end.
 _LOOK_SECONDS = 0.1
 #: Looked up before any fork.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -44,7 +44,7 @@ class Signals:
 
 @contextmanager
 def noted_signals() -> Iterator[Signals]:
-    """While open, SIGINT, SIGTERM and SIGHUP are noted, and wake who waits in :func:`wait`. For the main thread."""
+    """While open, SIGINT, SIGTERM and SIGHUP are recorded, and wake up :func:`wait`. For the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
@@ -74,7 +74,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its own, which is its group's as well."""
+        """Its process id, which is its group's, too."""
         return self.process.pid
 
     def send(self, number: int) -> None:
@@ -84,10 +84,10 @@ class Child:
 
 
 class Children:
-    """The processes of a sweep. A context manager: on leaving, those that are left are ended.
+    """The processes of a sweep. A context manager: on leaving, it ends those that still run.
 
     Args:
-        orphan_seconds: that a run has to save itself if this process is killed.
+        orphan_seconds: how long a run has to save itself if this process is killed.
     """
 
     def __init__(self, *, orphan_seconds: float = 10.0) -> None:
@@ -138,7 +138,7 @@ class Children:
         return child
 
     def ended(self, child: Child) -> int | None:
-        """The exit code of one that is over, below 0 the signal that ended it; None while it runs."""
+        """A process's exit code, below 0 the signal that ended it; None while it runs."""
         code = child.process.poll()
         if code is not None and child.pid in self._left:
             del self._left[child.pid]
@@ -148,7 +148,7 @@ class Children:
         return code
 
     def end(self, children: Iterable[Child], *, grace_seconds: float = GRACE_SECONDS, signals: Signals | None = None) -> None:
-        """Interrupt them, and end by force what doesn't end by itself, or at once if somebody presses Ctrl-C again."""
+        """Interrupt them, and kill those that don't end, at once if the user presses Ctrl-C again."""
         left = [child for child in children if child.process.poll() is None]
         groups = left[:]
         pressed = 0 if signals is None else signals.count
@@ -159,7 +159,7 @@ class Children:
             while left and time.monotonic() < until and (signals is None or signals.count == pressed):
                 wait(left, signals, until - time.monotonic())
                 left = [child for child in left if child.process.poll() is None]
-        for child in groups:  # whatever else is left of their groups, too
+        for child in groups:  # also what is left of their groups
             child.send(signal.SIGKILL)
         for child in left:
             child.process.wait()
@@ -175,7 +175,7 @@ class Children:
 
 
 def _descriptor(pid: int) -> int | None:
-    """What :func:`wait` waits for; None where the kernel has none, or a container forbids it."""
+    """The descriptor for :func:`wait`; None where the kernel has none, or a container forbids it."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -183,7 +183,7 @@ def _descriptor(pid: int) -> int | None:
 
 
 def wait(children: Collection[Child], signals: Signals | None, seconds: float) -> None:
-    """Until one of the processes ends, a signal comes, or so much time has gone."""
+    """Wait until one of the processes ends, a signal comes, or so much time has passed."""
     running = [child for child in children if child.process.returncode is None]
     descriptors = [child.descriptor for child in running if child.descriptor is not None]
     if len(descriptors) < len(running):

@@ -27,16 +27,16 @@ from lightning_autopar.sharing.sweep.sweep_tail import Underway, widened
 
 RunWord = Literal["waiting", "running", "done", "done before", "failed", "stopped"]
 
-#: Between two looks at what runs show, where nothing ends meanwhile.
+#: Seconds between two looks at runs' statuses, if nothing ends meanwhile.
 _LOOK_SECONDS = 1.0
-#: Devices stand idle though something waits: it is scheduled anew so often, as runs may turn out to be slower or faster.
+#: How often the rest is scheduled anew while devices are idle though something waits, as runs may be slower or faster than predicted.
 _AGAIN_SECONDS = 10.0
-#: A run that is over by its prediction is expected to take this share of its time so far.
+#: A run that takes longer than predicted is expected to take this share of its time so far, in addition.
 _OVERDUE_SHARE = 0.1
 _LEAST_SECONDS = 0.5
-#: How far what other runs took may correct a prediction.
+#: The limits of a prediction's correction by other runs' times.
 _PACES = (0.1, 10.0)
-#: A length that nobody knows, where no run of the sweep has a known one.
+#: The length that is assumed where no run of the sweep has a known one.
 _UNKNOWN_SECONDS = 3600.0
 
 
@@ -115,7 +115,7 @@ def prospects(sweep: ListedSweep, looked: Mapping[str, DryRunResult], folder: Sw
     reports = {name: each.report for name, each in looked.items() if each.report is not None}
     devices: dict[str, SweepDevice] = {}
     for device in (device for report in reports.values() for device in devices_of(report)):
-        # Others came and went between two looks: what one run found free, it may count on.
+        # Free memory changed between two looks: a run may count on what was free at its own look.
         if device.id not in devices or device.free_bytes > devices[device.id].free_bytes:
             devices[device.id] = device
     seconds = {name: _shortest(report) for name, report in reports.items()}
@@ -135,7 +135,7 @@ def prospects(sweep: ListedSweep, looked: Mapping[str, DryRunResult], folder: Sw
         if report is None or found.problem is not None:
             run.word, run.reason = "failed", found.problem or "it can't be planned for"
             continue
-        # Of looks at one script side by side one is slower than the other by chance alone.
+        # Of simultaneous looks at one script, one is slower than the other only by chance.
         run.start_seconds = statistics.median(looked[other.name].seconds for other in sweep.runs if _is_like(other, listed, looked))
         run.known, run.elastic = seconds[listed.name] is not None, bool(report["run"]["elastic"])
         run.options = options_of(report, start_seconds=run.start_seconds, unknown_seconds=longest)
@@ -145,12 +145,12 @@ def prospects(sweep: ListedSweep, looked: Mapping[str, DryRunResult], folder: Sw
 
 
 def _is_like(one: ListedRun, other: ListedRun, looked: Mapping[str, DryRunResult]) -> bool:
-    """Whether a look at one says how long the other takes to start."""
+    """Whether a look at one shows how long the other takes to start."""
     return one.name in looked and looked[one.name].report is not None and script_of(one) == script_of(other)
 
 
 def script_of(run: ListedRun) -> str:
-    """The word of a run's command that is its script or module."""
+    """The word of a run's command that names its script or module."""
     return next((word for word in run.words if word.endswith(".py")), run.words[0])
 
 
@@ -206,7 +206,7 @@ class Controller:
         return time.monotonic() - self._began
 
     def run(self) -> None:
-        """Until everything is over, or a signal comes, on which what runs is ended."""
+        """Run until everything is over, or a signal comes, which ends the running ones."""
         changed = True
         while True:
             running = [run for run in self.runs if run.word == "running"]
@@ -232,7 +232,7 @@ class Controller:
         return [device for device in self.devices if device.id not in held]
 
     def _place(self) -> None:
-        """Start what a schedule of the rest starts now; where nothing waits, give idle devices to those that can take them."""
+        """Start the runs that a schedule of the rest starts now; if nothing waits, give idle devices to runs that can take them."""
         waiting = [run for run in self.runs if run.word == "waiting"]
         running = [run for run in self.runs if run.word == "running"]
         if not waiting:
@@ -351,7 +351,7 @@ class Controller:
                 run.first_step = time.monotonic(), status.step
 
     def _left_seconds(self, run: SweepRun) -> float:
-        """How long a run takes from now on: as it says itself, by its pace so far, or by its prediction."""
+        """How long a run still takes: by its own status, by its speed so far, or by its prediction."""
         assert run.child is not None
         assert run.predicted_seconds is not None
         elapsed = time.monotonic() - run.child.started_at
@@ -373,7 +373,7 @@ class Controller:
         return left / (left + time.monotonic() - run.child.started_at)
 
     def _pace(self, run: SweepRun) -> float:
-        """How many times longer than predicted runs of the same script took here; of any script, where none of the same has ended."""
+        """How many times longer than predicted runs of the same script took here; of any script, if none of the same has ended."""
         known = self._paces.get(script_of(run.listed)) or [pace for paces in self._paces.values() for pace in paces]
         return min(max(statistics.median(known), _PACES[0]), _PACES[1]) if known else 1.0
 
@@ -383,4 +383,4 @@ class Controller:
             trainers = json.loads(self._folder.summary(run.listed).read_text(encoding="utf-8"))["trainers"]
             run.plan = next((each["title"] for each in reversed(trainers) if each["title"]), run.plan)
         except (OSError, ValueError, KeyError, TypeError):
-            return  # killed before it could, or its own --json went elsewhere
+            return  # it was killed before, or its own --json went elsewhere

@@ -50,9 +50,7 @@ def look_at(
     at_once: int,
     show: Callable[[str], None],
 ) -> dict[str, DryRunResult]:
-    """What is found about each run, by its name.
-
-    The first one has the machine for itself: it may measure how fast devices are.
+    """Find out about each run, by its name. The first one has the machine alone: it may measure how fast devices are.
 
     Args:
         runs: of the sweep.
@@ -118,7 +116,7 @@ class _Look:
         try:
             report = json.loads(self._out.read_text(encoding="utf-8"))
             problem = _problem(report, code)
-        except (ValueError, KeyError, TypeError):  # its own exit code says 1, but it isn't our report
+        except (ValueError, KeyError, TypeError):  # its own exit code is 1, but this isn't our report
             return DryRunResult(problem=f"it can't be planned for: {last_words(told) or code}; {self._err} has it all")
         if problem is not None:
             return DryRunResult(report=report, seconds=seconds, problem=problem)

@@ -54,7 +54,7 @@ class SweepFolder:
         write(self.path / _DONE, {"runs": self.done})
 
     def known_report(self, run: ListedRun, devices: str) -> dict[str, Any] | None:
-        """What was planned for this very run before, its script being as it was."""
+        """The earlier report for this run, if its script hasn't changed."""
         entry = _read(self.plan(run))
         return entry if entry.get("key") == _plan_key(run, devices) and "report" in entry and "seconds" in entry else None
 
@@ -69,7 +69,7 @@ class SweepFolder:
 
 @contextlib.contextmanager
 def sweep_folder(sweep: ListedSweep, parent: str | Path = ".") -> Iterator[SweepFolder]:
-    """The sweep's folder, made if need be, and nobody else's while open.
+    """While open, the sweep's folder, made if need be, belongs to this process alone.
 
     Raises:
         ValueError: if another process has it, or it can't be made.
@@ -91,12 +91,12 @@ def sweep_folder(sweep: ListedSweep, parent: str | Path = ".") -> Iterator[Sweep
 
 
 def key_of(run: ListedRun) -> str:
-    """What makes it this run: its command, where it runs, and its variables."""
+    """A run's identity: its command, its folder, and its variables."""
     return _hash([run.words, os.path.abspath(run.cwd), sorted(run.env.items())])
 
 
 def write(path: Path, data: Any) -> None:
-    """A file that is there whole or not at all."""
+    """Write a file that exists whole or not at all."""
     number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(number, "w", encoding="utf-8") as file:
@@ -110,7 +110,7 @@ def write(path: Path, data: Any) -> None:
 
 
 def _plan_key(run: ListedRun, devices: str) -> str:
-    """What a plan depends on, but for what the script reads: its own text, the devices asked for and the variables about them."""
+    """What a plan depends on, except for files that the script reads: its text, the requested devices and their variables."""
     texts = []
     for word in run.words:
         path = Path(run.cwd, word)
@@ -126,7 +126,7 @@ def _hash(value: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing where it is missing or malformed: what isn't known is done again."""
+    """A file's contents; empty if it is missing or malformed: then the work is done again."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -18,7 +18,7 @@ from lightning_autopar.planning.device_sets import LINKS
 
 @dataclass(frozen=True, kw_only=True)
 class SweepDevice:
-    """A device that runs are put on.
+    """A device on which runs are placed.
 
     Args:
         id: its own.
@@ -52,7 +52,7 @@ class RunOption:
         needs: one a device.
         seconds: of the whole run, predicted.
         title: the plan in words.
-        among: the sets of devices that it may have, where not all devices of its kinds are linked as well; empty where any will do.
+        among: the sets of devices that it may have, if not all devices of its kinds are linked equally well; empty if any set may be used.
 
     Raises:
         ValueError: if it needs no device, or takes no time.
@@ -71,7 +71,7 @@ class RunOption:
 
     @property
     def device_seconds(self) -> float:
-        """What it takes of the devices in all."""
+        """The device seconds that it takes in all."""
         return len(self.needs) * self.seconds
 
 
@@ -136,7 +136,7 @@ class Schedule:
 
 
 def check_schedule(schedule: Schedule, jobs: Sequence[Job], devices: Sequence[SweepDevice]) -> None:
-    """Whether a schedule can be: each job once, no device twice at a time, no more memory than is free.
+    """Check a schedule: each job once, no device twice at a time, no more memory than is free.
 
     Raises:
         AssertionError: if it can't.
@@ -182,7 +182,7 @@ def seatings(option: RunOption, devices: Sequence[SweepDevice]) -> list[tuple[in
     return found
 
 
-#: Where there are more sets of devices than that to choose from, a way keeps the one that it was planned for.
+#: If there are more sets of devices than this to choose from, an option keeps the one that it was planned for.
 _MOST_SETS = 300
 
 Report = Mapping[str, Any]
@@ -199,12 +199,12 @@ def devices_of(report: Report) -> list[SweepDevice]:
 
 
 def options_of(report: Report, *, start_seconds: float = 0.0, unknown_seconds: float | None = None) -> tuple[RunOption, ...]:
-    """How a run may be placed by its report's fitting plans: for each number of devices of each kind the fastest.
+    """How a run may be placed, by its report's fitting plans: the fastest for each number of devices of each kind.
 
     Args:
         report: with ``run_seconds`` of each candidate.
         start_seconds: until the first step; added to each way.
-        unknown_seconds: how long a run takes at its fastest where nobody knows; without it such a run has no ways.
+        unknown_seconds: the assumed fastest time of a run of unknown length; without it such a run has no options.
     """
     devices = {device.id: device for device in devices_of(report)}
     left_alone = {device: devices[device].free_bytes - budget for device, budget in report["budgets"].items() if device in devices}
@@ -235,12 +235,12 @@ def options_of(report: Report, *, start_seconds: float = 0.0, unknown_seconds: f
 
 
 def scaled(options: Sequence[RunOption], factor: float) -> tuple[RunOption, ...]:
-    """The same, so many times slower."""
+    """The option, so many times slower."""
     return tuple(replace(option, seconds=option.seconds * factor) for option in options)
 
 
 def _kind(device: Mapping[str, Any], *, several_nodes: bool) -> str:
-    """Devices of one kind are as fast as each other."""
+    """The kind of a device: devices of one kind are equally fast."""
     words = [device["name"]]
     if device["kind"] == "cpu":
         words.append(f"{device['threads']} threads")
@@ -255,12 +255,12 @@ _Able = tuple[tuple[str, int], ...]
 
 
 def _able(device_need: DeviceNeed, devices: Iterable[SweepDevice]) -> int:
-    """On how many devices there is room for a rank; of two ranks on a kind, the one with more has all that the other has."""
+    """On how many devices there is room for a rank; of two ranks on a kind, the one with more devices has all that the other has."""
     return sum(device.kind == device_need.kind and device.free_bytes >= device_need.needed_bytes for device in devices)
 
 
 def _beats(one: tuple[_Able, RunOption], other: tuple[_Able, RunOption]) -> bool:
-    """Whether one is no slower, and runs wherever the other does, on some of its devices."""
+    """Whether one option isn't slower, and runs wherever the other does, on some of its devices."""
     if one[1].seconds > other[1].seconds or one[1].among:
         return False
     for kind in {kind for kind, _ in one[0]}:

@@ -16,13 +16,13 @@ _LOOK_SECONDS = 0.05
 
 
 def keep(grace_seconds: float) -> None:
-    """Read until the other side is gone, and end what is left.
+    """Read until the other side is gone, then end the processes that are left.
 
     Args:
         grace_seconds: between SIGTERM, on which a run may save itself, and SIGKILL.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # what ends the sweep's whole session must not end this before the runs
+        signal.signal(number, signal.SIG_IGN)  # a signal to the sweep's whole session must not end this process before the runs
     groups: set[int] = set()
     for line in sys.stdin:
         group = int(line[1:])
@@ -30,7 +30,7 @@ def keep(grace_seconds: float) -> None:
     _send(groups, signal.SIGTERM)
     until = time.monotonic() + grace_seconds
     while (groups := {group for group in groups if _is_there(group)}) and time.monotonic() < until:
-        time.sleep(_LOOK_SECONDS)  # nobody tells of the end of somebody else's children
+        time.sleep(_LOOK_SECONDS)  # there is no event for the end of another process's children
     _send(groups, signal.SIGKILL)
 
 

@@ -29,7 +29,7 @@ class ListedRun:
 
     Args:
         name: its own in the sweep.
-        words: what stands behind ``lightning-autopar run``: options, the script, its arguments.
+        words: what follows ``lightning-autopar run``: options, the script, its arguments.
         priority: a larger one starts first.
         log: its log's file; None for one in the sweep's folder.
         env: variables that it gets besides this process's.
@@ -70,7 +70,7 @@ def read_sweep(path: str | Path) -> ListedSweep:
     """The sweep of a file: YAML where its name ends so, else a command a line.
 
     Raises:
-        ValueError: if it can't be read or says what can't be, with the place and the remedy.
+        ValueError: if it can't be read or isn't valid, with the place and the remedy.
     """
     path = Path(path)
     try:
@@ -179,7 +179,7 @@ def _runs(entry: Any, where: str, common: Mapping[str, Any]) -> list[tuple[bool,
 
 
 def _named(runs: Sequence[tuple[bool, ListedRun]]) -> tuple[ListedRun, ...]:
-    """Each with a name of its own; two that were given the same are a mistake."""
+    """The runs, each with a unique name; if two were given the same, that is an error."""
     given = Counter(run.name for own, run in runs if own)
     if twice := next((name for name, count in given.items() if count > 1), None):
         raise ValueError(f"two runs have the name {twice!r}; give each its own, or leave names out")
@@ -199,7 +199,7 @@ def _named(runs: Sequence[tuple[bool, ListedRun]]) -> tuple[ListedRun, ...]:
 
 
 def _words(command: str, where: str) -> tuple[str, ...]:
-    """What stands behind ``lightning-autopar run``."""
+    """The words after ``lightning-autopar run``."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -214,7 +214,7 @@ def _words(command: str, where: str) -> tuple[str, ...]:
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
-    """With each value in the place of its name in braces; other braces stay."""
+    """The text with each name in braces replaced by its value; other braces stay."""
     for key, value in values.items():
         text = text.replace(f"{{{key}}}", value)
     return text

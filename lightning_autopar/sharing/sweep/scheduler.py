@@ -16,15 +16,13 @@ from typing import NamedTuple
 
 from lightning_autopar.sharing.sweep.jobs import Job, Placed, RunOption, Schedule, SweepDevice, seatings
 
-#: Sets of devices that are looked at one by one, where a way may not have any of its kinds.
+#: The most sets of devices that are looked at one by one, for an option that can't have any devices of its kinds.
 _Sets = tuple[tuple[int, ...], ...]
 
 
 class Seating(NamedTuple):
-    """A way, made ready to be placed often.
-
-    ``groups`` are (devices that will do, the smallest first; how many of them), the most demanding first; ``sets`` stand in their place
-    where the way may have only some sets of devices.
+    """An option, prepared to be placed often. ``groups`` are (suitable devices, the smallest first; how many of them), the most demanding
+    first; ``sets`` replaces them if the option may have only some sets of devices.
     """
 
     seconds: float
@@ -33,7 +31,7 @@ class Seating(NamedTuple):
 
 
 class Listing:
-    """Jobs and devices, made ready for many lists of the same.
+    """Jobs and devices, prepared for many lists of the same jobs.
 
     Args:
         jobs: with their ways; those that fit on no device are left out of each job.
@@ -60,7 +58,7 @@ class Listing:
         self._free_at = [self.busy.get(device.id, 0.0) for device in devices]
 
     def length(self, order: Sequence[int], options: Sequence[int]) -> tuple[float, float]:
-        """How long the list takes, and the sum of the times at which jobs end, which tells equally long ones apart.
+        """How long the list takes, and the sum of the times at which jobs end, which ranks equally long lists.
 
         Args:
             order: of the jobs, as indices.
@@ -91,7 +89,7 @@ class Listing:
         return Schedule(placed=tuple(sorted(placed, key=lambda place: place.start_seconds)), busy_seconds=dict(self.busy))
 
     def bound_seconds(self) -> float:
-        """No schedule is shorter: neither than any job at its fastest, nor than all work at its least, spread evenly."""
+        """A lower bound of schedules: the longest job at its fastest, or the least work of all jobs, spread evenly."""
         if not self.jobs:
             return max(self._free_at, default=0.0)
         fastest = max(min(_place(seating, self._free_at[:])[0] + seating.seconds for seating in seatings) for seatings in self.seatings)
@@ -113,7 +111,7 @@ def _seating(option: RunOption, devices: tuple[SweepDevice, ...]) -> Seating | N
         ]
         able.sort(key=lambda index: devices[index].free_bytes)
         groups[tuple(able)] = groups.get(tuple(able), 0) + 1
-    # Of one kind, what a more demanding seat can have is among what a less demanding one can: so enough for each prefix is enough.
+    # Within a kind, a less demanding seat can use all devices that a more demanding one can: so it suffices that each prefix has enough.
     by_kind: dict[str, int] = {}
     for able_here, count in groups.items():
         if not able_here:
@@ -126,10 +124,10 @@ def _seating(option: RunOption, devices: tuple[SweepDevice, ...]) -> Seating | N
 
 
 def _place(seating: Seating, free_at: list[float]) -> tuple[float, Sequence[int]]:
-    """The earliest start, and the devices for it: of those free by then the smallest that will do, and of these the latest."""
+    """The earliest start, and the devices for it: of those free by then, the smallest suitable ones, and of these the latest."""
     if seating.sets:
         return min((max(free_at[index] for index in chosen), chosen) for chosen in seating.sets)
-    if len(seating.groups) == 1:  # by far the most
+    if len(seating.groups) == 1:  # by far the most frequent case
         able, count = seating.groups[0]
         start = sorted([free_at[index] for index in able])[count - 1]
         # Stable: of devices that are free by then those with the least memory, which come first.
@@ -146,7 +144,7 @@ def _place(seating: Seating, free_at: list[float]) -> tuple[float, Sequence[int]
 
 
 def _in_order_of_seats(option: RunOption, devices: Sequence[SweepDevice]) -> tuple[str, ...]:
-    """Which device is which seat's: of a kind, the seat that needs most has the largest."""
+    """The device of each seat: within a kind, the seat that needs most gets the largest."""
     left = sorted(devices, key=lambda device: -device.free_bytes)
     seated: dict[int, str] = {}
     for device_need in sorted(range(len(option.needs)), key=lambda index: -option.needs[index].needed_bytes):
@@ -156,10 +154,10 @@ def _in_order_of_seats(option: RunOption, devices: Sequence[SweepDevice]) -> tup
     return tuple(seated[index] for index in range(len(option.needs)))
 
 
-#: So many lists are looked at for each schedule, divided by the number of jobs: a second for 50 jobs, less for few.
+#: How many lists are looked at for a schedule, times the number of jobs: a second for 50 jobs, less for few.
 _LOOKS = 200_000
 _MOST_LOOKS = 8_000
-#: Of the lists to begin with so many are improved.
+#: How many of the first lists are improved.
 _KEPT = 3
 #: Where annealing begins and ends, as a share of the makespan.
 _HOT, _COLD = 0.05, 0.001
@@ -198,7 +196,7 @@ def schedule(
 
 
 def _starts(listing: Listing) -> Iterator[_List]:
-    """Lists to begin with: for each deadline the ways that keep it with the least work; and for each number of devices the fastest."""
+    """The first lists: for each deadline, the options that meet it with the least work; and for each number of devices, the fastest."""
     count = len(listing.jobs)
     seconds = sorted({option.seconds for options in listing.options for option in options})
     for deadline in seconds:
@@ -250,7 +248,7 @@ _Looked = tuple[tuple[float, float], _List]
 
 
 def _distinct(listing: Listing, lists: Iterator[_List]) -> list[_Looked]:
-    """Each with its length, best first, without those of equal ways."""
+    """The lists with their lengths, best first, without those of equal options."""
     found = {tuple(options): (listing.length(order, options), (order, options)) for order, options in lists}
     return sorted(found.values(), key=lambda each: each[0])
 

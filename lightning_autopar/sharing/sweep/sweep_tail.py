@@ -31,9 +31,8 @@ class Underway:
 def widened(
     underway: Sequence[Underway], idle: Sequence[SweepDevice], devices: Sequence[SweepDevice], *, move_seconds: float
 ) -> dict[str, tuple[str, ...]]:
-    """Which runs get which devices from now on, because they are over sooner there; by the job's name, only those that change.
-
-    Who would be over last chooses first. A run keeps what it has.
+    """The devices that runs get from now on, because they are over sooner there; by the job's name, only those that change. The run that
+    would be over last chooses first. A run keeps the devices that it has.
 
     Args:
         underway: all that is on.

@@ -25,7 +25,7 @@ try:
 except ImportError:  # torch runs without it
     numpy = None  # type: ignore[assignment]
 
-#: Of larger buffers a sample is compared.
+#: Of buffers larger than this, a sample is compared.
 _COMPARED_BYTES = 1024**3
 _BLOCK_BYTES = 4096
 
@@ -39,7 +39,7 @@ if numpy is not None:
 
 
 def kind_of(target: Any) -> str:
-    """``"node"``: changes are looked for in it. ``"opaque"``: can't be pickled, so it is only known. ``"value"``: travels by value."""
+    """``"node"``: searched for changes. ``"opaque"``: can't be pickled, only numbered. ``"value"``: pickled by value."""
     kind = type(target)
     if kind in _VALUES:
         return "value"
@@ -55,13 +55,13 @@ def kind_of(target: Any) -> str:
         return "node"
     try:
         target.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    except Exception:  # a stranger's class may refuse in any way
+    except Exception:  # a user's class may raise anything
         return "opaque"
     return "value"
 
 
 def is_plain(target: Any) -> bool:
-    """Whether the object is its ``__dict__`` (and items), as far as anybody could tell from its class."""
+    """Whether the object consists of its ``__dict__`` (and items), judged by its class."""
     kind = type(target)
     return (
         hasattr(target, "__dict__")
@@ -91,7 +91,7 @@ def _size_bytes(value: Any) -> int:
 
 
 def dispensable(owner: Any, attribute: str) -> bool:
-    """Whether a class leaves this attribute out of its own pickles: then it makes it anew, and nothing is lost without it."""
+    """Whether a class leaves this attribute out of its own pickles: then the class makes it anew, and it needn't be kept."""
     if getattr(type(owner), "__getstate__", None) is getattr(object, "__getstate__", None):
         return False
     try:
@@ -102,7 +102,7 @@ def dispensable(owner: Any, attribute: str) -> bool:
 
 
 def get_items(target: Any) -> Any:
-    """What an object holds besides its attributes; of a closure's cell the variable's value, nothing where none is assigned."""
+    """An object's contents besides its attributes; for a closure's cell the variable's value, empty if none is assigned."""
     if isinstance(target, types.CellType):
         try:
             return (target.cell_contents,)
@@ -118,7 +118,7 @@ def get_items(target: Any) -> Any:
 
 
 def set_items(target: Any, items: Any) -> None:
-    """Put what :func:`get_items` gave into an object, in place."""
+    """Put the result of :func:`get_items` into an object, in place."""
     if isinstance(target, Tensor):
         if target.shape == items.shape and target.dtype == items.dtype:
             target.data.copy_(items)
@@ -143,8 +143,8 @@ def set_items(target: Any, items: Any) -> None:
 def fingerprint(buffer: Any) -> bytes:
     """A number for the bytes of a tensor, an array or a buffer that differs where they do, at the speed of memory.
 
-    Sums along rows and columns of its words: a change that leaves all of them would have to be made for it. Of more than
-    ``_COMPARED_BYTES`` every n-th block counts.
+    It sums along rows and columns of its words: no accidental change leaves all sums as they were. Of more than ``_COMPARED_BYTES``, every
+    n-th block counts.
     """
     if isinstance(buffer, Tensor):
         data = buffer.contiguous().view(-1).view(torch.uint8) if buffer.numel() else torch.empty(0, dtype=torch.uint8)

@@ -22,15 +22,16 @@ from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, get_item
 from lightning_autopar.state.objects.pickles import Pickler
 from lightning_autopar.state.objects.survey import ITEMS, LIMIT_BYTES, Survey
 
-#: Smaller arrays stay in the pickle.
+#: Arrays smaller than this stay in the pickle.
 _SMALL_BYTES = 16 * 1024
 _ALIGNMENT = 64
 _COPIED_BYTES = 64 * 1024**2
 
-#: Where a new object was found: in what (a survey's number, a name, or -1 less another new object's key), in which part, by which keys.
+#: Where a new object was found: in which object (a survey's number, a name, or -1 minus another new object's key), in which part, by which
+#: keys.
 Place = tuple[Any, str, tuple[Any, ...]]
 Owner = int | tuple[Any, ...]
-#: What stands in the pickle for an object that is found or made in its own way.
+#: Stands in the pickle for an object that the other side finds or makes.
 DEVICE, STORAGE, TENSOR, NODE, GENERATOR, OWN, MOVED = "device", "storage", "tensor", "node", "generator", "own", "moved"
 
 
@@ -49,9 +50,9 @@ class TensorFile:
         self.buffers: list[tuple[int, int]] = []
 
     def storage(self, storage: torch.UntypedStorage) -> tuple[int, int]:
-        """Where it lies, and its size."""
+        """The storage's place in the file, and its size."""
         if storage._cdata not in self._known:
-            self._held.append(storage)  # else its address may be another one's soon
+            self._held.append(storage)  # otherwise another object may get its address
             start, size_bytes = self._begin(), storage.nbytes()
             if self._file is not None and size_bytes:
                 data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -62,7 +63,7 @@ class TensorFile:
         return self._known[storage._cdata]
 
     def buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether a buffer is to stay in the pickle, as pickle's protocol 5 asks."""
+        """Whether a buffer stays in the pickle, for pickle's protocol 5."""
         with buffer.raw() as view:
             if view.nbytes < _SMALL_BYTES:
                 return True
@@ -82,12 +83,12 @@ class TensorFile:
 
 
 def is_node(target: Any) -> bool:
-    """Whether an object is its ``__dict__``, and items if it has any."""
+    """Whether an object consists of its ``__dict__``, and its items if it has any."""
     return type(target) not in CONTAINERS and not isinstance(target, (Tensor, torch.Generator, type)) and is_plain(target)
 
 
 def is_common(tensor: Tensor) -> bool:
-    """Whether a tensor is dtype, sizes and strides over a storage, and no more."""
+    """Whether a tensor consists only of dtype, sizes and strides over a storage."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
@@ -96,31 +97,31 @@ def is_common(tensor: Tensor) -> bool:
 
 
 def maker_of(target: Any) -> Any:
-    """What a container needs to be made of besides its items."""
+    """What a container needs to be made anew, besides its items."""
     if isinstance(target, deque):
         return target.maxlen
     return target.default_factory if isinstance(target, defaultdict) else None
 
 
 def type_name(kind: type) -> str:
-    """By which a class is known in both processes."""
+    """The name of a class in both processes."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-#: How many objects are looked for by their places, and how many items a container may have for that.
+#: How many objects are found by their places, and how many items a container may have for that.
 _MOST_PLACES, _MOST_ITEMS = 50_000, 10_000
-#: A view of a large storage travels without the rest of it, unless the views that are seen make up this share.
+#: A view of a large storage is sent without the rest of it, unless the known views make up this share.
 _SEEN_SHARE = 0.25
 
 
 class Packing:
-    """What is known while a process's changes are packed.
+    """The state of packing a process's changes.
 
     Args:
         survey: of before the fork.
         names: for other objects that both sides have: ``id`` → what the other side's ``resolve`` takes.
         bases: tensors whose views are to be views of the other side's: name → tensor.
-        leave: attributes of an instance that don't travel.
+        leave: attributes of an instance that aren't sent.
     """
 
     def __init__(
@@ -135,12 +136,12 @@ class Packing:
         self.types = {id(type(survey.target(number))): ("type", number) for number in survey.numbers()}
 
     def base(self, tensor: Tensor) -> tuple[Any, Tensor] | None:
-        """Of which of the named tensors this one is a view."""
+        """The named tensor of which this one is a view."""
         name = self.bases.get(tensor.untyped_storage()._cdata)
         return None if name is None else (name, self._base_tensors[name])
 
     def look(self, owner: Owner, part: str, value: Any) -> None:
-        """Find the places of what a part consists of."""
+        """Find the places of the objects in a part."""
         pending: deque[tuple[Any, Place]] = deque([(value, (owner, part, ()))])
         while pending and len(self.found) < _MOST_PLACES:
             target, place = pending.popleft()
@@ -175,7 +176,7 @@ class Packing:
         return key
 
     def key(self, target: Any) -> int:
-        """A tensor's, wherever it is."""
+        """A tensor's key, wherever it is."""
         return self.keys[id(target)] if id(target) in self.keys else self._add(target, (None, "", ()))
 
 
@@ -189,14 +190,14 @@ def _children(target: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _is_opaque(target: Any) -> bool:
-    """Whether an object refuses to be pickled by itself: a lock, a file, a thread's local, a running generator."""
+    """Whether an object itself can't be pickled: a lock, a file, a thread's local, a running generator."""
     if callable(target) or isinstance(target, (Tensor, torch.UntypedStorage, torch.TypedStorage)):
         return False
     try:
         target.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     except TypeError:
         return True
-    except Exception:  # a stranger's: then the part that it lies in has no pickle
+    except Exception:  # a user's class: then the part that contains it can't be pickled
         return False
     return False
 
@@ -276,12 +277,12 @@ class Packer(Pickler):
 
 
 def pack(packing: Packing, parts: Mapping[Any, Any], sent: Mapping[str, Any], beside: TensorFile) -> bytes:
-    """A pickle of parts and of what is sent along; see :class:`.unpacking.Unpacking`."""
+    """A pickle of parts and of further values to send; see :class:`.unpacking.Unpacking`."""
     sink, table, earlier = io.BytesIO(), io.BytesIO(), len(beside.buffers)
     packer = Packer(sink, packing, beside)
     packer.dump((parts, sent))
     wanted, pending = set(packer.begun), list(packer.begun)
-    while pending:  # what an object lies in is on the way to it
+    while pending:  # the container of an object is on the path to it
         owner = packing.found[pending.pop()][1][0]
         if isinstance(owner, int) and owner < 0 and -1 - owner not in wanted:
             wanted.add(-1 - owner)
@@ -296,11 +297,11 @@ def pack(packing: Packing, parts: Mapping[Any, Any], sent: Mapping[str, Any], be
 
 
 def travels(packing: Packing, value: Any) -> int | None:
-    """How many bytes a value takes, in and beside a pickle; None if it has none."""
+    """How many bytes a value takes, in a pickle and in the file beside it; None if it can't be pickled."""
     beside, sink = TensorFile(None), _Counting()
     try:
         Packer(sink, packing, beside).dump(value)
-    except Exception:  # whatever comes out of a stranger's __reduce__
+    except Exception:  # a user's __reduce__ may raise anything
         return None
     return beside.size_bytes + sink.size_bytes
 

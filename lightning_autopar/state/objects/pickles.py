@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from lightning_autopar.state.objects.contents import ATOMS, fingerprint, importable
 
-#: Objects that one part may consist of to be looked through; a list of millions would cost seconds.
+#: The most objects of a part that is searched; a list of millions would cost seconds.
 _MOST_OBJECTS = 1_000_000
-#: Pickled chunks of at least this size are compared by a sum, which is as fast as memory.
+#: Pickled chunks of at least this size are compared by a sum, at the speed of memory.
 _CHUNK_BYTES = 1024**2
 
 
@@ -33,15 +33,15 @@ class Known(Protocol):
         """The number of an object that has one."""
 
     def discover(self, target: Any, path: str) -> int | None:
-        """The number of an object that gets one now; None for one that is pickled as a value."""
+        """Give an object a number; None for one that is pickled as a value."""
 
 
 class TooLarge(pickle.PicklingError):
-    """The pickle would be larger than what may travel."""
+    """The pickle would be larger than what may be sent."""
 
 
 class Sink:
-    """A file for a pickler: hashes what it is given, and keeps it up to a limit."""
+    """A file for a pickler: hashes what is written, and keeps it up to a limit."""
 
     def __init__(self, *, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
@@ -66,7 +66,7 @@ class Sink:
         return self._hash.digest()
 
     def data(self) -> bytes:
-        """What was kept."""
+        """The kept bytes."""
         return b"".join(self._chunks)
 
 
@@ -95,11 +95,11 @@ class Pickler(pickle.Pickler):
         return self._known.discover(target, self._path) if self._path is not None else None
 
     def reducer_override(self, target: Any) -> Any:
-        """How objects are written that have no pickle of their own, or one that doesn't fit here."""
+        """How to pickle objects that can't be pickled, or whose own pickle doesn't work here."""
         if self._hashing and type(target) in (Tensor, nn.Parameter) and target.layout == torch.strided and not target.is_meta:
             kind = target.dtype, tuple(target.shape), target.requires_grad, target.device.type
             return fingerprint, (kind, fingerprint(target.detach()))  # never called
-        # The way that a result came by, and what waits on it for backward, is nothing elsewhere.
+        # A result's graph, and hooks that wait for backward, mean nothing in another process.
         if isinstance(target, Tensor) and (
             target.device.type not in ("cpu", "meta") or (target.grad_fn is not None and not target.is_meta)
         ):
@@ -109,7 +109,7 @@ class Pickler(pickle.Pickler):
         if type(target) is weakref.ref and target() is not None:
             return weakref.ref, (target(),)
         if type(target) in weakref.ProxyTypes:
-            return weakref.proxy, (target.__repr__.__self__,)  # what it stands for: the one way to ask for it
+            return weakref.proxy, (target.__repr__.__self__,)  # its referent: the only way to get it
         return NotImplemented
 
 
@@ -119,7 +119,7 @@ def _home(target: types.FunctionType) -> str:
 
 
 def _parts_of_function(target: types.FunctionType) -> tuple[Any, ...]:
-    """A local function, such as a scheduler's lambda, by value. Both processes run the same interpreter, so its code travels as it is."""
+    """A local function, such as a scheduler's lambda, by value. Both processes run the same interpreter, so its code is sent as it is."""
     cells = tuple(cell.cell_contents for cell in target.__closure__ or ())
     names = target.__module__, target.__qualname__
     return marshal.dumps(target.__code__), _home(target), names, target.__defaults__, target.__kwdefaults__, cells
@@ -149,7 +149,7 @@ def _globals(module: str | None) -> dict[str, Any] | None:
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads them, in a process that has the same objects."""
+    """Reads such pickles, in a process that has the same objects."""
 
     def __init__(self, data: bytes, targets: list[Any], resolve: Callable[[Any], Any]) -> None:
         super().__init__(io.BytesIO(data))

@@ -24,13 +24,13 @@ from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, get_item
 _LIBRARIES = frozenset({"lightning_autopar", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics"})
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _INSTALLED = ("site-packages", "dist-packages")
-#: Functions and classes that are looked into; a program has some hundreds. And how many items of an attribute are looked at.
+#: The most functions and classes to look into; a program has some hundreds. And the most items of an attribute.
 _MOST_LOOKED_INTO, _MOST_ITEMS = 10_000, 1_000
 _DATA = (Dataset, DataLoader)
 
 
 class Variables:
-    """The global variables of a module, or what a class holds for all instances, as attributes of an object.
+    """The global variables of a module, or a class's own attributes, as attributes of an object.
 
     Args:
         namespace: the module's own dictionary, which this object shares, or a class's.
@@ -41,14 +41,14 @@ class Variables:
 
 
 class _ClassNamespace(dict[str, Any]):
-    """A class's own attributes: what is read and written here is read of the class and written to it, which has no dictionary to share."""
+    """A class's own attributes: reads and writes here go to the class, which has no dictionary to share."""
 
     def __init__(self, kind: type) -> None:
         super().__init__()
         self.kind = kind
 
     def data(self) -> dict[str, Any]:
-        """Those that are no code."""
+        """The attributes that aren't code."""
         return {name: value for name, value in vars(self.kind).items() if not name.startswith("__") and _is_data(value)}
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -70,12 +70,12 @@ class Reached:
     """What functions reach from ``starts``.
 
     Args:
-        starts: instances of the user's classes, and functions; what their attributes hold directly counts as well. Hooks that make loaders
-            are left out, and so are datasets: what these reach is data.
+        starts: instances of the user's classes, and functions; objects directly in their attributes count, too. Hooks that make loaders,
+            and datasets, are left out: what they reach is data.
     """
 
     def __init__(self, starts: Iterable[Any]) -> None:
-        #: What was found, each by the name that a warning calls it: cells and :class:`Variables`.
+        #: The found objects, by their names in warnings: cells and :class:`Variables`.
         self.roots: list[tuple[str, Any]] = []
         self._names: dict[int, tuple[Variables, dict[str, None]]] = {}
         self._classes: set[type] = set()
@@ -95,14 +95,14 @@ class Reached:
         self.roots.extend((f"global {_module_of(vars(each))}", each) for each, _ in self._names.values())
 
     def variables(self, target: Variables) -> dict[str, Any]:
-        """Those that the functions name, as they are now."""
+        """The variables that the functions name, as they are now."""
         namespace = vars(target)
         if isinstance(namespace, _ClassNamespace):
             return namespace.data()
         return {name: namespace[name] for name in self._names[id(namespace)][1] if name in namespace}
 
     def _look_at(self, value: Any) -> None:
-        """Note what has code of the user's, to be looked into."""
+        """Record an object with the user's code, to be looked into."""
         if type(value) in ATOMS or type(value) in CONTAINERS or isinstance(value, (Tensor, *_DATA)):
             return
         while isinstance(value, (staticmethod, classmethod, functools.partial, functools.partialmethod, types.MethodType)):
@@ -136,7 +136,7 @@ class Reached:
                         self._look_at(value)
                     if users:
                         self.roots.append((f"variable {name}", cell))
-            self._look_at(getattr(target, "__wrapped__", None))  # what a decorator hides
+            self._look_at(getattr(target, "__wrapped__", None))  # the function inside of a decorator
             if users:
                 self._look_into_globals(target.__globals__, list(dict.fromkeys(_names_in(target.__code__))))
 
@@ -150,7 +150,7 @@ class Reached:
         self.roots.append((f"class {kind.__qualname__}", Variables(_ClassNamespace(kind))))
 
     def _look_into_globals(self, namespace: dict[str, Any], names: list[str]) -> None:
-        """Note which of a module's variables code names, and which of those modules of the user's that it names."""
+        """Record which of a module's variables the code names, and which variables of other modules of the user's that it names."""
         _, known = self._names.setdefault(id(namespace), (Variables(namespace), {}))
         for name in names:
             if name in known or name.startswith("__"):
@@ -163,7 +163,7 @@ class Reached:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and attributes in code, that of functions in it included."""
+    """The names of globals and attributes in code, functions in it included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

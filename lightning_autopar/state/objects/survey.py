@@ -30,11 +30,11 @@ from lightning_autopar.state.objects.contents import (
 )
 from lightning_autopar.state.objects.pickles import Pickler, Sink, TooLarge, Unpickler
 
-#: A part (an attribute, a container's items) whose pickle is larger than this stays behind, and is named.
+#: A part (an attribute, a container's items) whose pickle is larger than this isn't brought back; a warning names it.
 LIMIT_BYTES = 64 * 1024**2
-#: What a container may hold for its items to be surveyed one by one, and how many objects may be surveyed in all.
+#: The most items of a container that are surveyed one by one, and the most objects in all.
 _MOST_ITEMS, _MOST_NODES = 10_000, 50_000
-#: How many of those that functions reach, which may be anything: what lies deeper is only known.
+#: The most of those that functions reach, which may be anything: deeper ones only get a number.
 _MOST_REACHED = 10_000
 
 #: The part of a container or a tensor that isn't an attribute.
@@ -63,9 +63,8 @@ class Changes:
 
 
 def merged(workers: list[Changes]) -> tuple[list[set[Part]], list[str]]:
-    """The parts in which each worker's version counts, and the names of what is lost with all of them.
-
-    That of the first one, unless a later one has another: then the last of these, since its code came further.
+    """The parts for which each worker's version counts, and the names of parts that are lost in all of them. The first worker's version
+    counts, unless later ones differ: then the last of those, since its code came further.
     """
     winners: dict[Part, int] = {}
     for number, changes in enumerate(workers):
@@ -99,7 +98,7 @@ class Survey:
         self._before: dict[Part, Any] = {}
         self._pending: deque[int] = deque()
         self._most_nodes = _MOST_NODES
-        #: The number of the first object that functions reach, and that isn't found otherwise.
+        #: The number of the first object that is found only because functions reach it.
         self.first_reached: int | None = None
         for target in references:
             self._know(target, "")
@@ -123,7 +122,7 @@ class Survey:
                 self._before[number, part] = self._digest(number, part, value, discover=True)
 
     def begin(self) -> None:
-        """In a process forked later: what functions reach counts from now on. What the parent did to it meanwhile, all of them have."""
+        """In a process forked later: from now on, changes to what functions reach count; workers share the parent's earlier ones."""
         assert self.first_reached is not None, "the survey is complete"
         for number in range(self.first_reached, len(self._targets)):
             for part, value in self._parts(number).items():
@@ -140,7 +139,7 @@ class Survey:
         return self._index.get(id(target))
 
     def changes(self, names: Mapping[int, Any], extra: Mapping[str, Any], *, under: str | None = None) -> Changes:
-        """What differs now, in the worker.
+        """The changes so far, in the worker.
 
         Args:
             names: for other objects that both sides have: ``id`` → what :meth:`apply`'s ``resolve`` takes, or a number from before.
@@ -159,7 +158,7 @@ class Survey:
         sent = {key: value for key, value in extra.items() if self.travels(value, names)}
         changes.unsent = [key for key in extra if key not in sent]
         sink = Sink(limit_bytes=None)
-        Pickler(sink, self, names).dump((parts, sent))  # together, so that what two parts share stays one object
+        Pickler(sink, self, names).dump((parts, sent))  # together, so that an object that two parts share stays one object
         changes.data = sink.data()
         return changes
 
@@ -197,15 +196,14 @@ class Survey:
         skip: Callable[[int, str], bool] | None = None,
         lazy: bool = False,
     ) -> tuple[dict[Part, tuple[Any, Any]], list[Part]]:
-        """The parts that differ now, each as it is with a digest of it; and those that no longer exist.
+        """The parts that differ now, each with its value and a digest; and those that no longer exist.
 
         Args:
             names: as in :meth:`changes`.
             under: as in :meth:`changes`.
-            reached: whether what functions reach is looked at besides ``under``.
+            reached: whether to look at what functions reach, besides ``under``.
             skip: which parts aren't looked at.
-            lazy: give None for the digest where a look tells that a part differs, and count as different what is too large to be looked
-                through.
+            lazy: give None for the digest of a part that obviously differs, and count parts as different that are too large to be searched.
         """
         differing: dict[Part, tuple[Any, Any]] = {}
         seen: set[Part] = set()
@@ -239,7 +237,7 @@ class Survey:
         return self._paths[number]
 
     def numbers(self) -> range:
-        """All there are."""
+        """All objects' numbers."""
         return range(len(self._targets))
 
     def had(self, number: int, part: str) -> bool:
@@ -251,7 +249,7 @@ class Survey:
         return self._parts(number)
 
     def digest(self, owner: Any, part: str, value: Any, names: Mapping[int, Any]) -> Any:
-        """Something that is equal where a part is, in all processes forked from the survey's; None of what can't be looked through.
+        """A value that is equal if the part is, in all processes forked from the survey's; None for a part that can't be searched.
 
         Args:
             owner: the part's object: its number, or anything else for one that isn't in the survey.
@@ -267,7 +265,7 @@ class Survey:
         sink = Sink(limit_bytes=0)
         try:
             Pickler(sink, self, names, hashing=True).dump(value)
-        except Exception:  # whatever comes out of a stranger's __reduce__
+        except Exception:  # a user's __reduce__ may raise anything
             return None
         return sink.digest()
 
@@ -287,11 +285,11 @@ class Survey:
         return self.first_reached is not None and number >= self.first_reached
 
     def name(self, number: int, part: str) -> str:
-        """What a warning calls a part."""
+        """A part's name in warnings."""
         return f"{self._paths[number]}.{part}" if part != ITEMS else self._paths[number]
 
     def _parts(self, number: int) -> dict[str, Any]:
-        """What can change in an object, by attribute; nothing in one that is only known."""
+        """The parts of an object that can change, by attribute; empty for one that only has a number."""
         target = self._targets[number]
         if not self._paths[number]:
             return {}
@@ -304,19 +302,19 @@ class Survey:
         return parts
 
     def payload(self, number: int, value: Any) -> Any:
-        """A part's value as it travels: a container's items by value, and everything else as it is."""
+        """A part's value for sending: a container's items by value, and everything else as it is."""
         if value is not self._targets[number]:
             return value
         return get_items(value)
 
     def _digest(self, number: int, part: str, value: Any, *, names: Mapping[int, Any] | None = None, discover: bool = False) -> Any:
-        """Something that is equal as long as the part is; may be equal for what can't be looked through."""
+        """A value that is equal as long as the part is; it may be equal for different parts that can't be searched."""
         kind = type(value)
         if kind in ATOMS:
             return kind, repr(value)
         if value is self._targets[number]:
             if is_absent(value):
-                return type(value).__name__, id(value)  # its values are another stage's
+                return type(value).__name__, id(value)  # another stage has its values
             if isinstance(value, Tensor):
                 return value.dtype, value.shape, value.requires_grad, fingerprint(value.detach())
             if is_array(value):
@@ -327,15 +325,15 @@ class Survey:
         pickler = Pickler(sink, self, names or {}, path=path if discover and few else None, hashing=True)
         try:
             pickler.dump(self.payload(number, value))
-        except Exception as error:  # whatever comes out of a stranger's __reduce__: up to there it can be compared
+        except Exception as error:  # a user's __reduce__ may raise anything: up to there it can be compared
             return sink.digest(), type(error).__name__, id(value), _length(value)
         return sink.digest()
 
     def travels(self, payload: Any, names: Mapping[int, Any]) -> bool:
-        """Whether something has a pickle that may travel; names as in :meth:`changes`."""
+        """Whether a value can be pickled within the limit; names as in :meth:`changes`."""
         try:
             Pickler(Sink(limit_bytes=LIMIT_BYTES), self, names).dump(payload)
-        except Exception:  # as above: any exception means that it has no pickle
+        except Exception:  # as above: any exception means that it can't be pickled
             return False
         return True
 
@@ -354,7 +352,7 @@ class Survey:
 
 
 def is_under(path: str, root: str) -> bool:
-    """Whether something was found in what was found at ``root``."""
+    """Whether something was found inside of what was found at ``root``."""
     return path == root or path.startswith((f"{root}.", f"{root}["))
 
 
@@ -369,7 +367,7 @@ def _is_unreadable(digest: Any) -> bool:
 
 
 def _is_other(before: Any, now: Any) -> bool:
-    """Whether something beside the module has changed; what can't be looked through may be shared by processes, and counts by itself."""
+    """Whether something besides the module has changed; parts that can't be searched may be shared by processes, and always count."""
     return bool(before[1:] != now[1:] if _is_unreadable(before) and _is_unreadable(now) else before != now)
 
 
@@ -379,7 +377,7 @@ def _is_partial(digest: Any) -> bool:
 
 
 def _length(value: Any) -> int:
-    """How many items an object has; 0 where it can't tell: a class has ``__len__`` for its instances, a stranger's may raise anything."""
+    """How many items an object has; 0 if unknown: a class has ``__len__`` for its instances, and a user's may raise anything."""
     try:
         return len(value)
     except Exception:

@@ -24,7 +24,7 @@ from lightning_autopar.state.objects.survey import ITEMS, Part, Survey
 
 
 class Unpacking:
-    """What was packed, about to be put into this process's objects.
+    """Puts what was packed into this process's objects.
 
     Args:
         data: of :func:`.packing.pack`.
@@ -79,7 +79,7 @@ class Unpacking:
         self._left_alone = {key for key, root in roots.items() if root[0] is not None and root not in only}
 
     def load(self) -> Any:
-        """Unpack, with this process's own objects in their places already filled."""
+        """Unpack, filling this process's own objects at their places."""
         if self._bytes:
             with self._file.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -104,13 +104,13 @@ class Unpacking:
         if found is None or type_name(type(found)) != name or type(found) in ATOMS:
             return None
         if id(found) in self._named or (self._survey.number(found) is not None and not _is_itself(path, part)):
-            return None  # there it is another one
+            return None  # in the other process it is another object
         return None if isinstance(found, deque) and found.maxlen != maker else found
 
     # -- the objects of a pickle -------------------------------------------------------------------------------------------------------
 
     def load_persistent(self, name: Any) -> Any:
-        """What stands for ``name`` here."""
+        """The object of ``name`` here."""
         if isinstance(name, int):
             return self._instead.get(name, self._target(name))
         kind, *rest = name
@@ -133,7 +133,7 @@ class Unpacking:
         return self._resolve(name)
 
     def _target(self, number: int) -> Any:
-        """This process's object of a number; None where another one may have it here."""
+        """This process's object with a number; None if another object may have that number here."""
         return None if self._survey.is_reached(number) and not self._reached else self._survey.target(number)
 
     def _node(self, key: int, made_of: Any = None, items: Any = None, fields: dict[str, Any] | None = None) -> Any:
@@ -205,7 +205,7 @@ class Unpacking:
         return tensor
 
     def _view_of(self, view: tuple[Any, ...], shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor | None:
-        """The same view of this process's tensor; None where that one isn't laid out as it was."""
+        """The same view of this process's tensor; None if that has another layout."""
         name, size_bytes, dtype, offset = view
         base = self._resolve(name)
         if not isinstance(base, Tensor) or not is_common(base) or str(base.dtype) != dtype or base.untyped_storage().nbytes() != size_bytes:
@@ -214,7 +214,7 @@ class Unpacking:
         return base.detach().as_strided(shape, stride, base.storage_offset() + offset)
 
     def _fits(self, twin: Any, layout: tuple[Any, ...], *, free: bool) -> bool:
-        """Whether a tensor of this process has its storage for itself, and that one is laid out as the packed one."""
+        """Whether a tensor of this process doesn't share its storage, and has the packed one's layout."""
         dtype, shape, stride, offset, (_, start, size_bytes, moved) = layout
         storage = twin.untyped_storage()
         return (
@@ -244,7 +244,7 @@ class Unpacking:
 
 
 def _is_itself(path: tuple[Any, ...], part: str) -> bool:
-    """Whether a place is an object from before itself."""
+    """Whether a place is itself an object from before."""
     return part == ITEMS and not path
 
 
@@ -270,7 +270,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def put(survey: Survey, part: Part, payload: Any) -> None:
-    """Give an object from before the fork a part as it was unpacked."""
+    """Give an object from before the fork an unpacked part."""
     number, attribute = part
     target = survey.target(number)
     if attribute != ITEMS:

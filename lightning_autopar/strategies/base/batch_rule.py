@@ -12,19 +12,19 @@ from lightning_autopar.strategies.base.run_plan import BatchRule
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a batch is to several devices, and who draws the random numbers of its samples.
+    """How several devices take a batch, and who draws the random numbers of its samples.
 
     Args:
         rule: "global" splits the user's batch over the devices; "per_device" gives each device batches of its own, as Lightning does.
         draws: Random numbers of a split batch, such as dropout's: "whole": each rank draws them for the whole batch and keeps those of its
-            samples, so that the run is that of one device; "per-rank": each draws for its own samples alone, from a stream of its own,
-            which is less work and another run, though as good a one.
-        despite: Refusals to overrule, by their names, so that plans are taken under which the run is another one than one device's:
-            "batch_norm" (a micro-batch's own statistics), "buffers" (each rank keeps what the step writes of its samples to buffers, as to
-            a memory bank) and "kept" (the same of attributes that the next step's loss depends on). The report and the run say so.
+            samples, so that the run is that of one device; "per-rank": each draws for its own samples alone, from a stream of its own; that
+            is less work, and as good a run, but not the same one.
+        despite: The names of refusals to overrule. Plans are then taken whose run differs from that on one device: "batch_norm" (each
+            micro-batch has its own statistics), "buffers" (each rank keeps only its own samples' values in buffers that the step writes,
+            such as a memory bank) and "kept" (the same for attributes that the next step's loss depends on). The report and the run say so.
 
     Raises:
-        ValueError: if it is no such thing, with the value, the bound and the remedy.
+        ValueError: if an argument isn't allowed, with the value, the bound and the remedy.
     """
 
     rule: BatchRule = "global"
@@ -48,6 +48,6 @@ class Batch:
         """The strategy's argument as a whole.
 
         Raises:
-            ValueError: if it is no such thing.
+            ValueError: if it isn't one.
         """
         return batch if isinstance(batch, Batch) else cls(rule=batch)

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-#: What gloo, NCCL and torch's stores say when the other end is gone: the words of a bystander, not of a culprit.
+#: Words of gloo, NCCL and torch's stores when their peer is gone: an exception with them follows from another worker's end.
 _ECHOES = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "process group", "tcpstore", "filestore", "timed out waiting")
 
-#: What an exception of a GPU's memory running out has besides: bytes by device id, of which the run needs more.
+#: The attribute of an exception for a GPU's full memory: bytes by device id, more than which the run needs.
 LACKED = "autopar_lacked_bytes"
 
-#: What torch and CUDA's libraries say when memory runs out, beside exceptions of their own for it.
+#: What torch and CUDA's libraries say when memory runs out, where they raise no exception class of their own.
 _SHORTAGES = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad alloc", "bad_alloc", "cublas_status_alloc_failed")
 
 
@@ -51,7 +51,7 @@ class Failure:
         pickled: the exception, or the nearest thing that can be pickled.
         text: its traceback as the worker would have printed it.
         echo: whether it reads like the consequence of another worker's end.
-        at_seconds: when it was raised, on the host's monotonic clock.
+        at_seconds: when it was raised, by the host's monotonic clock.
     """
 
     pickled: bytes
@@ -61,7 +61,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """What is to be said of ``error``; to be called where it was raised."""
+        """Describe ``error``; to be called in the process that raised it."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         said = str(error).lower()
         echo = isinstance(error, RuntimeError) and any(word in said for word in _ECHOES)
@@ -75,7 +75,7 @@ class Failure:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """The exception as it is, where its class can do that; else its parts, where they can; else its nearest base with its words."""
+    """The exception as it is where it can be pickled; else its parts where they can; else its nearest base class with its words."""
     whole = _dumped(error)
     if whole is not None and _same(error, whole, words=True):
         return whole
@@ -90,7 +90,7 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _loads(data: bytes) -> BaseException | None:
-    """The exception; None where a stranger's class doesn't let itself be rebuilt, whatever it raises."""
+    """The exception; None where the user's class can't be rebuilt, whatever it raises."""
     try:
         error: BaseException = pickle.loads(data)
     except Exception:
@@ -99,13 +99,13 @@ def _loads(data: bytes) -> BaseException | None:
 
 
 def _same(error: BaseException, data: bytes, *, words: bool) -> bool:
-    """Whether the bytes give the exception back, with the same words."""
+    """Whether unpickling the bytes gives the exception back, with the same words."""
     again = _loads(data)
     if again is None or type(again) is not type(error) or len(again.args) != len(error.args):
         return False
     try:
         return not words or str(again) == str(error)
-    except Exception:  # a stranger's __str__
+    except Exception:  # the __str__ of a user's class
         return False
 
 
@@ -130,7 +130,7 @@ def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, 
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors as they are on the CPU: the parent must not touch a GPU to read an exception."""
+    """Writes tensors as CPU tensors: the parent must not touch a GPU to read an exception."""
 
     def reducer_override(self, target: Any) -> Any:
         if isinstance(target, torch.Tensor) and target.device.type != "cpu":
@@ -139,7 +139,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _dumped(value: Any) -> bytes | None:
-    """The pickle, None where there is none. Any exception may come out of a stranger's ``__reduce__``: each means the same here."""
+    """The pickle; None where pickling fails: a user's ``__reduce__`` may raise any exception."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)

@@ -33,44 +33,45 @@ from lightning_autopar.text import format_bytes
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.run_plan import RunPlan
 
-#: Beside what is needed, or was seen to be: as much as the allocator is predicted to hold beyond its tensors (``planning/memory.py``).
+#: The share promised beyond what is needed or was used; the allocator is predicted to hold as much beyond its tensors
+#: (``planning/memory.py``).
 SLACK_SHARE = 0.1
 #: More is asked for when less than half of the slack is left.
 _LOW_SHARE = SLACK_SHARE / 2
-#: What a lease grows by when a run has run out of memory in it: how much it lacked nobody knows.
+#: By how much a lease grows after the run ran out of memory under it: nobody knows how much it lacked.
 _AFTER_SHORTAGE = 0.25
 #: Less isn't worth a lease.
 _LEAST_BYTES = 2 << 20
-#: Steps after which a usual one has been seen: the third is the first to begin with the optimizer's state there.
+#: Steps until a usual one has been seen: the third is the first that begins with the optimizer's state in memory.
 _SETTLED_STEPS = 3
-#: The same where nobody else is on the device, who could want it: batches of most lengths have been seen by then.
+#: The same where nobody else is on the device who could want the memory: by then batches of most lengths have been seen.
 _SETTLED_STEPS_ALONE = 50
-#: A device of which less is taken has nobody on it, even where the driver doesn't tell who is: it is what the driver keeps for itself.
+#: If less of a device is taken, nobody is on it, even where the driver names no processes: the driver takes that much itself.
 _DRIVERS_BYTES = 1 << 30
 _LOOK_SECONDS, _REFUSED_SECONDS = 1.0, 10.0
 
-#: Asks the ledger for so many more bytes.
+#: Asks the ledger for this many more bytes.
 Ask = Callable[[int], Held | Shortage | None]
 
 
 class Allocator(Protocol):
-    """A GPU's allocator, as far as growth is concerned."""
+    """What a GPU's allocator must tell and do for :class:`GpuLimit`."""
 
     def most_bytes(self) -> int:
-        """The most that it has held of the device so far."""
+        """The most bytes of the device that it has held so far."""
 
     def held_bytes(self) -> int:
-        """What tensors take now."""
+        """Bytes that tensors take now."""
 
     def free_bytes(self) -> int:
-        """What anybody could take of the device."""
+        """Bytes of the device that are free for anybody."""
 
     def cap(self, limit_bytes: int | None) -> None:
-        """Hold no more than that from now on; None: whatever there is."""
+        """From now on, hold at most so many bytes of the device; None: no limit."""
 
 
 class CudaAllocator:
-    """torch's. Its limit is a share of what CUDA says the device has (``CUDACachingAllocator.cpp``, ``setMemoryFraction``).
+    """torch's allocator. Its limit is a share of the device's memory by CUDA's count (``CUDACachingAllocator.cpp``, ``setMemoryFraction``).
 
     Args:
         device: as this process names it.
@@ -93,7 +94,7 @@ class CudaAllocator:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def cap(self, limit_bytes: int | None) -> None:
-        """See :class:`Allocator`. What the user has set, be it in ``PYTORCH_CUDA_ALLOC_CONF``, stays the most."""
+        """See :class:`Allocator`. A limit that the user set, also by ``PYTORCH_CUDA_ALLOC_CONF``, is never exceeded."""
         if self._users_share is None:
             ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # newer than the setter
             self._users_share = 1.0 if ask is None else float(ask(self._device))
@@ -108,9 +109,9 @@ class Lease:
 
     Args:
         device: its id.
-        base_bytes: what its run was promised for it: the prediction with its margin.
-        most_bytes: what it may come to: of what was free, what the user leaves to this run.
-        around_bytes: what of it lies outside of the allocator: the context, NCCL's buffers.
+        base_bytes: what the ledger promised the run for it: the prediction with its margin.
+        most_bytes: the most that it may grow to: the part of the free memory that the user leaves to this run.
+        around_bytes: the part of it outside of the allocator: the context, NCCL's buffers.
         alone: whether nobody else is on the device.
     """
 
@@ -122,7 +123,7 @@ class Lease:
 
 
 def target_bytes(lease: Lease, promised_bytes: int, used_bytes: int, *, settled: bool) -> int:
-    """What should be promised, by what is and what is used.
+    """The bytes that should be promised, judged by those that are promised and those that are used.
 
     Args:
         lease: what a process may have.
@@ -136,7 +137,7 @@ def target_bytes(lease: Lease, promised_bytes: int, used_bytes: int, *, settled:
     wanted = max(floor, int(used_bytes * (1 + SLACK_SHARE)))
     near = used_bytes * (1 + _LOW_SHARE) > promised_bytes
     if floor <= promised_bytes < wanted and not near:
-        return promised_bytes  # there is half of the slack yet
+        return promised_bytes  # at least half of the slack is left
     return max(lease.base_bytes, min(wanted, lease.most_bytes))
 
 
@@ -145,10 +146,10 @@ class GpuLimit:
 
     Args:
         lease: what it may have.
-        allocator: that is capped.
-        ask: the ledger for more; None where there are no leases, so that the cap stays where it is.
+        allocator: the one that is capped.
+        ask: asks the ledger for more; None where there are no leases, so that the cap never moves.
         clock: in seconds.
-        alone: whether still nobody else is on the device, where nobody was.
+        alone: whether nobody else is on the device yet; asked only where nobody was.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class GpuLimit:
         self._more: list[tuple[int, Held]] = []
         self._steps = 0
         self._again_at = float("-inf")
-        # What this process has on the device from before was no part of what was free when the run was promised its memory.
+        # What this process held on the device before wasn't free memory when the ledger promised the run its part.
         self._before_bytes = allocator.held_bytes()
         self._cap()
         self._adjust(settled=False)
@@ -180,7 +181,7 @@ class GpuLimit:
         return max(0, self.promised_bytes - self.lease.around_bytes) + self._before_bytes
 
     def step(self, *, steps: int = 1) -> None:
-        """Between two batches; by now so many more have been run."""
+        """To be called between two batches, after so many more of them."""
         self._steps += steps
         if self._ask is not None and self._clock() >= self._again_at:
             if self.lease.alone and not self._alone():
@@ -188,16 +189,15 @@ class GpuLimit:
             self._adjust(settled=self._steps > (_SETTLED_STEPS_ALONE if self.lease.alone else _SETTLED_STEPS))
 
     def release(self) -> None:
-        """The run is over: nothing is capped, and what was asked for is given back."""
+        """The run is over: lift the cap, and give back what the ledger added."""
         while self._more:
             self._more.pop()[1].release()
         self._ask = None
         self._allocator.cap(None)
 
     def lacked_bytes(self) -> int:
-        """What this process needs at least of the device, now that its allocator has failed: more than this.
-
-        All that was promised where the cap was in the way; where there was less on the device, as a stranger has taken it, what it had.
+        """The bytes that weren't enough, now that the allocator has failed: the run needs more of the device. That is all that was
+        promised, if the cap was reached; if others had taken the device's memory first, it is what the allocator had.
         """
         had = self._allocator.most_bytes()
         capped = self._allocator.free_bytes() >= self.limit_bytes - had
@@ -231,7 +231,7 @@ class GpuLimit:
             self._again_at = self._clock() + _REFUSED_SECONDS
 
     def _shrink(self, spare_bytes: int) -> None:
-        """Give back what can be given back whole; the cap comes first, so that nothing is taken that isn't promised any more."""
+        """Give back whole leases, after lowering the cap, so that the allocator never takes memory that isn't promised."""
         given = []
         while self._more and self._more[-1][0] <= spare_bytes:
             size, held = self._more.pop()
@@ -244,7 +244,7 @@ class GpuLimit:
 
 
 def gpu_limit_for(run_plan: RunPlan, rank: int, *, ledger: Ledger | None = None, allocator: Allocator | None = None) -> GpuLimit | None:
-    """The cap of a rank's allocator, by the lease of its run, or by what was free when the plan was made where there is none.
+    """The cap of a rank's allocator: by the run's lease; without a lease, by what was free when the plan was made.
 
     Args:
         run_plan: with the plan's prediction.
@@ -268,7 +268,7 @@ def gpu_limit_for(run_plan: RunPlan, rank: int, *, ledger: Ledger | None = None,
                 watch, lease = _Alone(ledger, device.id, leader), _lease(run_plan, device, needed)
                 lease = replace(lease, alone=watch.was(device) and watch())
                 return GpuLimit(lease, allocator, _asker(ledger, device.id, leader), alone=watch)
-        except (OSError, ValueError) as error:  # the process that planned has said so, too
+        except (OSError, ValueError) as error:  # the process that planned has logged it, too
             rank_zero_info(f"autopar: the leases of this host can't be read ({error}); the allocator is capped by what was free")
     if device.free_bytes >= device.total_bytes:
         return None
@@ -276,9 +276,8 @@ def gpu_limit_for(run_plan: RunPlan, rank: int, *, ledger: Ledger | None = None,
 
 
 def limit_after_out_of_memory(run_plan: RunPlan) -> dict[str, int]:
-    """What to ask for on each device of a plan that ran out of memory under its cap, where the devices have more; empty where they haven't.
-
-    Only of GPUs: what caps a plan on a CPU device isn't its lease.
+    """The bytes to ask for on each device after a plan ran out of memory under its cap; empty where the devices have no more. Only for
+    GPUs: a plan on a CPU device isn't capped by its lease.
     """
     found = {}
     for device in run_plan.devices:
@@ -286,14 +285,14 @@ def limit_after_out_of_memory(run_plan: RunPlan) -> dict[str, int]:
         if device.kind != "cuda" or needed is None:
             return {}
         wanted = min(int(needed * (1 + _AFTER_SHORTAGE)), _most(run_plan, device))
-        if wanted <= needed * (1 + SLACK_SHARE):  # it had as much
+        if wanted <= needed * (1 + SLACK_SHARE):  # the plan had as much
             return {}
         found[device.id] = wanted
     return found
 
 
 def shortage_words(run_plan: RunPlan, rank: int, gpu_limit: GpuLimit | None) -> str:
-    """What a run that ran out of memory was promised, predicted to need and had left to ask for, and what to do: one sentence."""
+    """One sentence for a run out of memory: what was promised and predicted, what it could still ask for, and what to do."""
     device = run_plan.devices[rank]
     predicted, needed = run_plan.reserved_bytes.get(device.id), run_plan.needed_bytes.get(device.id)
     said = [f"{format_bytes(device.free_bytes)} were free on {device.id} when it was planned"]
@@ -312,7 +311,7 @@ def _lease(run_plan: RunPlan, device: Device, needed: int) -> Lease:
 
 
 def _most(run_plan: RunPlan, device: Device) -> int:
-    """What the run may come to have of a device, whatever it needs: its budget when it was planned, with the user's limit and margin."""
+    """The most bytes of a device that the run may ever have: its budget when it was planned, by the user's limit and margin."""
     return max(run_plan.budgets.get(device.id, device.free_bytes), run_plan.needed_bytes.get(device.id, 0))
 
 
@@ -323,7 +322,7 @@ def _leader(ledger: Ledger, device: str, needed: int) -> int | None:
 
 
 class _Alone:
-    """Whether nobody but a run is on a device, or waits for it.
+    """Whether only one run is on a device, and nobody waits for it.
 
     Args:
         ledger: the host's.
@@ -335,12 +334,12 @@ class _Alone:
         self._ledger, self._device, self._leader = ledger, device, leader
 
     def was(self, device: Device) -> bool:
-        """By the driver, when the run was planned."""
+        """Whether the driver showed nobody else when the run was planned."""
         strangers = [process for process in device.processes if not process.own and not owners(process.pid, {self._leader})]
         return device.kind == "cuda" and not strangers and device.total_bytes - device.free_bytes < _DRIVERS_BYTES
 
     def __call__(self) -> bool:
-        """By the ledger, now."""
+        """Whether the ledger shows nobody else now."""
         try:
             leases = [lease for lease in self._ledger.leases() if self._device in lease.bytes]
             waits = any(place.wants.get(self._device, 0) for place in live_places(self._ledger.folder))
@@ -350,7 +349,7 @@ class _Alone:
 
 
 def _asker(ledger: Ledger, device: str, leader: int) -> Ask:
-    """Asks for more of a device. What this run has been promised and hasn't taken counts as anybody's: it is no room."""
+    """Asks the ledger for more of a device. Memory that this run was promised and hasn't taken yet isn't free."""
 
     def look() -> Room:
         found = probe()
@@ -359,7 +358,7 @@ def _asker(ledger: Ledger, device: str, leader: int) -> Ask:
     def ask(more_bytes: int) -> Held | Shortage | None:
         try:
             return ledger.claim({device: more_bytes}, look, run=f"slack of {leader}", within_seconds=0.1, part_of=leader)
-        except (OSError, ValueError):  # a full disk, say: then there is no more
+        except (OSError, ValueError):  # a full disk, say: then the run gets no more
             return None
 
     return ask

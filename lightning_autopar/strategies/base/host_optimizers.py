@@ -13,9 +13,10 @@ from weakref import WeakSet
 import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-#: Each element's update depends on its own gradient and state alone, so that any part of a parameter may be updated by itself.
+#: In these, an element's update depends on its own gradient and state alone, so that any part of a parameter can be updated by itself.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
-#: Of these torch has one pass over all of a parameter's tensors, vectorised on CPUs (``aten/src/ATen/native/cpu/Fused*Kernel.cpp``).
+#: These have a fused, vectorised kernel on CPUs, one pass over all of a parameter's tensors
+#: (``aten/src/ATen/native/cpu/Fused*Kernel.cpp``).
 FUSED: tuple[type[Optimizer], ...] = (Adagrad, Adam, AdamW, SGD)
 
 _PREPARED: WeakSet[Optimizer] = WeakSet()
@@ -24,28 +25,26 @@ _PREPARED: WeakSet[Optimizer] = WeakSet()
 def why_not(kind: type[Optimizer]) -> str | None:
     """Why an optimizer of this class can't update parts of parameters in host memory; None if it can.
 
-    Subclasses may have any ``step``, so that only torch's own classes are known.
+    A subclass may have any ``step``, so only torch's own classes are accepted.
     """
     if kind in ELEMENTWISE:
         return None
     names = ", ".join(known.__name__ for known in ELEMENTWISE)
     return (
-        f"{kind.__module__}.{kind.__qualname__} isn't known to update each element by itself, as parts of parameters in host memory "
-        f"need it; use one of torch.optim's {names}"
+        f"{kind.__module__}.{kind.__qualname__} isn't known to update each element by itself, which a plan with parts of parameters in "
+        f"host memory needs; use one of torch.optim's {names}"
     )
 
 
 def by_what(kind: type[Optimizer]) -> str:
-    """What updates on the host, in words for the report."""
+    """The report's words for what updates parameters on the host."""
     return f"torch's {'fused' if kind in FUSED else 'plain'} {kind.__name__}"
 
 
 def on_host(optimizer: Optimizer) -> Optimizer:
-    """The optimizer itself, its steps from now on by torch's fused kernel wherever parameters lie in host memory.
-
-    The groups' own options are changed for the time of a step only, so that schedulers and checkpoints see what the user chose. The
-    kernel computes in the parameter's type: in fp32 it equals the plain loop to reassociation, in 16 bits it would round less often, so
-    there the loop stays.
+    """Make the optimizer use torch's fused kernel, from now on, for parameters in host memory; returns the optimizer. The groups' options
+    are changed only during a step, so that schedulers and checkpoints see what the user chose. The kernel computes in the parameter's type:
+    in fp32 it equals the plain loop to reassociation; in 16 bits it would round less often, so the loop stays there.
 
     Raises:
         ValueError: if the optimizer can't update parts of parameters.
@@ -61,15 +60,15 @@ def on_host(optimizer: Optimizer) -> Optimizer:
 
 
 class _HostStep:
-    """Options that a step on the host needs, put into the groups before it and taken out after it."""
+    """Sets the options that a step on the host needs before the step, and takes them back after it."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Set them before the step, and again when its closure, Lightning's way to run backward, has made this step's gradients."""
+        """Set them before the step, and again when its closure, in which Lightning runs backward, has made this step's gradients."""
         self._set(optimizer)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer itself is the first one
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first argument is the optimizer itself
         if closure is None:
             return args, kwargs
 
@@ -84,22 +83,22 @@ class _HostStep:
         return args, {**kwargs, "closure": then_set}
 
     def _set(self, optimizer: Optimizer) -> None:
-        """Fused, and not capturable, which torch refuses on the host."""
-        self.after()  # of a step that failed
+        """Set the groups to fused, and not to capturable, which torch refuses on the host."""
+        self.after()  # left by a step that failed
         for group in optimizer.param_groups:
             options = _options(optimizer, group)
             self._kept.append((group, {name: group[name] for name in options}))
             group.update(options)
 
     def after(self, *_: Any) -> None:
-        """As the user had them."""
+        """Give the groups back the user's options."""
         for group, options in self._kept:
             group.update(options)
         self._kept.clear()
 
 
 def _options(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """What to change in a group for a step on the host; empty where it isn't there."""
+    """The options to change in a group for a step on the host; empty where its parameters aren't on the host."""
     if any(parameter.device.type != "cpu" for parameter in group["params"]):
         return {}
     options = {"capturable": False}
@@ -110,9 +109,8 @@ def _options(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _begins_in_part(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether some of a group's parameters get their momentum in this step and others have it: SGD's fused kernel takes all or none.
-
-    torch 2.13, ``sgd.py``, ``_fused_sgd``: what a parameter without a gradient in the steps before lacks ends in a TypeError.
+    """Whether only some of a group's parameters have their momentum before this step: SGD's fused kernel needs it for all or none. torch
+    2.13, ``sgd.py``, ``_fused_sgd``: a parameter that had no gradient in the steps before lacks it, and the kernel raises a TypeError.
     """
     if not isinstance(optimizer, SGD) or not group["momentum"]:
         return False

@@ -32,7 +32,7 @@ def exact_loader(
     broadcast: Callable[[Any], Any],
     alike: Callable[[int], bool] | None = None,
 ) -> ExactLoader | None:
-    """The user's own order with this rank's samples of each batch, resumable at any batch; None where a loader stays as it is.
+    """A loader of this rank's samples of each batch, in the user's order, resumable at any batch; None where the loader stays as it is.
 
     Args:
         dataloader: as Lightning processed it.
@@ -42,7 +42,7 @@ def exact_loader(
         broadcast: gives every rank the object that rank 0 called it with.
         alike: whether all ranks called it with the same number; a collective.
     """
-    # Several ranks go through one order of the samples, be it that each has its part or that all have the same.
+    # Several ranks go through one order of the samples, whether each has its part or all have the same.
     plan = run_plan.plan
     shares_order = plan.world_size > 1 and run_plan.batch == "global"
     if run_plan.batch == "per_device" or isinstance(dataloader, ExactLoader):
@@ -60,7 +60,7 @@ def exact_loader(
         whole_batches=trainer.predicting,
         sync=broadcast if shares_order and (trainer.training or not orders_alike(dataloader)) else None,
         progress=fit_progress(trainer) if trainer.training else None,
-        # Of several loaders nobody knows whether their samples draw; one rank loads all of them anyway.
+        # With several loaders it isn't known whether their samples draw random numbers; a single rank loads all samples anyway.
         load_all="samples" in draws or (run_plan.elastic and plan.data_ranks == 1),
         collate_all=splits and ("collate" in draws or collation in ("whole", None)),
         by_samples=collation is None and "collate" not in draws,
@@ -69,21 +69,21 @@ def exact_loader(
 
 
 class Dropped:
-    """Stands for the prediction of a batch that a rank only ran to keep the others company."""
+    """Replaces the prediction of a batch that a rank ran only so that all ranks run as many."""
 
 
 def put_together(values: list[Any], plan: Plan) -> Any:
-    """What ``predict`` returns of what each rank's gave; ranks of one replica, one after the other, have the same batches.
+    """What ``predict`` returns, made of each rank's results; the ranks of one replica, which are neighbours, have the same batches.
 
     Args:
         values: in rank order.
-        plan: that they predicted under.
+        plan: the one that ran.
     """
     return interleaved(values[:: plan.world_size // plan.data_ranks])
 
 
 def interleaved(values: list[Any]) -> Any:
-    """All ranks' predictions in the user's order: rank r has batches r, r + W, r + 2W, …; of each data loader where there are several."""
+    """All ranks' predictions in the user's order: rank r has batches r, r + W, r + 2W, … of each data loader."""
     first = values[0]
     if first is None:
         return None

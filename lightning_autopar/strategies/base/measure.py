@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def storages_by_kind(strategy: Strategy) -> dict[str, dict[int, int]]:
-    """Bytes by storage of all that a step finds there, by kind; of a CPU device also what is the host's."""
+    """The bytes of each storage that a step finds on the device, by kind; for a CPU device also those offloaded to the host."""
     found: dict[str, Iterable[Tensor]] = strategy.held_tensors()  # type: ignore[attr-defined]  # every engine has it
     return {kind: storage_sizes(each, strategy.root_device) for kind, each in found.items()}
 
 
 def held_tensors(strategy: Any) -> dict[str, Iterable[Tensor]]:
-    """What a step finds on a rank, by kind, where its engine keeps it in the module and the optimizers."""
+    """The tensors that a step finds on a rank, by kind, for engines that keep them in the module and the optimizers."""
     module = strategy.lightning_module
     assert module is not None
     tensors: dict[str, Iterable[Tensor]] = {
@@ -51,7 +51,7 @@ def held_tensors(strategy: Any) -> dict[str, Iterable[Tensor]]:
 
 
 def plan_of(strategy: Strategy) -> Plan:
-    """What an engine executes."""
+    """The plan that an engine executes."""
     plan: Plan = strategy.run_plan.plan  # type: ignore[attr-defined]  # every engine has one
     return plan
 
@@ -64,7 +64,7 @@ def optimizer_states(strategy: Strategy) -> Iterator[Tensor]:
 
 
 def held_on_host(strategy: Any) -> Iterator[Tensor]:
-    """What the plan offloads; between steps, when FSDP2's module has its shards."""
+    """The tensors that the plan offloads; to be called between steps, when FSDP2's module has its shards."""
     module, offload = strategy.lightning_module, plan_of(strategy).offload
     assert module is not None
     if "parameters" in offload:
@@ -75,7 +75,7 @@ def held_on_host(strategy: Any) -> Iterator[Tensor]:
 
 
 def held_gradients(strategy: Any) -> Iterator[Tensor]:
-    """The optimizers' parameters come first: under FSDP2 the module holds others while it is gathered."""
+    """The gradients, those of the optimizers' parameters first: under FSDP2 the module has other parameters while it is gathered."""
     module = strategy.lightning_module
     assert module is not None
     groups = chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in strategy.optimizers)
@@ -85,12 +85,12 @@ def held_gradients(strategy: Any) -> Iterator[Tensor]:
 
 
 def here(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Those that this rank has, of a module whose stages lie on several."""
+    """Those tensors that this rank has; under a pipeline other ranks have the rest."""
     return (tensor for tensor in tensors if not is_absent(tensor))
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Those inside of nested containers, as LBFGS and Shampoo keep them."""
+    """The tensors inside of nested containers, in which LBFGS and Shampoo keep them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -100,11 +100,11 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-#: Steps that say nothing: the first has no optimizer state, the second frees nothing of what a steady step holds from the one before.
+#: Steps that aren't measured: the first has no optimizer state, and the second doesn't free what a later step frees of the step before.
 _WARM_UP = 2
-#: As many steps are recorded on CPU devices: whatever the first one frees of the time before is freed in the second in the record's sight.
+#: How many steps are recorded on CPU devices. The first frees tensors from before the record; the second frees only recorded ones.
 _RECORDED = 2
-#: An evaluation between the two spoils a record. After so many, a run goes without.
+#: An evaluation between the recorded steps spoils the record. After so many spoilt ones, no further step is recorded.
 _TRIES = 3
 #: Where a step is: its forward is over, its backward begins, its gradients are complete.
 Point = Literal["forward", "backward", "gradients"]
@@ -119,15 +119,15 @@ class Measured:
             ``max_memory_allocated``). None where the run was too short, the user profiled, or a GPU had held more before the run.
         step_seconds: median of a step; None where the run was too short.
         step_spread: range of the middle half of the steps' seconds, over the median; None of fewer than four steps.
-        waited_share: the share of their time that the process's threads were ready to run while steps were measured, and had no core; None
-            where the run was too short or the kernel doesn't tell.
+        waited_share: the share of the measured time in which the process's threads were ready to run and had no core; None where the run
+            was too short or the kernel doesn't tell.
         bytes: what held a training step's peak: ``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"buffers"``, and ``"rest"``, which is
             activations, temporaries, communication and input. Without ``"gradients"`` where those can't be told from the rest. Empty where
             the step's peak isn't known: on a GPU if something before the first step took more.
         reserved_bytes: on a GPU the most that torch's allocator held of the device (``max_memory_reserved``).
-        context_bytes: on a GPU what the process holds beside that, as the driver counts it; None where it doesn't tell.
-        host_bytes: on a CPU device the most that was in the host's memory at once of what the plan offloads, and of the optimizer's work on
-            it; in no other figure. 0 where nothing is offloaded, None where it wasn't measured.
+        context_bytes: on a GPU what the process holds besides, as the driver counts it; None where the driver doesn't tell.
+        host_bytes: on a CPU device the most bytes at once that the plan's offloading, and the optimizer's work on it, took of the host's
+            memory; no other figure contains them. 0 where nothing is offloaded, None where it wasn't measured.
     """
 
     peak_bytes: int | None = None
@@ -140,15 +140,15 @@ class Measured:
     host_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``strategy.measured`` has it for each device."""
+        """The dictionary that ``strategy.measured`` has for each device."""
         return asdict(self)
 
 
 class Meter:
-    """Collects the times of step boundaries, and what the steps after the second one hold.
+    """Collects the times of step boundaries, and the bytes that steps after the second one hold.
 
     A CPU device has no counter of its own: two steps run under a :class:`lightning_autopar.memory.allocation_recorder.AllocationRecorder`.
-    A GPU's allocator counts by itself, and is only asked.
+    A GPU's allocator has counters of its own, which are read.
 
     Args:
         device_id: the device's id in the inventory.
@@ -160,13 +160,13 @@ class Meter:
         self._runs = False
         self._begun = 0
         self._recorder = AllocationRecorder()
-        #: Whether it runs; asked at every step, of which it sees two.
+        #: Whether it runs now; read at every step, though only two are recorded.
         self._recording = False
         self._recorded = 0
         self._tries = 0
         self._quiet = Exits()
         self._gpu: GpuSteps | None = None
-        self._before = (0, 0)  # a GPU's counters when the run began: they are the user's as well, and aren't set back
+        self._before = (0, 0)  # a GPU's counters when the run began: the user may read them too, so they aren't reset
         self._peak_bytes: int | None = None
         self._bytes: dict[str, int] = {}
         self._reserved_bytes: int | None = None
@@ -188,12 +188,12 @@ class Meter:
         )
 
     def begin(self, device: torch.device) -> None:
-        """The run begins: the module is about to go to its device."""
+        """Called when the run begins and the module is about to go to its device."""
         if device.type == "cuda" and torch.cuda.is_initialized():
             self._before = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
     def boundary(self, strategy: Strategy, batch_idx: int) -> None:
-        """The step of this batch starts now, and with it the one before has ended."""
+        """The step of this batch starts now, which ends the step before."""
         self._end_step(strategy)
         if strategy.root_device.type == "cuda":
             if self._begun == 0:
@@ -205,7 +205,7 @@ class Meter:
         self._clock.start(strategy.root_device)
 
     def note(self, strategy: Any, point: Point) -> None:
-        """The running step has come so far; costs nothing outside of the steps that are measured."""
+        """The running step has come to this point; costs nothing in steps that aren't measured."""
         if self._recording:
             self._recorder.note(
                 gradients=storage_sizes(strategy.held_gradients(), strategy.root_device),
@@ -215,23 +215,23 @@ class Meter:
             self._note_on_gpu(strategy, point)
 
     def pause(self, strategy: Strategy) -> None:
-        """What follows belongs to no step."""
+        """The time from here on belongs to no step."""
         self._end_step(strategy)
         self._abandon()
 
     def finish(self, strategy: Strategy) -> None:
-        """The steps are over; what comes of them is known after this. Does nothing more when called again."""
+        """The steps are over; their results are known after this. A second call does nothing."""
         self.pause(strategy)
         self._clock.wait()
         self._ask(strategy.root_device)
 
     def stop(self, strategy: Strategy) -> None:
-        """The run is over, however it came about: read what can only be read now."""
+        """The run is over, well or not: read what can only be read now."""
         self._abandon()
         self._ask(strategy.root_device)
 
     def _end_step(self, strategy: Strategy) -> None:
-        """If one is running: take its time, unless it is one of those that say nothing, and see whether the record is complete."""
+        """End the running step, if any: take its time unless it is a warm-up step, and see whether the record is complete."""
         if not self._runs:
             return
         self._runs = False
@@ -261,7 +261,7 @@ class Meter:
         if not self._recording:
             self._abandon()
         elif plan_of(strategy).offload:
-            # Whichever object steps: an engine may put another in the place of the user's.
+            # Patch the object that steps: an engine may have replaced the user's.
             updates = _Updates(self._recorder)
             self._quiet.callback(register_optimizer_step_pre_hook(updates.begin).remove)
             self._quiet.callback(register_optimizer_step_post_hook(updates.end).remove)
@@ -279,7 +279,7 @@ class Meter:
         self._host_bytes = recording.host_bytes
 
     def _abandon(self) -> None:
-        """Stop recording; what came of it so far is no figure."""
+        """Stop recording, and drop what was recorded."""
         if self._recording:
             self._recorder.abandon()
             self._recording = False
@@ -294,7 +294,7 @@ class Meter:
 
     def _ask(self, device: torch.device) -> None:
         if device.type == "cuda" and torch.cuda.is_initialized():
-            # A counter that hasn't risen since the run began tells of what was before, unless as much is there now.
+            # A counter that hasn't risen since the run began shows memory from before the run, unless as much is allocated now.
             peak_bytes, reserved_bytes = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
             self._peak_bytes = peak_bytes if peak_bytes > self._before[0] else None
             held = peak_bytes > self._before[0] and reserved_bytes == torch.cuda.memory_reserved(device)
@@ -305,10 +305,10 @@ class Meter:
 
 
 class StepClock:
-    """Seconds of steps: the host's time where the host computes; on a GPU the device's own, as the host runs ahead of it.
+    """Measures the seconds of steps: the host's time where the host computes; on a GPU the device's time, as the host runs ahead of it.
 
-    On a GPU each step's ends are events in the device's current stream, which are read when the device has passed them. Nobody waits for it
-    but :meth:`wait`.
+    On a GPU each step begins and ends with an event in the device's current stream, read when the device has passed it. Only :meth:`wait`
+    waits for the device.
 
     Args:
         event: makes a GPU's event; torch's own unless given.
@@ -318,7 +318,7 @@ class StepClock:
         self._event = event or partial(torch.cuda.Event, enable_timing=True)
         self._seconds: list[float] = []
         self._begun: Any = None
-        #: The threads' times when the first step that is measured began, and after the last one.
+        #: The threads' times when the first measured step began, and after the last one.
         self._threads_before: dict[str, tuple[int, int]] | None = None
         self._threads_after: dict[str, tuple[int, int]] | None = None
         self._ahead: deque[tuple[Any, Any]] = deque()
@@ -328,7 +328,7 @@ class StepClock:
         self._begun = self._now(device)
 
     def stop(self, device: torch.device) -> None:
-        """It has ended, as far as the host is concerned."""
+        """The step has ended on the host."""
         now = self._now(device)
         if self._threads_before is None:
             self._threads_before = thread_times()
@@ -346,7 +346,7 @@ class StepClock:
             self._read()
 
     def median_seconds(self) -> float | None:
-        """Of the steps that are over; None before there are any."""
+        """The median of the steps that are over; None before there are any."""
         return statistics.median(self._seconds) if self._seconds else None
 
     def spread(self) -> float | None:
@@ -370,25 +370,25 @@ class StepClock:
         return event
 
     def _read(self) -> None:
-        """Take in what the device has passed by now."""
+        """Read the events that the device has passed by now."""
         while self._ahead and self._ahead[0][1].query():
             begun, ended = self._ahead.popleft()
             self._seconds.append(begun.elapsed_time(ended) * 1e-3)
 
 
 class _Updates:
-    """Tells a recorder when an offloaded optimizer works: in its step, but for the closure, in which Lightning runs forward and backward.
+    """Tells a recorder when an offloaded optimizer works: in its step, except in the closure, where Lightning runs forward and backward.
 
     Args:
-        recorder: that runs.
+        recorder: the one that runs.
     """
 
     def __init__(self, recorder: AllocationRecorder) -> None:
         self._recorder = recorder
-        self._open: list[bool] = []  # of each step within another, whether the host works
+        self._open: list[bool] = []  # for each nested step, whether the host works
 
     def begin(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before a step; what it is called with instead, if that differs."""
+        """Called before a step; returns other arguments for the step, if they change."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._open.append(False)
         if closure is None:
@@ -404,7 +404,7 @@ class _Updates:
         return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": run})
 
     def end(self, *_: Any) -> None:
-        """After it."""
+        """Called after the step."""
         self._set(False)
         self._open.pop()
 
@@ -417,7 +417,7 @@ class _Updates:
 class GpuSteps:
     """Which part of a training step makes the peak of a GPU's allocator, and which gradients are there then.
 
-    The counter can't be set back, since it is the user's as well; so a part is known to make the peak if the counter rises in it.
+    The counter can't be reset, since the user may read it too; so a part makes the peak if the counter rises during it.
 
     Args:
         peak_bytes: the counter before the first step.
@@ -430,7 +430,7 @@ class GpuSteps:
         self._at_peak: int | None = None
 
     def note(self, point: Point | None, peak_bytes: int, gradient_bytes: int) -> None:
-        """The part before this point is over; None: the step is.
+        """The part before this point is over; None: the whole step is.
 
         Args:
             point: where the step is.
@@ -439,11 +439,11 @@ class GpuSteps:
         """
         if peak_bytes > self._peak_bytes:
             self._peak_bytes, self._risen = peak_bytes, True
-            self._at_peak = None if point == "gradients" else self._there  # in the middle of backward nobody can tell
+            self._at_peak = None if point == "gradients" else self._there  # during backward nobody knows which
         self._there = gradient_bytes
 
     def bytes(self, held: Mapping[str, int]) -> dict[str, int]:
-        """The peak by what holds it; nothing if it wasn't a step that made it.
+        """The bytes at the peak, by kind; empty if the peak wasn't in a step.
 
         Args:
             held: parameters, optimizer states and buffers.
@@ -469,7 +469,7 @@ def _process_bytes(device_id: str) -> int | None:
 
 
 def _settled(strategy: Strategy, batch_idx: int) -> bool:
-    """Whether the steps from this batch on are as all later ones: with accumulated gradients the batch before the optimizer steps."""
+    """Whether steps from this batch on hold what all later ones hold: with accumulated gradients, from the last batch of a window."""
     module = strategy.lightning_module
     assert module is not None
     trainer = module.trainer

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class EngineMixin(Strategy):
     """Splits the user's batch over the ranks so that the run computes what one device would.
 
-    Gradients, logged values, BatchNorm statistics and random draws are those of the whole batch; see the modules of their names.
+    Gradients, logged values, BatchNorm statistics and random draws are those of the whole batch; each has a module of its name.
     """
 
     run_plan: RunPlan
@@ -56,17 +56,17 @@ class EngineMixin(Strategy):
         self.run_plan = run_plan
         #: Whether a batch is split at all.
         self.splits = run_plan.plan.data_ranks > 1 and run_plan.batch == "global"
-        #: Whether a rank's batch is worked off in parts, one after the other.
+        #: Whether a rank runs its batch in parts, one after the other.
         self.in_parts = run_plan.plan.micro_batches > 1
         self._share: BatchShare | None = None
-        #: Of how many samples the loader made the batch that is worked on, where this rank has all of them.
+        #: How many samples the current batch was made of, where this rank has all of them.
         self._samples: int | None = None
         self._exit: ExitStack = Exits()
         self._draws: GlobalDraws | None = None
         self._logging: GlobalLogging | None = None
         self._micro: MicroBatches | None = None
         self._drawing = False
-        self._stepping = False  # through the parts of a batch
+        self._stepping = False  # while the parts of a batch run
         self._in_backward = False
         self._resumed = 0
         self._resumption: resume.Resumption | None = None
@@ -76,7 +76,7 @@ class EngineMixin(Strategy):
         self._saved_gradients: dict[str, Tensor] = {}
         #: Whether the state is saved between two batches rather than in a hook.
         self.at_boundary = False
-        #: What this rank may take of its GPU; None where nothing says.
+        #: What this rank may take of its GPU; None where nothing limits it.
         self.gpu_limit: GpuLimit | None = None
         #: How an elastic run came to this plan.
         self.plan_changes = PlanChanges()
@@ -97,7 +97,7 @@ class EngineMixin(Strategy):
         return None
 
     def share(self) -> BatchShare | None:
-        """This rank's part of the batch that is being worked on, None between batches and where batches aren't split."""
+        """This rank's part of the current batch; None between batches and where batches aren't split."""
         return self._share
 
     # -- data --------------------------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class EngineMixin(Strategy):
             torch.empty(1, device=self.root_device)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Hand out the user's own order: this rank's samples of each batch, resumable at any batch."""
+        """Give Lightning a loader in the user's order, with this rank's samples of each batch, resumable at any batch."""
         dataloader = super().process_dataloader(dataloader)
         trainer = self._trainer
         loader = exact_loader(dataloader, trainer, self.run_plan, rank=self._rank, broadcast=self.broadcast, alike=self._alike)
@@ -125,20 +125,20 @@ class EngineMixin(Strategy):
         return loader
 
     def _alike(self, number: int) -> bool:
-        """Whether all ranks have the same number; each calls this."""
+        """Whether all ranks have the same number; a collective."""
         word = torch.tensor([number, -number])
         dist.all_reduce(word, dist.ReduceOp.MAX, group=None if self._logging is None else self._logging.host_group)
         return int(word[0]) == -int(word[1])
 
     def _resume_loader(self, trainer: Trainer, loader: ExactLoader) -> None:
-        """Give a training loader its saved state; Lightning does so too, but not where the saved epoch was over."""
+        """Give a training loader its saved state; Lightning does that too, except where the saved epoch was over."""
         states = trainer.fit_loop._combined_loader_states_to_load
         if self._resumed < len(states) and is_loader_state(states[self._resumed]):
             loader.load_state_dict(states[self._resumed])
         self._resumed += 1
 
     def _limit_predictions(self, trainer: Trainer, dataloader: object) -> None:
-        """Read ``limit_predict_batches`` as batches of all ranks together, for each loader anew: the loop applies it right after this."""
+        """Read ``limit_predict_batches`` as batches of all ranks together, for each loader: right after this, the loop applies it."""
         if self._asked_predictions is None:
             self._asked_predictions = trainer.limit_predict_batches
             self._exit.callback(setattr, trainer, "limit_predict_batches", self._asked_predictions)
@@ -174,7 +174,7 @@ class EngineMixin(Strategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _current_loaders(self, dataloader_idx: int) -> list[ExactLoader]:
-        """The loaders that the current batch came from; of several at once those that aren't exhausted."""
+        """The loaders that the current batch came from; where there are several, those that aren't exhausted."""
         trainer = self._trainer
         combined = getattr(trainer.fit_loop if trainer.training else trainer._active_loop, "_combined_loader", None)
         if combined is None:
@@ -184,16 +184,16 @@ class EngineMixin(Strategy):
         return [loader for loader in loaders if isinstance(loader, ExactLoader) and loader.shares]
 
     def batch_arrives(self) -> None:
-        """The batch's share is known, and its transfer is about to begin: what its hooks draw is the batch's."""
+        """The batch's share is known, and its transfer begins: random draws in the transfer's hooks belong to the batch."""
         if self._share is not None and self._draws is not None:
             self._draws.begin()
 
     # -- the step ----------------------------------------------------------------------------------------------------------------------
 
     def connect(self, model: Any) -> None:
-        """The trainer's first word in a run: from here on its loggers hear of the plan, with the hyperparameters of a training run."""
+        """The first call of a run: from here on, the loggers of a training run get the plan along with the hyperparameters."""
         super().connect(model)
-        rehearses = model._trainer is None  # a step is tried before there is a run
+        rehearses = model._trainer is None  # a rehearsal runs a step before there is a run
         if not rehearses and self._trainer.state.fn == TrainerFn.FITTING:
             self._exit.enter_context(hyperparameters_added(self._trainer, hyperparameters(self.run_plan)))
 
@@ -206,7 +206,7 @@ class EngineMixin(Strategy):
         if self.run_plan.batch == "global" and self.run_plan.plan.world_size > 1:
             self._exit.enter_context(loaders_of_one_device(trainer, without_group))
         if self.splits:
-            self._layer_sync = None  # Lightning's knows CUDA only; ours replaces it
+            self._layer_sync = None  # Lightning's layer sync works on CUDA only; ours replaces it
             synchronise_batch_norm(module, self._share_for_draws, self.data_group)
             self._exit.callback(restore_batch_norm, module)
         if self.splits or self.in_parts:
@@ -214,7 +214,7 @@ class EngineMixin(Strategy):
         super().setup(trainer)
 
     def prepare_steps(self, trainer: Trainer) -> None:
-        """Make what the steps of a batch that isn't run whole have around them: logging, draws, and how its parts run."""
+        """Make the objects around the steps of a split batch: for logging, draws, and running the batch's parts."""
         rules = self.run_plan.log_rules
         kept = self.run_plan.kept_rules
         self._logging = GlobalLogging(trainer, self.share, device=self.root_device, rules=rules, kept=kept, parts=self.in_parts)
@@ -239,15 +239,15 @@ class EngineMixin(Strategy):
     def wait_for_peers(self) -> None:
         """Wait until the GPU has done what this rank has begun, and until all ranks have come here; every rank calls it before it ends.
 
-        NCCL's calls return when they are enqueued. A process that ends before they are done takes its part of a gather from its peers,
-        which wait for it for ever.
+        NCCL's calls return when they are enqueued. If a process ends before they are done, its part of a gather never comes, and its peers
+        wait for ever.
         """
         if self.root_device.type == "cuda":
             torch.cuda.synchronize(self.root_device)
         self.barrier()
 
     def explain(self, error: BaseException) -> None:
-        """Where a GPU's memory ran out: say with the exception what was promised and predicted, and what to do."""
+        """If a GPU's memory ran out, add to the exception what was promised and predicted, and what to do."""
         device = self.run_plan.devices[self._rank]
         if device.kind == "cuda" and out_of_memory(error):
             error.add_note(shortage_words(self.run_plan, self._rank, self.gpu_limit))
@@ -255,40 +255,40 @@ class EngineMixin(Strategy):
                 vars(error)[LACKED] = {device.id: self.gpu_limit.lacked_bytes()}
 
     def _share_for_draws(self) -> BatchShare | None:
-        """The share from the batch's transfer to the end of its backward; None outside, where draws are no part of the batch."""
+        """The share, from the batch's transfer to the end of its backward; None at other times, when draws don't belong to a batch."""
         if not self._drawing:
             return None
         return self._share if self._micro is None or self._micro.part is None else self._micro.part
 
     def release(self) -> None:
         """Make the module whole and plain again, for what comes after the run; where ranks have parts of it, a collective."""
-        own: Any = super()  # an engine's own class stands behind this one; where it says nothing, the module is so already
+        own: Any = super()  # the engine's class comes next in the order of bases; if it has no release(), the module is whole already
         if hasattr(own, "release"):
             own.release()
 
     @property
     def holders(self) -> int:
-        """How many ranks, the first ones, have the module's state together, each its own part of it."""
+        """How many ranks, from rank 0 on, together have the module's state, each a part of it."""
         return 1
 
     def hand_over(
         self, module: Any, optimizers: list[Any], *, keep: bool, affordable: Callable[[int], bool]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The module's state and the optimizers', for the process that started the run; a collective.
+        """The states of the module and of the optimizers, for the process that started the run; a collective.
 
         Args:
-            module: that was trained.
+            module: the trained one.
             optimizers: the user's.
             keep: whether this rank's are wanted.
-            affordable: says whether that process takes the optimizers' states, if so many ranks have as much of them as this one; if not
-                there are none.
+            affordable: says whether that process can take the optimizers' states, if so many ranks each have as much of them as this one;
+                if not, none are returned.
         """
         state = whole_state_dict(module, keep=keep)
         return state, [whole_optimizer_state(each, keep=keep) for each in optimizers] if affordable(1) else []
 
     def held_tensors(self) -> dict[str, Iterable[Tensor]]:
         """What a step finds on this rank, by kind: ``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"buffers"``; on a CPU device also
-        what is the host's.
+        what is offloaded to the host.
         """
         return measure.held_tensors(self)
 
@@ -297,20 +297,20 @@ class EngineMixin(Strategy):
         return measure.held_gradients(self)
 
     def held_on_host(self) -> Iterator[Tensor]:
-        """What the plan offloads; between steps."""
+        """The tensors that the plan offloads; to be called between steps."""
         return measure.held_on_host(self)
 
     def new_gradients_on_host(self) -> Iterator[Tensor]:
-        """Gradients in host memory that came about in this step."""
+        """Gradients in host memory that this step has made."""
         return iter(())
 
     def before_last_part(self) -> AbstractContextManager[None]:
-        """Around forward and backward of a part of the batch that isn't its last one."""
+        """The context for forward and backward of each part of the batch but the last."""
         return nullcontext()
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Around each of the user's steps."""
+        """The context of each of the user's steps."""
         if self._share is None or self._logging is None:
             yield
             return
@@ -334,7 +334,7 @@ class EngineMixin(Strategy):
 
     @contextmanager
     def _own_backward(self) -> Iterator[None]:
-        """Around a step of manual optimization, in which the user may call ``loss.backward()`` past Lightning."""
+        """The context of a step of manual optimization, in which the user may call ``loss.backward()`` without Lightning."""
         module = self.lightning_module
         if self._share is None or module is None or module.automatic_optimization:
             yield
@@ -343,7 +343,7 @@ class EngineMixin(Strategy):
             yield
 
     def exchange_gradients(self, reached: list[Parameter]) -> None:
-        """A backward pass of the user's own is over, which brought gradients to these; sharded ones have been reduced in it."""
+        """The user's own backward pass is over, and these parameters got gradients; it has reduced those of sharded parameters already."""
 
     def _step_in_parts(self, micro: MicroBatches, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._share = self._share or micro.share(args[0], self._samples)
@@ -381,7 +381,7 @@ class EngineMixin(Strategy):
         return output
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """The gradients of earlier parts of the batch come to light before its last part's backward."""
+        """Put the gradients of the batch's earlier parts in place before the last part's backward."""
         if self._micro is not None and not self._stepping and not self._micro.gradients.watched:
             self._micro.gradients.take_up()
         self.meter.note(self, "backward")
@@ -389,7 +389,7 @@ class EngineMixin(Strategy):
         super().pre_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """The gradients are there, and after those of the whole batch nothing more is drawn for it."""
+        """Gradients are complete; after those of the whole batch, draws don't belong to the batch any more."""
         super().post_backward(closure_loss)
         self._in_backward = False
         self.meter.note(self, "gradients")
@@ -402,12 +402,12 @@ class EngineMixin(Strategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """A snapshot is loaded into module and optimizers as they are under this plan."""
+        """Restore after setup: a snapshot is loaded into module and optimizers as this plan lays them out."""
         return self.run_plan.from_snapshot or super().restore_checkpoint_after_setup
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """A snapshot brings the optimizers' states itself."""
+        """Whether Lightning restores the optimizers: not from a snapshot, which does so itself."""
         return not self.run_plan.from_snapshot and super().lightning_restore_optimizer
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -424,16 +424,15 @@ class EngineMixin(Strategy):
         resume.lay_aside(self._trainer, checkpoint, splits=self.splits, at_boundary=self.at_boundary)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write one ordinary ``.ckpt``, with what it takes to go on exactly where plain Lightning doesn't look.
-
-        The user's hooks were given the dictionary itself, so that nothing is added to it: only to what is written.
+        """Write one ordinary ``.ckpt``; what it takes to go on exactly is stored where plain Lightning doesn't look. The user's hooks got
+        the dictionary itself, so it stays as it is; the additions go into a copy that is written.
         """
         checkpoint = dict(checkpoint)
         self.complete_checkpoint(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Of a snapshot the weights are loaded already."""
+        """Load the weights, except from a snapshot, whose weights are loaded already."""
         if not self.run_plan.from_snapshot:
             super().load_model_state_dict(checkpoint, strict)
 
@@ -453,7 +452,7 @@ class EngineMixin(Strategy):
         super().on_train_batch_start(batch, batch_idx)
 
     def on_train_start(self) -> None:
-        """The loops are about to go on where a checkpoint was saved, if the run is a resumed one."""
+        """Called before the loops begin; a resumed run goes on where its checkpoint was saved."""
         if self.before_loops is not None:
             self.before_loops()
         if self._resumption is not None:
@@ -464,7 +463,7 @@ class EngineMixin(Strategy):
         super().on_train_start()
 
     def on_validation_end(self) -> None:
-        """The first validation of a resumed run may be one that was due when the checkpoint was saved."""
+        """Called after a validation; a resumed run's first one may have been due when the checkpoint was saved."""
         if self._resumption is not None and self._trainer.state.fn == TrainerFn.FITTING:
             resume.validated(self._trainer, self._resumption)
             self._resumption = None
@@ -488,10 +487,10 @@ class EngineMixin(Strategy):
 
 
 class SplitMixin(EngineMixin):
-    """Of an engine whose ranks average the gradients of their parts of a batch."""
+    """For engines whose ranks average the gradients of their parts of a batch."""
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Weigh this rank's mean by its samples, so that the ranks' average is the whole batch's mean."""
+        """Weight this rank's mean by its number of samples, so that the ranks' average is the whole batch's mean."""
         if self._share is not None and self._share.weight != 1.0:
             closure_loss = closure_loss * self._share.weight
         return super().backward(closure_loss, optimizer, *args, **kwargs)

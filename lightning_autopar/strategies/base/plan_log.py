@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChange:
-    """From one plan to another, or from a failure to the same one.
+    """A change from one plan to another, or back to the same plan after a failure.
 
     Args:
         from_plan: its title; ``to_plan`` likewise.
         from_devices: its devices in short; ``to_devices`` likewise.
         reason: why, in words.
-        left_at: when the last batch under the old plan began, on the host's monotonic clock; None where it never came to one.
+        left_at: when the last batch under the old plan began, by the host's monotonic clock; None where the old plan began no batch.
     """
 
     from_plan: str
@@ -41,12 +41,12 @@ class PlanChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """When a change was over.
+    """The first batch after a change.
 
     Args:
         number: of the change, from 1.
         step: the trainer's global step at the first batch under the new plan.
-        pause_seconds: from the last batch under the old plan to that; None where the old one never came to a batch.
+        pause_seconds: from the last batch under the old plan to this one; None where the old plan began no batch.
     """
 
     number: int
@@ -71,14 +71,14 @@ class PlanChanges:
         return self.folder / "arrivals.jsonl"
 
     def arrivals(self) -> dict[int, Arrival]:
-        """Those that were noted, by number; a change whose workers ended before their first batch has none."""
+        """The recorded arrivals, by number; a change whose workers ended before their first batch has none."""
         if not self._path.is_file():
             return {}
         found = (Arrival(**json.loads(line)) for line in self._path.read_text(encoding="utf-8").splitlines())
         return {arrival.number: arrival for arrival in found}
 
     def arrive(self, step: int) -> Arrival:
-        """Rank 0 at its first batch: the latest change is over."""
+        """Called by rank 0 at its first batch: the latest change is over."""
         assert self.changes, "there was a change"
         left_at = self.changes[-1].left_at
         pause = None if left_at is None else max(0.0, time.monotonic() - left_at)
@@ -98,7 +98,7 @@ class PlanChanges:
 
 
 def hyperparameters(run_plan: RunPlan) -> dict[str, Any]:
-    """The plan and its prediction, by names that a user's own hyperparameters won't have."""
+    """The plan and its prediction, under names that no user's hyperparameter has."""
     plan = run_plan.plan
     found: dict[str, Any] = {
         "autopar/plan": plan.title(),
@@ -111,7 +111,7 @@ def hyperparameters(run_plan: RunPlan) -> dict[str, Any]:
 
 
 def predictions(candidate: Candidate | None) -> dict[str, float]:
-    """Seconds of a step, and bytes on the fullest device; what isn't predicted isn't there."""
+    """The predicted seconds of a step and bytes on the fullest device; values that aren't predicted are left out."""
     found: dict[str, float] = {}
     if candidate is not None and candidate.seconds is not None:
         found["autopar/predicted_step_seconds"] = candidate.seconds.step

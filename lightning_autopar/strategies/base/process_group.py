@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy
     from torch.distributed import Store
 
-#: Where the parent tells its forked workers which file they meet at. A file needs no port that somebody else could take in between.
+#: The variable in which the parent names the file where its forked workers meet. Unlike a port, nobody else can take a file in between.
 RENDEZVOUS_FILE = "AUTOPAR_RENDEZVOUS_FILE"
-#: Where processes that weren't forked meet, if not as the environment says.
+#: Where processes that weren't forked meet, if not where the environment says.
 _store: Store | None = None
 #: How many groups this process has joined.
 _joined = 0
 
 
 def meet_at(store: Store) -> None:
-    """Have this process's group formed at a store that no earlier processes have used."""
+    """Let this process form its group at a store that no earlier processes have used."""
     global _store
     _store = store
 
@@ -35,15 +35,15 @@ def meet_at(store: Store) -> None:
 def join_group(strategy: ParallelStrategy, backend: str) -> None:
     """Join the generation's process group, unless this process is in one that will do.
 
-    A process that wasn't forked stays in its group after a run. The next run's plan may need what that group can't: to gather what lies in
-    host memory. It is left for a new one then.
+    A process that wasn't forked stays in its group after a run. If the next run's plan gathers from host memory and that group can't, the
+    process leaves it and joins a new one.
 
     Args:
         strategy: knows the rank, the world size and the device.
         backend: ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``.
 
     Raises:
-        ValueError: if the group is the user's own, and won't do.
+        ValueError: if the user made the group, and it can't do what the plan needs.
     """
     global _joined
     if distributed_is_initialized():
@@ -51,8 +51,8 @@ def join_group(strategy: ParallelStrategy, backend: str) -> None:
             return
         if not _joined:
             raise ValueError(
-                f"the process group that this script has made ({dist.get_backend_config()}) has no backend for what an offloading plan "
-                f"keeps in host memory; make it by init_process_group({backend!r}), or ask for no offload"
+                f"the process group that this script has made ({dist.get_backend_config()}) has no backend for the tensors that an "
+                f"offloading plan keeps in host memory; create it with init_process_group({backend!r}), or ask for no offload"
             )
         dist.destroy_process_group()
     _joined += 1
@@ -64,21 +64,20 @@ def join_group(strategy: ParallelStrategy, backend: str) -> None:
     else:
         assert strategy.cluster_environment is not None
         if _store is not None:
-            options["store"] = dist.PrefixStore(str(_joined), _store)  # what an earlier group wrote there isn't this one's
+            options["store"] = dist.PrefixStore(str(_joined), _store)  # an earlier group's keys must not be read by this one
         init_dist_connection(strategy.cluster_environment, backend, **options)
         if backend == "gloo":  # for NCCL Lightning does the same (``_init_dist_connection``)
             atexit.register(_leave_group)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if strategy.world_size == 1:  # there is nobody to take a mean over; Lightning asks only whether there is a group (``_get_cache``)
+    if strategy.world_size == 1:  # a single process has no mean to take; Lightning asks only whether there is a group (``_get_cache``)
         warnings.filterwarnings("ignore", message="It is recommended to use .self.log.*sync_dist=True")
 
 
 def _leave_group() -> None:
-    """At the end of a process that somebody else has started: join gloo's threads while there is an interpreter.
-
-    A thread of C++ that wants Python afterwards is unwound by force, which ends the process by ``std::terminate`` once its work is done. A
-    process that failed leaves without: its peers may never come to the collectives that it has begun.
+    """At the end of a process that a launcher started: join gloo's threads while the interpreter still lives. A C++ thread that needs
+    Python later is unwound by force, and ``std::terminate`` ends the process after its work is done. A process that failed doesn't wait:
+    its peers may never come to the collectives that it has begun.
     """
     if distributed_is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
@@ -89,10 +88,10 @@ PATIENCE = timedelta(minutes=5)
 
 
 def wait_for_all_ranks(what: str) -> None:
-    """Wait for all ranks, so that what only some of them do ends in a sentence rather than in a collective that never does.
+    """Wait for all ranks: if only some of them come, they get an error instead of a collective that never ends.
 
     Args:
-        what: has been done, in words.
+        what: what has been done, in words.
 
     Raises:
         RuntimeError: if not all ranks come within some minutes.

@@ -27,7 +27,7 @@ from lightning_autopar.state.checkpoint import KEY, put_loader_states_back, set_
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-#: How a value was logged, as plain values; the reduction besides.
+#: The fields of a logged value's metadata that are plain values; the reduction is kept besides.
 _OPTIONS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "dataloader_idx", "metric_attribute")
 
 
@@ -51,10 +51,10 @@ class Resumption:
 
 
 def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_boundary: bool = False) -> None:
-    """Put into a checkpoint what it takes to go on exactly; every rank calls it.
+    """Add to a checkpoint what it takes to go on exactly; every rank calls it.
 
     Args:
-        trainer: that dumped the checkpoint just now.
+        trainer: the one that has just dumped the checkpoint.
         checkpoint: Lightning's dictionary.
         splits: whether the ranks share each batch.
         at_boundary: whether this is between two batches, before the next one is fetched, rather than in a hook.
@@ -72,20 +72,19 @@ def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_
         assert fetcher is not None
         extra["boundary"] = {"due": bool(loop._should_check_val_fx(fetcher)), "last": bool(loop._num_ready_batches_reached())}
     metrics = {name: value.detach() for name, value in trainer.callback_metrics.items()}
-    # In a snapshot each stays on its device; a checkpoint that is a file may be read where there is no GPU.
+    # In a snapshot each tensor stays on its device; a checkpoint file may be read where there is no GPU.
     extra["callback_metrics"] = metrics if at_boundary else {name: value.cpu() for name, value in metrics.items()}
     epochs: Any = trainer.fit_loop.epoch_progress.total
-    if epochs.processed < epochs.started:  # else what was logged has been read, and is about to be reset
+    if epochs.processed < epochs.started:  # otherwise the logged values have been read, and are about to be reset
         extra["results"] = _plain_results(loop._results)
-        # Of a pipeline's stages, one alone may call a metric.
+        # In a pipeline, only one stage may call a metric.
         extra["metrics"] = dict(_metric_states(trainer.lightning_module, splits or getattr(trainer.strategy, "holders", 1) > 1))
         extra["parts_per_batch"] = _parts_per_batch(trainer)
 
 
 def take_up(checkpoint: dict[str, Any]) -> Resumption | None:
-    """Prepare a checkpoint's loop counters for Lightning, and take out what only this package knows, before the user's hooks see it.
-
-    Returns None where there is nothing to add to what Lightning does itself.
+    """Prepare a checkpoint's loop counters for Lightning, and take out this package's entries before the user's hooks see it. Returns None
+    where Lightning alone restores everything.
     """
     extra = checkpoint.pop(KEY, None)
     if extra is None or "fit_loop" not in checkpoint.get("loops", {}):
@@ -96,10 +95,10 @@ def take_up(checkpoint: dict[str, Any]) -> Resumption | None:
     )
     if "position" in extra:
         resumption.counters = dict(checkpoint["loops"]["fit_loop"])
-    if not resumption.last:  # else the next epoch begins as ever, from the random state at that time
+    if not resumption.last:  # otherwise the next epoch begins as usual, from the random state at that time
         put_loader_states_back(checkpoint, resumption.loaders)
     if resumption.due or resumption.last:
-        # The batch counts as done, and what comes after it as not done yet.
+        # The batch counts as done, and everything after it as not done yet.
         for progress in ("total", "current"):
             counts = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"][progress]
             counts["completed"] = counts["processed"]
@@ -107,7 +106,7 @@ def take_up(checkpoint: dict[str, Any]) -> Resumption | None:
 
 
 def go_on(trainer: Trainer, resumption: Resumption) -> Callable[[], None]:
-    """Just before the first batch, when Lightning has prepared its loops: set right what it couldn't know; returns what undoes it."""
+    """To be called just before the first batch: correct what Lightning couldn't know; returns a function that undoes it."""
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     validation = epoch_loop.val_loop
     carried = _Carried(trainer, resumption.extra.get("results", {}))
@@ -133,7 +132,7 @@ def go_on(trainer: Trainer, resumption: Resumption) -> Callable[[], None]:
 
 
 def _leave_at_once(epoch_loop: Any) -> None:
-    """Make the epoch loop's next run keep its counters and do no batch; the run after it is a new epoch's."""
+    """Make the epoch loop's next run keep its counters and run no batch; the run after that is a new epoch."""
 
     def reset() -> None:
         del epoch_loop.reset
@@ -145,7 +144,7 @@ def _leave_at_once(epoch_loop: Any) -> None:
 
 
 def validated(trainer: Trainer, resumption: Resumption) -> None:
-    """The validation that was due is over: what it drew stays drawn when the loaders go on."""
+    """The due validation is over: the loaders go on after its random draws."""
     if resumption.due and not resumption.last:
         now = rng.to_plain(rng.capture({}))
         for loader, state in zip(_train_loaders(trainer), resumption.loaders, strict=False):
@@ -161,7 +160,7 @@ def _train_loaders(trainer: Trainer) -> list[ExactLoader]:
 
 
 def _plain_results(results: Any) -> dict[str, dict[str, Any]]:
-    """What was logged in the epoch so far, by key: how, and the sum over the epoch with its weight. The same on every rank."""
+    """The values logged in this epoch, by key: how, and their sum with its weight so far. The same on every rank."""
     saved = {}
     for key, result in results.items():
         if result.has_reset and not result.update_called:
@@ -176,10 +175,9 @@ def _plain_results(results: Any) -> dict[str, dict[str, Any]]:
 
 
 class _Carried:
-    """Lets each name that is logged in the rest of an epoch go on from what it had.
-
-    Lightning compares a name's arguments with those it was first logged with, functions among them. So an entry that was saved only keeps
-    the place until the user's own call of ``log`` makes the entry anew; that one then begins with the saved sum.
+    """Lets each name that is logged in the rest of an epoch continue from its saved sum. Lightning compares a name's arguments, functions
+    included, with those of its first call. So a saved entry only holds the place until the user's own call of ``log`` makes the entry anew;
+    that one then begins with the saved sum.
     """
 
     def __init__(self, trainer: Trainer, saved: dict[str, dict[str, Any]]) -> None:
@@ -202,7 +200,7 @@ class _Carried:
         vars(self._results).update(log=self.log, update_metrics=self.update_metrics, begin=self.begin)
 
     def log(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
-        """``_ResultCollection.log`` that gives up the place kept for this name."""
+        """``_ResultCollection.log``, after removing the entry that holds this name's place."""
         key = f"{fx}.{name}"
         if key in self._places:
             self._places.discard(key)
@@ -210,12 +208,12 @@ class _Carried:
         self._log(fx, name, value, **arguments)
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        """``_ResultCollection.update_metrics`` on an entry that begins with what was saved."""
+        """``_ResultCollection.update_metrics``, on an entry that begins with its saved sum."""
         self.begin(key)
         self._update(key, value, batch_size)
 
     def begin(self, key: str) -> None:
-        """Give an entry that has seen nothing yet in the resumed epoch what was saved of it."""
+        """Give an entry its saved sum, if it has seen no value yet in the resumed epoch."""
         result = self._results[key]
         if key in self._saved and self._trainer.current_epoch == self._epoch and result.is_tensor and not result.update_called:
             self._fill(result, self._saved[key])
@@ -239,7 +237,7 @@ class _Carried:
 
 
 def _metric_states(module: nn.Module, splits: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The states of metrics that saw something since their last reset, as of all ranks together; a collective where batches are split."""
+    """The states of metrics that were updated since their last reset, combined over all ranks; a collective where batches are split."""
     metrics = [(name, each) for name, each in module.named_modules() if isinstance(each, Metric) and not each._is_synced]
     counts: list[Any] = [[metric._update_count for _, metric in metrics]]
     if splits:
@@ -257,16 +255,15 @@ def _metric_states(module: nn.Module, splits: bool) -> Iterator[tuple[str, dict[
 
 
 def _parts_per_batch(trainer: Trainer) -> int:
-    """In how many parts a batch is worked off, by ranks and one after the other: so often a step runs for it."""
+    """The number of parts of a batch, over ranks and one after the other: so many steps run for it."""
     run_plan = getattr(trainer.strategy, "run_plan", None)
     return 1 if run_plan is None or run_plan.batch == "per_device" else run_plan.plan.data_ranks * run_plan.plan.micro_batches
 
 
 def _restore_metric_states(module: nn.Module, saved: dict[str, Any], *, rank: int, parts: float) -> None:
-    """All that was seen counts on rank 0; the other ranks begin with nothing.
-
-    A mean that was given one value a step (a loss, say) counted each part of a batch once. Where batches now have ``parts`` times as many,
-    what it saw must count for as much more, or the epoch's mean would lean to one of its halves.
+    """Give rank 0 all saved states; the other ranks begin with none. A mean that gets one value a step (a loss, say) counted each part of a
+    batch once. If a batch now has ``parts`` times as many parts, the saved values must count as many times more, or the batches after the
+    resumption would count too much.
     """
     metrics = {name: each for name, each in module.named_modules() if isinstance(each, Metric)}
     for name, state in saved.items():

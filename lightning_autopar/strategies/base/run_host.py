@@ -16,7 +16,7 @@ from lightning_autopar.strategies.base.run_plan import RunPlan
 
 
 class RunHost(Protocol):
-    """As ``AutoParallelStrategy`` is; its public attributes are said there."""
+    """What ``AutoParallelStrategy`` offers its runs; its public attributes are documented there."""
 
     settings: Any
     report: Report | None
@@ -27,7 +27,7 @@ class RunHost(Protocol):
 
     @property
     def cluster_environment(self) -> Any:
-        """Lightning's, of whoever started the processes."""
+        """Lightning's environment of the launcher that started the processes."""
 
     def make_engine(self, run_plan: RunPlan, *, forked: bool = True) -> EngineMixin:
         """The Lightning strategy that executes a plan."""
@@ -39,7 +39,7 @@ class RunHost(Protocol):
         """All devices as the driver shows them."""
 
     def take_over(self, engine: Strategy) -> None:
-        """Keep what code after a run asks the strategy for."""
+        """Keep what code after the run may read from the strategy."""
 
     def mute(self, trainer: Any) -> None:
         """Keep Lightning from running the hooks of a failed run again."""

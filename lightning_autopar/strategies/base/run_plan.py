@@ -24,27 +24,27 @@ BatchRule = Literal["global", "per_device"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What an engine is told: the plan and what planning found out about the step.
+    """What an engine gets: the plan, and what planning found out about the step.
 
     Args:
         plan: what to run.
         devices: the plan's devices, in rank order.
         batch: ``"global"``: the user's batch is split over the ranks; ``"per_device"``: each rank draws batches of its own, as Lightning
             does.
-        draws: what the probe learnt about the step's random draws; None where it draws nothing.
-        log_rules: how the ranks' logged values make the whole batch's, where the probe found out.
-        kept_rules: how what ranks keep on the module from step to step makes what one device would keep, by step.
-        data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``): there each rank must do all of it, to
-            get what one process would.
+        draws: what the probe found out about the step's random draws; None where it draws nothing.
+        log_rules: how to combine the ranks' logged values into the whole batch's, where the probe found out.
+        kept_rules: by step, how to combine the values that ranks keep on the module between steps into those of one device.
+        data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``): each rank must then do that work for
+            the whole batch, to draw what one process would.
         loadings: what else was found out about loaders, by :func:`.batch_making.loader_key`.
         from_snapshot: whether ``ckpt_path`` is a snapshot's folder.
-        weights_only: as given to the trainer; Lightning 2.6 forgets it where a checkpoint is restored after setup (``Trainer._run``).
+        weights_only: as given to the trainer; Lightning 2.6 loses it where a checkpoint is restored after setup (``Trainer._run``).
         large: whether the module is so large that no rank but the first should ever build all of it.
         candidate: the plan with its prediction.
         budgets: bytes that the plan may use of each device, by its id.
-        findings: what engines found out about the step, by their names; opaque to all but them.
+        findings: what engines found out about the step, by the engine's name; only that engine reads it.
         elastic: whether the run may go on under another plan, so that every loader's position must be known.
-        at_least: bytes by device id that are asked for whatever is predicted: the plan ran out of memory before.
+        at_least: bytes by device id to ask for, whatever is predicted, as the plan ran out of memory before.
     """
 
     plan: Plan
@@ -76,7 +76,7 @@ class RunPlan:
 
     @property
     def needed_bytes(self) -> dict[str, int]:
-        """What must be there of each device for the plan, by its id: the prediction with its margin; empty where nothing was predicted."""
+        """The bytes of each device that the plan needs, by its id: the prediction with its margin; empty where nothing was predicted."""
         if self.candidate is None:
             return {}
         return {device: max(needed, self.at_least.get(device, 0)) for device, needed in self.candidate.needs.items()}

@@ -39,20 +39,20 @@ from lightning_autopar.timing.rates import Collective
 
 log = logging.getLogger(__name__)
 
-#: What all operations of one device may take, and a limit for anything that hangs. Of several models of GPU each has its part.
+#: How long measuring all operations of one device may take, and a limit for anything that hangs. Several models of GPU divide the time.
 _CPU_SECONDS, _GPU_SECONDS = 2.2, 1.5
 _LIMIT_SECONDS = 30.0
-#: What a new Python may take besides, most of it to import torch.
+#: How long starting a new Python may take besides, most of it to import torch.
 _START_SECONDS = 30.0
-#: Micro-batches of a step whose stages do next to nothing else than handing them on.
+#: Micro-batches of a step whose stages do hardly anything but pass them on.
 _MANY = 8
-#: Of everything. Others may wait for the GPUs.
+#: How long everything together may take. Others may wait for the GPUs.
 _MOST_SECONDS = {"cpu": 20.0, "cuda": 10.0}
-#: Of that one measurement may take so much, so that one that hangs leaves time for the others.
+#: The share of that time that one measurement may take, so that one that hangs leaves time for the others.
 _MOST_SHARE = 0.6
-#: Ranks on the host's cores are measured together up to so many.
+#: The most ranks on the host's cores that are measured together.
 _MOST_CPU_RANKS = 4
-#: What couldn't be measured isn't tried again for so long.
+#: How long a failed measurement isn't tried again.
 _FAILED_DAYS = 7
 
 
@@ -62,8 +62,8 @@ class Measurement:
 
     Args:
         title: for the progress bar.
-        run: in a forked child; gets what is known by then.
-        names: by which it is remembered that it failed.
+        run: the function to call in a forked child; it gets the curves known so far.
+        names: under which a failure is recorded.
         devices: on which it runs.
     """
 
@@ -74,21 +74,21 @@ class Measurement:
 
 
 def calibrated(inventory: Inventory) -> MeasuredRates | None:
-    """Rates as they are known of this machine; None where nothing was measured."""
+    """The measured rates of this machine; None where nothing was measured."""
     known = load_calibration(inventory)
     return MeasuredRates(known, DataSheet()) if known else None
 
 
 def is_calibrated(inventory: Inventory) -> bool:
-    """Whether there is nothing left to measure, or nothing that may be measured now."""
+    """Whether nothing is left to measure, or may be measured now."""
     return not measurements(inventory, load_calibration(inventory))
 
 
 def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = True) -> MeasuredRates:
-    """Measure what isn't known yet of the devices of this host, keep it, and say so in one line.
+    """Measure what isn't known yet about this host's devices, store it, and log one line about it.
 
     Args:
-        inventory: whose devices; those that can only be planned for are left out.
+        inventory: the devices; those that can only be planned for are left out.
         again: whether to measure what is known, too.
         progress: whether to show a bar while it runs.
     """
@@ -134,7 +134,7 @@ def _most_seconds(inventory: Inventory) -> float:
 
 
 def measurements(inventory: Inventory, known: Calibration) -> list[Measurement]:
-    """What isn't known of what may be measured now, the most important first; what has failed lately is left out."""
+    """The measurements that are missing and may be made now, the most important first; without those that failed lately."""
     devices = [device for device in inventory.devices if may_be_measured(device)]
     by_kind: dict[str, list[Device]] = {"cpu": [], "cuda": []}
     for device in devices:
@@ -146,7 +146,7 @@ def measurements(inventory: Inventory, known: Calibration) -> list[Measurement]:
 
 
 def _of_cpus(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> Iterator[Measurement]:
-    """Of parts of the host: the first of each kind by itself, and some of them at once."""
+    """Measurements of CPU devices: the first of each kind alone, and some of them at once."""
     for key, device in {device_key(device): device for device in reversed(devices)}.items():
         if not known.ranks_of(key, "matmul/64") or not known.ranks_of(key, "adam"):
             yield Measurement(
@@ -167,7 +167,7 @@ def _of_cpus(devices: Sequence[Device], inventory: Inventory, known: Calibration
 
 
 def _of_gpus(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> Iterator[Measurement]:
-    """Of each model one GPU by itself, and all of that model together, in groups of every size that is measured."""
+    """Measurements of GPUs: one of each model alone, and all of that model together, in groups of every measured size."""
     models: dict[str, list[Device]] = {}
     for device in devices:
         models.setdefault(device_key(device), []).append(device)
@@ -188,7 +188,7 @@ def _of_gpus(devices: Sequence[Device], inventory: Inventory, known: Calibration
 
 
 def _failed_lately(day: str | None) -> bool:
-    """Whether it was tried in vain within the last days."""
+    """Whether it failed within the last days."""
     return day is not None and datetime.date.today() - datetime.date.fromisoformat(day) < datetime.timedelta(days=_FAILED_DAYS)
 
 
@@ -249,7 +249,7 @@ def _measure(
 
 
 def _quietly(run: Callable[[Calibration], list[Curve]], known: Calibration) -> list[Curve]:
-    """In the child: nothing that is said there is for the user, and nothing that was set there is meant for this."""
+    """In the child: suppress messages to the user, and ignore settings that were made for a run."""
     be_silent()
     os.environ[VARIABLE] = "off"
     torch.set_default_dtype(torch.float32)
@@ -258,7 +258,7 @@ def _quietly(run: Callable[[Calibration], list[Curve]], known: Calibration) -> l
 
 
 def be_silent() -> None:
-    """From now on nothing of this process, a child of ``run_forked``, which prints nothing anyway, reaches the user."""
+    """From now on no logs or warnings of this process, a child of ``run_forked``, reach the user; its output is discarded already."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
@@ -289,14 +289,14 @@ def _host(inventory: Inventory, known: Calibration) -> list[Curve]:
 
 
 def _host_loop(known: Calibration) -> list[Curve]:
-    """What the trainer's loop takes of the host where GPUs compute: measured on the CPU, as it waits for none of them."""
+    """The trainer's loop's seconds on the host where GPUs compute: measured on the CPU, as the loop doesn't wait for GPUs."""
     host = Device(id="cpu:0", kind="cpu", name="CPU", total_bytes=0, free_bytes=0, index=0, threads=1)
     found = _engines([host], Inventory(devices=(host,), host_total_bytes=0, host_free_bytes=0, source="spec"), known)
     return [replace(curve, subject=HOST) for curve in found]
 
 
 def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
-    """What the trainer's loop takes, and what two ranks of an engine add."""
+    """The seconds of the trainer's loop, and what two ranks of an engine add."""
     from lightning_autopar.strategies.calibration.steps import TINY_BLOCKS, TINY_BYTES, TINY_UNITS, plain_step, step_taken
 
     rates = MeasuredRates(known, DataSheet()).among(devices[:2], inventory)
@@ -314,7 +314,7 @@ def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration
     taken = {"loop/single": single, "call": single / calls}
     if len(devices) > 1:
         (replicas, _), (shards, _) = around("ddp", 2), around("fsdp", 2)
-        # What is predicted apart is taken off: a bucket of gradients; of each unit two gathers and a scatter.
+        # Subtract what is predicted separately: a bucket of gradients; for each unit two gathers and a scatter.
         taken["loop/ddp"] = taken["loop/fsdp"] = max(single, replicas - collective("all_reduce"))
         waiting = 2 * collective("all_gather") + collective("reduce_scatter")
         taken["unit"] = max(single / 10, (shards - taken["loop/fsdp"]) / TINY_UNITS - waiting)
@@ -322,7 +322,7 @@ def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration
 
 
 def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
-    """What two ranks of a pipeline add, to a step and to each micro-batch's forward and backward."""
+    """The seconds that two ranks of a pipeline add, to a step and to each micro-batch's forward and backward."""
     from lightning_autopar.strategies.calibration.steps import TINY_BLOCKS, TINY_BYTES, plain_step, step_taken
 
     chosen = devices[:2]
@@ -331,7 +331,7 @@ def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration)
     sending = rates.collective_seconds("send", TINY_BYTES, chosen, inventory)
 
     def besides(micro_batches: int) -> float:
-        """Without the module's own operations: each rank has half of them, and the longest path is a micro-batch longer than there are."""
+        """The seconds without the module's own operations: each rank has half of them, and the longest path has one micro-batch more."""
         taken = step_taken(engines.named("pipeline").sample(chosen, TINY_BLOCKS, micro_batches), chosen)
         return taken.seconds - (micro_batches + 1) / 2 * plain
 
@@ -342,13 +342,13 @@ def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration)
 
 
 def _curves(device: Device, taken: Mapping[str, float]) -> list[Curve]:
-    """What doesn't depend on a size."""
+    """The curve of a value that doesn't depend on a size."""
     return [Curve(subject=device_key(device), thing=thing, sizes=(1,), seconds=(seconds,)) for thing, seconds in taken.items()]
 
 
 @contextmanager
 def _bar(steps: int, wanted: bool) -> Iterator[Callable[[str], None]]:
-    """Progress on a terminal; nowhere else."""
+    """A progress bar on a terminal; elsewhere nothing."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -369,7 +369,7 @@ def _bar(steps: int, wanted: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _in_another_process(inventory: Inventory, *, again: bool) -> tuple[list[Curve], list[Failure]]:
-    """The same in a new Python, which may fork as it likes."""
+    """Measure in a new Python, which can fork."""
     most_seconds = _most_seconds(inventory)
     words = json.dumps({"inventory": inventory.to_dict(), "again": again, "most_seconds": most_seconds})
     with tempfile.TemporaryDirectory() as folder:
@@ -386,7 +386,7 @@ def _in_another_process(inventory: Inventory, *, again: bool) -> tuple[list[Curv
 
 
 def answer() -> None:
-    """What the new Python runs: an inventory from standard input, the measurements into the file named by the first argument."""
+    """The new Python's main function: reads an inventory from standard input, and writes measurements to the file in its first argument."""
     asked = json.loads(sys.stdin.read())
     inventory = _from_words(asked["inventory"])
     known = load_calibration(inventory)
@@ -398,7 +398,7 @@ def answer() -> None:
 
 
 def _from_words(words: dict[str, Any]) -> Inventory:
-    """The inventory of such words."""
+    """The inventory that was read from standard input."""
     return Inventory(
         devices=tuple(
             Device(**{**device, "processes": tuple(DeviceProcess(**process) for process in device["processes"])})

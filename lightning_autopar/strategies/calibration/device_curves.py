@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_autopar.timing.curves import Curve
 from lightning_autopar.timing.measured_rates import SMALLEST_DIMENSIONS
 
-#: Of a quarter of the runs: others' work on the machine makes some of them longer, none shorter.
+#: The quantile of the runs' times that counts: others' work on the machine makes some runs longer, none shorter.
 _QUANTILE = 0.25
 _LEAST_RUNS, _MOST_RUNS = 3, 200
 
@@ -33,10 +33,10 @@ _LEAST_RUNS, _MOST_RUNS = 3, 200
 class Clock:
     """Times something on a device.
 
-    One thread's time is that of its processor, so that others' work on the machine doesn't count; of several it is the wall clock's.
+    A single thread is timed by its processor time, so that others' work on the machine doesn't count; several by the wall clock.
 
     Args:
-        device: which; a GPU is waited for.
+        device: which; the clock waits for a GPU to finish.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,14 +45,14 @@ class Clock:
         self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
 
     def seconds(self, run: Callable[[], Any], slot: float) -> float:
-        """Seconds of one run: the lower quartile of as many as go into ``slot`` seconds."""
+        """Seconds of one run: the lower quartile of as many runs as fit into ``slot`` seconds."""
         run()
         self._wait(self._device)
         begun = self.now()
         run()
         self._wait(self._device)
         once = self.now() - begun
-        # One run of a GPU is timed with its fellows: waiting for it costs more than many take.
+        # A GPU's runs are timed several at once: waiting for one costs more than many runs take.
         together = max(1, min(100, math.ceil((2e-3 if self._device.type == "cuda" else 5e-5) / max(once, 1e-7))))
         taken: list[float] = []
         least = _LEAST_RUNS if once < slot else 1
@@ -76,7 +76,7 @@ class Clock:
 
 
 class _Small(nn.Module):
-    """A block of the common operations, so small that a step on it is nothing but issuing them."""
+    """A block of the common operations, so small that a step on it only takes the time to issue them."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _Small(nn.Module):
 
 
 class _Names(TorchDispatchMode):
-    """Names of the operations that run, views left out."""
+    """Records the names of the operations that run, without views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ class _Names(TorchDispatchMode):
 
 
 def issue_curves(device: torch.device, subject: str, least: dict[str, float], *, steps: int = 40) -> list[Curve]:
-    """Seconds of host time an operation, in forward, backward and the optimizer's step of a very small model.
+    """Host seconds to issue an operation, in forward, backward and the optimizer's step of a very small model.
 
     Args:
         device: where.
@@ -151,9 +151,9 @@ def issue_curves(device: torch.device, subject: str, least: dict[str, float], *,
 aten = torch.ops.aten
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Operands that together fill a processor's caches: a step's weights come from memory, not from where the last run left them.
+#: Bytes of operands that together fill a processor's caches: a step's weights come from memory, not from a cache.
 _COLD_BYTES = 32 << 20
-#: Operands up to this size stay in the caches of a step, too.
+#: Operands up to this size stay in caches during a step, too.
 _WARM_BYTES = 512 << 10
 _FILL_SECONDS = 5e-3
 _MOST_TIMES = 3
@@ -179,18 +179,18 @@ class Case:
 
 
 def measure_device(device: torch.device, subject: str, *, seconds: float) -> list[Curve]:
-    """Curves of one device that this process has for itself.
+    """Measure the curves of one device that no other process of ours uses.
 
     Args:
         device: where.
         subject: under which the curves are kept.
-        seconds: how long it may take. What comes after that is run a few times only; after three times as long nothing is any more, and
-            what wasn't measured at all of its sizes is left to the data sheet: a curve through its smallest size alone would be wrong for
-            the large ones by as much as small operations are slow. So is what fails on this device.
+        seconds: how long it may take. Later cases run only a few times; after three times as long none runs any more. A thing that wasn't
+            measured at all of its sizes, or fails on this device, is left to the data sheet: a curve through its smallest size alone would
+            be wrong for large ones by as much as small operations are slow.
     """
     clock = Clock(device)
     bare = _bare_seconds(clock)
-    issue_curves(device, subject, {}, steps=1)  # what torch does once, before the clock runs
+    issue_curves(device, subject, {}, steps=1)  # let torch do its one-time work before the clock runs
     found: dict[tuple[str, str], dict[float, float]] = {}
     cut: set[tuple[str, str]] = set()
     slot = seconds / 300
@@ -217,7 +217,7 @@ def measure_device(device: torch.device, subject: str, *, seconds: float) -> lis
 
 
 def _bare_seconds(clock: Clock) -> float:
-    """What it takes to call an operation that has nothing to do: part of what issuing one costs, not of the operation."""
+    """Seconds to call an operation that has nothing to do: they belong to issuing operations, not to the operation."""
     tiny = torch.zeros(1)
     relu = aten.relu_.default
     return clock.seconds(lambda: relu(tiny), 2e-3)
@@ -227,7 +227,7 @@ def _bare_seconds(clock: Clock) -> float:
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """What is measured of a device, the most important first: on a GPU the time suffices for what comes late where little is new to it."""
+    """The cases to measure, the most important first: on a GPU, time is left for the last ones only where torch must load little."""
     gpu = device.type == "cuda"
     yield from _products(device, "fp32", (16, 64, 256, 1024, 4096) if gpu else (16, 64, 256, 1024), SMALLEST_DIMENSIONS)
     for dtype in ("bf16", "fp16") if gpu else ():
@@ -244,7 +244,7 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def _able(group: Iterator[Case]) -> Iterator[Case]:
-    """As far as the device can do it: a library may lack what the larger ones of a thing need. Then that thing's last case fails."""
+    """The cases that the device can run: a library may not support the larger sizes of a thing. Then that thing's last case fails."""
     last: Case | None = None
     try:
         for case in group:
@@ -261,7 +261,7 @@ def _able(group: Iterator[Case]) -> Iterator[Case]:
 
 
 def cold_product(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> Callable[[], None]:
-    """Multiplies an (m, k) by a (k, n) matrix, the latter from memory if a step's would be."""
+    """Multiplies an (m, k) by a (k, n) matrix; the second comes from memory, if in a step it would."""
     size_bytes = max(n * k, m * k) * dtype.itemsize
     copies = 1 if size_bytes <= _WARM_BYTES else max(1, min(16, _COLD_BYTES // size_bytes))
     left = torch.full((m, k), 0.5, device=device, dtype=dtype)
@@ -273,7 +273,7 @@ def _products(device: torch.device, dtype: str, wides: tuple[int, ...], smallest
     for least in smallest:
         for wide in (wide for wide in wides if wide >= least) if least < 512 else (max(512, wides[-1] // 2), wides[-1]):
             kind = DTYPES[dtype]
-            # The small dimension is the output's in a forward, and the inner one in a weight's gradient.
+            # The small dimension is the output's in a forward, and the inner dimension in a weight's gradient.
             forward, gradient = cold_product(device, kind, least, wide, wide), cold_product(device, kind, wide, wide, least)
 
             def both(forward: Callable[[], None] = forward, gradient: Callable[[], None] = gradient) -> None:
@@ -284,20 +284,20 @@ def _products(device: torch.device, dtype: str, wides: tuple[int, ...], smallest
 
 
 def _host_copies(device: torch.device) -> Iterator[Case]:
-    """Out of pinned memory into the device."""
+    """Copies from pinned memory to the device."""
     for size in (1 << 12, 1 << 20, 1 << 26):
         there, here = torch.empty(size, dtype=torch.uint8, device=device), torch.empty(size, dtype=torch.uint8, pin_memory=True)
         yield Case(thing="host_copy", dtype="", size=size, run=partial(there.copy_, here, non_blocking=True))
 
 
 def _fresh(function: Any, *args: Any) -> tuple[float, Callable[[], None]]:
-    """(bytes moved, run): results are kept for a while, as a step's are, so that each is written to memory that isn't in a cache."""
+    """(bytes moved, run): results are kept for a while, as in a step, so that each is written to memory that isn't in a cache."""
     output = function(*args)
     written = _bytes(output)
     count = max(1, min(64, _COLD_BYTES // max(1, written)))
     kept: deque[Any] = deque([output], maxlen=count)
     until = time.perf_counter() + _FILL_SECONDS
-    while len(kept) < count and time.perf_counter() < until:  # the first pages are given by the kernel, later ones are there
+    while len(kept) < count and time.perf_counter() < until:  # the kernel provides the first pages; later runs reuse them
         kept.append(function(*args))
     return _bytes(args) + written, lambda: kept.append(function(*args))
 
@@ -336,7 +336,7 @@ def _pointwise(device: torch.device, elements: tuple[int, ...]) -> Iterator[Case
 
 
 def _cold_add(one: Tensor) -> Callable[[], Any]:
-    """Adds to one of several tensors in turns: an optimizer's states are in no cache when their turn comes, its gradient is."""
+    """Adds to several tensors in turns: an optimizer's states aren't in a cache when their turn comes; the gradient is."""
     copies = max(1, min(16, 2 * _COLD_BYTES // _bytes(one))) if _bytes(one) > _WARM_BYTES else 1
     ring = itertools.cycle([torch.full_like(one, 0.5) for _ in range(copies)])
     return lambda: aten.add_.Tensor(next(ring), one, alpha=0)
@@ -360,16 +360,15 @@ def _indices(device: torch.device) -> Iterator[Case]:
     for rows in (64, 4096):
         index = torch.randint(4096, (rows,), device=device)
         picked = aten.embedding(table, index)
-        # What is read of the table is as much as is written.
+        # As many bytes are read from the table as are written.
         for case in (_moving("embedding", aten.embedding.default, table, index),):
             yield Case(thing=case.thing, dtype=case.dtype, size=case.size - _bytes(table) + _bytes(picked), run=case.run)
         yield _moving("embedding_dense_backward", aten.embedding_dense_backward.default, picked, index, 4096, -1, False)
 
 
 def _convolutions(device: torch.device) -> Iterator[Case]:
-    """By what decides on the kernel: channels in groups, one position, a picture's few channels, or none of these.
-
-    The point of a size is the mean over some shapes of as many FLOPs: wide pictures with few channels, small ones with many.
+    """Convolutions by what decides on the kernel: channels in groups, one position, a picture's few channels, or none of these. The time at
+    a size is the mean over some shapes with equally many FLOPs: wide pictures with few channels, small ones with many.
     """
     shapes: dict[str, tuple[tuple[tuple[int, int, int, int], ...], ...]] = {
         "convolution": (((2, 8, 8, 8),), ((8, 16, 16, 32),), ((8, 32, 32, 32), (8, 64, 64, 16), (8, 128, 128, 8))),

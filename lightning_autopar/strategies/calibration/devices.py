@@ -18,17 +18,16 @@ from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Device, Inventory, busy_share
 from lightning_autopar.sharing.leases import Leases
 
-#: What measuring takes of a GPU: tensors, at which the allocator is capped; with them the context, cuBLAS' and NCCL's memory.
+#: Bytes of a GPU that measuring takes: of tensors, where the allocator is capped; with context, cuBLAS' and NCCL's memory.
 TENSOR_BYTES, ROOM_BYTES = 1 << 30, 5 << 29
-#: Until when a process of ours that has just ended may still be shown on a GPU.
+#: How long the driver may still show a process of ours that has ended on a GPU.
 _GONE_SECONDS = 1.0
 
 
 def may_be_measured(device: Device) -> bool:
-    """Whether a device is this host's, and nobody's work there would be disturbed, or disturb.
-
-    A CPU device is whatever the user made of the host. A process of somebody else's on a GPU is no hindrance as long as it doesn't compute;
-    of a GPU of which nobody knows that (a MIG instance) it is.
+    """Whether a device is this host's, and others' work there wouldn't disturb the measurement or be disturbed. A CPU device is always
+    free: the user has defined it. Another process on a GPU doesn't matter as long as it doesn't compute; where that isn't known (a MIG
+    instance), it does.
     """
     if device.kind == "catalogue" or device.node or device.index is None:
         return False
@@ -40,7 +39,7 @@ def may_be_measured(device: Device) -> bool:
 
 @contextmanager
 def leased(inventory: Inventory, wanted: Callable[[Inventory], Sequence[Device]]) -> Iterator[Inventory]:
-    """While open, what is to be measured is this run's: an inventory of the devices that may be, as they are now.
+    """While open, this process has leases on the devices to measure; yields the inventory of those that may be measured, as they are now.
 
     Args:
         inventory: whose devices.
@@ -53,7 +52,7 @@ def leased(inventory: Inventory, wanted: Callable[[Inventory], Sequence[Device]]
     chosen = _now(inventory, leases)
     while (wants := {device.id: ROOM_BYTES for device in wanted(chosen) if device.kind == "cuda"}) and (
         short := leases.take(wants, probe)
-    ) is not None:  # somebody was faster
+    ) is not None:  # another process was faster
         chosen = replace(chosen, devices=tuple(device for device in chosen.devices if device.id != short.device))
     try:
         yield chosen
@@ -62,23 +61,23 @@ def leased(inventory: Inventory, wanted: Callable[[Inventory], Sequence[Device]]
 
 
 def _now(inventory: Inventory, leases: Leases) -> Inventory:
-    """The inventory's devices that may be measured, as this process sees them now, less what others were promised of them."""
+    """The inventory's devices that may be measured, as this process sees them now, without what others were promised."""
     there = {device.id: device for device in leases.see(probe()).devices}
     seen = [there.get(device.id) if device.kind == "cuda" else device for device in inventory.devices]
     return replace(inventory, devices=tuple(device for device in seen if device is not None and may_be_measured(device)))
 
 
 def strangers(device: Device) -> set[int]:
-    """The processes on a device that aren't this one, by the driver's numbers."""
+    """The processes on a device, without this one, by the driver's numbers."""
     return {process.pid for process in device.processes if not process.own}
 
 
 def came_meanwhile(devices: Sequence[Device], before: Mapping[str, Device]) -> bool:
-    """Whether somebody came to one of these devices while it was measured, which makes what was measured worthless.
+    """Whether another process came to one of these devices during the measurement, which makes it worthless.
 
     Args:
         devices: on which it was measured.
-        before: as they were, by id.
+        before: their state at the beginning, by id.
     """
     gpus = {device.id for device in devices if device.kind == "cuda"}
     if not gpus:
@@ -86,7 +85,7 @@ def came_meanwhile(devices: Sequence[Device], before: Mapping[str, Device]) -> b
     until = time.monotonic() + _GONE_SECONDS
     while True:
         now = [device for device in probe().devices if device.id in gpus]
-        # This process may be a new Python that measures for one which has used the GPU: no stranger to itself when it was looked at.
+        # This process may be a new Python that measures for one that has used the GPU, which was no stranger when it looked.
         there = {device.id: {process.pid for process in before[device.id].processes} for device in now}
         new = [pid for device in now for pid in strangers(device) - there[device.id] if not _is_ours(pid)]
         if not new or time.monotonic() > until:
@@ -95,7 +94,7 @@ def came_meanwhile(devices: Sequence[Device], before: Mapping[str, Device]) -> b
 
 
 def _is_ours(pid: int) -> bool:
-    """Whether a process was started by this one, and is on its way out."""
+    """Whether a process was started by this one, and is about to end."""
     try:
         return os.getpid() in [parent.pid for parent in psutil.Process(pid).parents()]
     except psutil.Error:

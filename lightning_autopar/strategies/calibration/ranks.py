@@ -29,25 +29,25 @@ from lightning_autopar.timing.rates import Collective
 
 _SLOT_SECONDS = 0.02
 _CPU_SIZES = ((1 << 10, 12), (1 << 16, 8), (1 << 20, 5), (1 << 23, 3))
-#: On a GPU as often as goes into a slot, up to a size of which one takes longer than is worth waiting for.
+#: On a GPU, runs are repeated as often as fits into a slot, up to a size of which one takes longer than is worth waiting for.
 _GPU_SIZES, _GPU_RUNS, _LONGEST_SECONDS = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 27), (3, 50), 0.05
 #: How long a partner may take to end.
 _GOODBYE_SECONDS = 2.0
-#: Their names since torch 2.13, and before.
+#: The collectives' names since torch 2.13, and before.
 _GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-#: Products between two collectives, some milliseconds; how often, and how often they run alone.
+#: Products between two collectives take some milliseconds; how often both run, and how often the products run alone.
 _AMID_PRODUCTS, _LEAST_AMID_RUNS, _AMID_RUNS = 2, 5, 20
 
 
 def measure_ranks(devices: Sequence[Device], groups: Mapping[int, str], share: float, timeout_seconds: float) -> list[Curve]:
-    """Curves of ranks on these devices at once; this process, a forked child, becomes rank 0 and forks the others.
+    """Measure curves of ranks that run on these devices at once; this process, a forked child, becomes rank 0 and forks the others.
 
     Args:
-        devices: one a rank; a single one measures what the others are compared with.
-        groups: how many of the first ranks do collectives together, and under which subject what they take is kept.
+        devices: one a rank; a single one gives the figures that several are compared with.
+        groups: how many of the first ranks run collectives together, and the subject under which their curves are kept.
         share: how many threads have to share a core, 1 where each has its own.
-        timeout_seconds: after which a collective that hangs fails.
+        timeout_seconds: after which a hanging collective fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{folder}/group"
@@ -57,10 +57,10 @@ def measure_ranks(devices: Sequence[Device], groups: Mapping[int, str], share: f
             arguments = (writer, rank, devices, groups, rendezvous, share, timeout_seconds)
             partners.append(threading.Thread(target=_partner, args=arguments, daemon=True))
             partners[-1].start()
-            os.read(reader, 1)  # it is forked: from here on threads may be started
+            os.read(reader, 1)  # all ranks are forked: from here on threads may be started
         curves = _rank(0, devices, groups, rendezvous, share, timeout_seconds)
         for partner in partners:
-            partner.join(_GOODBYE_SECONDS)  # so that nothing of this is on a device any more
+            partner.join(_GOODBYE_SECONDS)  # so that nothing is left on a device
         return curves
 
 
@@ -71,7 +71,7 @@ def _partner(
         os.write(writer, b"1")
         _rank(rank, devices, groups, rendezvous, share, timeout_seconds)
 
-    with suppress(ChildFailed):  # rank 0 fails likewise, and tells of it
+    with suppress(ChildFailed):  # rank 0 fails likewise, and reports it
         run_forked(body, timeout_seconds=timeout_seconds, gpus=True)
     os.write(writer, b"1")
 
@@ -108,7 +108,7 @@ def torch_device(device: Device) -> torch.device:
 def _crowd(devices: Sequence[Device], device: torch.device, share: float) -> list[Curve]:
     """A product and additions while every rank does the same.
 
-    Processor time is what is measured, so that others' work on the machine doesn't count; a core that ranks share takes turns.
+    Processor time is measured, so that others' work on the machine doesn't count; ranks that share a core take turns on it.
     """
     clock, ranks, subject = Clock(device), len(devices), device_key(devices[0])
 
@@ -179,7 +179,7 @@ def _collectives(rank: int, ranks: int, subject: str, device: torch.device, grou
 
 
 def _slowest(run: Callable[[], Any], device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """What it takes the slowest rank once, which each rank is told."""
+    """Seconds of one run on the slowest rank; a collective that returns them on each rank."""
     torch.cuda.synchronize(device)
     begun = time.perf_counter()
     run()
@@ -190,8 +190,8 @@ def _slowest(run: Callable[[], Any], device: torch.device, group: dist.ProcessGr
 
 
 class _Amid:
-    """What a collective of CPU ranks takes amid computing: longer than on idle cores, as ranks aren't at the same place at the same time,
-    and its threads need the cores that compute. Two ranks on two cores were seen to take 1 to 3 ms longer.
+    """Times a collective of CPU ranks between computations: it takes longer than on idle cores, as ranks arrive at different times, and its
+    threads need the cores that compute. Two ranks on two cores were seen to take 1 to 3 ms longer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -199,7 +199,7 @@ class _Amid:
         self._alone = self._pace(lambda: None, _AMID_RUNS)
 
     def seconds(self, run: Callable[[], Any], times: int) -> float:
-        """Of one run; all ranks ask alike."""
+        """Seconds of one run; all ranks call it alike."""
         return self._pace(run, max(times, _LEAST_AMID_RUNS)) - self._alone
 
     def _pace(self, run: Callable[[], Any], times: int) -> float:
@@ -215,7 +215,7 @@ class _Amid:
 
 
 def _there_and_back(rank: int, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Between two ranks."""
+    """Send a tensor between two ranks, there and back."""
     if rank == 0:
         dist.send(tensor, 1, group=group)
         dist.recv(tensor, 1, group=group)
@@ -225,17 +225,17 @@ def _there_and_back(rank: int, tensor: Tensor, group: dist.ProcessGroup | None) 
 
 
 def waiter(device: torch.device) -> Callable[[], None]:
-    """What waits until a device has done all that it was given."""
+    """A function that waits until a device has done all its queued work."""
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
 
 
 def usual(taken: Sequence[float]) -> float:
-    """Their lower quartile: others' work on the machine makes some longer, none shorter."""
+    """The lower quartile of times: others' work on the machine makes some longer, none shorter."""
     return sorted(taken)[len(taken) // 4]
 
 
 def adam_curve(subject: str) -> Curve:
-    """AdamW by torch's fused kernel on the threads that this process has."""
+    """The curve of AdamW with torch's fused kernel, on the threads of this process."""
     clock, points = Clock(torch.device("cpu")), {}
     for count in (1 << 14, 1 << 21):
         parameter = torch.full((count,), 0.5, requires_grad=True)
@@ -249,7 +249,7 @@ def adam_curve(subject: str) -> Curve:
 
 
 def measure_host(subject: str, threads: int, folder: Path) -> list[Curve]:
-    """AdamW on all cores, and the disk that a folder is on."""
+    """Measure AdamW on all cores, and the disk on which a folder lies."""
     torch.set_num_threads(max(1, threads))
     curves = [adam_curve(subject)]
     size = 8 << 20

@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 _WIDTH, _LAYERS, _STEPS = 8, 4, 18
 TINY_BLOCKS = tuple(f"layers.{index}" for index in range(_LAYERS))
-#: The first steps say nothing: no optimizer state, memory recorded.
+#: The first steps aren't measured: no optimizer state, and memory is recorded.
 _WARM_UP = 5
-#: What a step takes beyond this multiple of its processor time is others' work on the machine: so small a step hardly waits.
+#: Wall-clock time beyond this multiple of a step's processor time is others' work on the machine: so small a step hardly waits.
 _MOST_WAITING = 1.5
 
 
 class Taken(NamedTuple):
-    """What a step took.
+    """The time and the calls of a step.
 
     Args:
         seconds: of the wall clock.
-        calls: of functions and of builtins, all that Python makes.
+        calls: all of Python's calls, of functions and of builtins.
     """
 
     seconds: float
@@ -54,7 +54,7 @@ class Taken(NamedTuple):
 
 
 class _Tiny(L.LightningModule):
-    """So small that a step is nothing but what surrounds it. Rank 0 writes down how long one took, and how many calls the last one made.
+    """So small that a step only takes the time of what surrounds it. Rank 0 records how long one took, and the last one's number of calls.
 
     Args:
         out: the file for that.
@@ -69,7 +69,7 @@ class _Tiny(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = torch.mean(self.layers(batch[0]).square())
-        self.log("loss", loss)  # as nearly everybody's step does; of several ranks it takes them an exchange
+        self.log("loss", loss)  # as nearly everybody's step does; with several ranks that takes a collective
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -91,7 +91,7 @@ class _Tiny(L.LightningModule):
 
 
 class _Launcher(Launcher):
-    """Runs a given plan in forked workers without planning, and forgets what they leave."""
+    """Runs a given plan in forked workers without planning, and drops their results."""
 
     def __init__(self, run_plan: RunPlan) -> None:
         self.run_plan = run_plan
@@ -102,7 +102,7 @@ class _Launcher(Launcher):
         return True
 
     def kill(self, signum: Any) -> None:
-        """The workers are ended by the generation that started them."""
+        """The generation that started the workers ends them."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Run ``function``."""
@@ -115,7 +115,7 @@ class _Launcher(Launcher):
 
 
 class _Calibrating(IdleStrategy):
-    """Starts what that launcher runs."""
+    """Makes the launcher's job."""
 
     def __init__(self, launcher: _Launcher) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _Calibrating(IdleStrategy):
 
 
 def step_taken(plan: Plan, devices: Sequence[Device]) -> Taken:
-    """What a step takes of a tiny module under a plan, in real workers; in a forked child, which keeps the trainer's traces to itself."""
+    """Measure a step of a tiny module under a plan, in real workers; in a forked child, so that the trainer leaves no traces here."""
     size = max(2 * len(devices), 2 * plan.micro_batches)
     value = engines.of(plan).sample_value(_Tiny(), [torch.zeros(2, _WIDTH)], TINY_BLOCKS)
     launcher = _Launcher(RunPlan(plan=plan, devices=tuple(devices), findings={plan.engine: value}))
@@ -147,14 +147,14 @@ def step_taken(plan: Plan, devices: Sequence[Device]) -> Taken:
         return Taken(*json.loads(out.read_text(encoding="utf-8")))
 
 
-#: Units of FSDP that the tiny module is made of, its root included.
+#: The tiny module's FSDP units, its root included.
 TINY_UNITS = _LAYERS + 1
-#: Of the parameters of one of them.
+#: Bytes of one unit's parameters.
 TINY_BYTES = 4 * (_WIDTH + 1) * _WIDTH
 
 
 def plain_step(device: Device) -> Taken:
-    """The tiny module's own operations in a step, in a bare loop."""
+    """Times the tiny module's own operations of a step, in a bare loop."""
     where = torch_device(device)
     module, wait = _Tiny().to(where), waiter(where)
     optimizer = module.configure_optimizers()
@@ -181,5 +181,5 @@ def plain_step(device: Device) -> Taken:
 
 
 def _calls(events: Counter[str]) -> int:
-    """How many of a profiler's events are calls."""
+    """The number of calls among a profiler's events."""
     return events["call"] + events["c_call"]

@@ -29,29 +29,29 @@ class Single(Engine):
     replays = True
 
     def check(self, plan: Plan) -> None:
-        """It has one device."""
+        """Raise unless it has one device."""
         if plan.world_size != 1:
             raise ValueError(f"engine 'single' runs on one device, but the plan names {plan.world_size}: {plan.devices!r}")
 
     def refusal(self, question: Question) -> str | None:
-        """Processes that were started already each have to have a device."""
+        """Refuse where several processes were started, each of which needs a device."""
         least = question.constraints.min_devices or 1
-        return f"{least} processes were started, and each has to have a device" if least > 1 else None
+        return f"{least} processes were started, and each needs a device" if least > 1 else None
 
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """One plan."""
         return (build_plan(question, devices, self.name, "one device: nothing to communicate"),)
 
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
-        """Everything is there."""
+        """All of the state and of the step."""
         return whole_bytes(rank, buckets=False)
 
     def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
-        """Nothing is communicated."""
+        """A step without communication."""
         return Step(footprint, plan, inventory, precision, rates)
 
     def player(self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Player:
-        """A rank that holds everything."""
+        """The player of a rank that holds everything."""
         return Player(machine, script, footprint, rows, recomputed(footprint, plan))
 
     def strategy(self, run: Any, *, forked: bool) -> Any:
@@ -66,7 +66,7 @@ class DDP(Engine):
     """A replica of the module on each device.
 
     Args:
-        wire: as what gradients are sent, where somebody else's run is predicted.
+        wire: the type in which gradients are sent, where another program's run is predicted.
     """
 
     wire: Wire = AS_STORED
@@ -79,15 +79,15 @@ class DDP(Engine):
         return (build_plan(question, devices, self.name, "a replica on each device: gradients alone are communicated"),)
 
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
-        """Everything is there, and DDP's buckets hold the gradients."""
+        """All of the state and of the step; DDP's buckets hold the gradients."""
         return whole_bytes(rank, buckets=True)
 
     def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
-        """Buckets behind backward."""
+        """A step that reduces buckets of gradients during backward."""
         return DDPStep(footprint, plan, inventory, precision, rates, self.wire)
 
     def player(self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Player:
-        """A rank that holds everything, with its buckets."""
+        """The player of a rank that holds everything, with DDP's buckets."""
         return DDPPlayer(machine, script, footprint, rows, recomputed(footprint, plan))
 
     def strategy(self, run: Any, *, forked: bool) -> Any:

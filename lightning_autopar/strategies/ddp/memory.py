@@ -11,23 +11,22 @@ from lightning_autopar.engines import Rank
 from lightning_autopar.memory.allocator.options import MIB
 from lightning_autopar.memory.device_bytes import DeviceBytes
 
-#: DDP sends rank 0's weights in buffers of that size, two at a time (torch ``distributed.py``, ``broadcast_bucket_size``; ``comm.cpp``,
-#: ``broadcast_coalesced``), where the ranks aren't forked from one process that has them.
+#: The size of the buffers in which DDP sends rank 0's weights, two at a time (torch ``distributed.py``, ``broadcast_bucket_size``;
+#: ``comm.cpp``, ``broadcast_coalesced``), unless the ranks were forked from one process that has them.
 _BROADCAST_BYTES = 250 * MIB
 _BROADCASTS = 2
 
 
 def whole_bytes(rank: Rank, *, buckets: bool) -> Iterator[DeviceBytes]:
-    """One device, or replicas of it: everything is there.
-
-    DDP's buckets hold every gradient all the time (``gradient_as_bucket_view``), and are reduced in place. They are built once: with
-    ``find_unused_parameters`` they aren't rebuilt after the first step (``reducer.hpp``, ``should_rebuild_buckets``). Under ``no_sync``
-    (Lightning's accumulation) gradients lie beside the buckets until the last batch's backward moves them there. Where a batch is worked
-    off in parts, the gradients of the first are there all the time, too; parts add up in DDP's buckets.
+    """Bytes of one device, or of each replica: it holds everything. DDP's buckets hold every gradient all the time
+    (``gradient_as_bucket_view``), and are reduced in place. They are built once: with ``find_unused_parameters`` they aren't rebuilt after
+    the first step (``reducer.hpp``, ``should_rebuild_buckets``). Under ``no_sync`` (Lightning's accumulation) gradients lie beside the
+    buckets until the last batch's backward moves them there. Where a batch runs in parts, the first part's gradients stay in memory, too;
+    the parts add up in DDP's buckets.
 
     Args:
         rank: of a plan.
-        buckets: whether there are DDP's.
+        buckets: whether there are DDP's buckets.
     """
     footprint, moments = rank.footprint, rank.moments()
     gradients = moments.gradients
@@ -47,7 +46,7 @@ def whole_bytes(rank: Rank, *, buckets: bool) -> Iterator[DeviceBytes]:
         updates=not (moments.forward[place] or moments.backward[place]),
     )
     yield step
-    if buckets and not rank.on_cpu:  # while replicas take over rank 0's weights
+    if buckets and not rank.on_cpu:  # while replicas receive rank 0's weights
         sent = min(footprint.parameter_bytes + footprint.buffer_bytes, _BROADCASTS * _BROADCAST_BYTES)
         yield DeviceBytes(parameters=footprint.parameter_bytes, buffers=footprint.buffer_bytes, communication=sent, occasion="start")
     if (runs := rank.evaluation_bytes) is not None:  # Lightning has set the gradients to None; buckets stay

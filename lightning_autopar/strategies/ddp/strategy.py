@@ -20,24 +20,24 @@ from lightning_autopar.strategies.base.mixin import EngineMixin, SplitMixin
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
 
-#: Buffers that depend on the batch (BatchNorm's) are synchronised where they are computed; copying rank 0's at each step would only
-#: cost time. torch 2.13 renamed the argument.
+#: Buffers that depend on the batch (BatchNorm's) are synchronised when they are computed; copying rank 0's at each step would only cost
+#: time. torch 2.13 renamed the argument.
 _NO_BUFFER_BROADCAST: dict[str, Any] = (
     {"forward_sync_buffers": False}
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     else {"broadcast_buffers": False}
 )
 #: torch advises against ``find_unused_parameters``, once and on stderr, past Python's warnings. An unmodified module may leave parameters
-#: out in some steps only (LayerDrop, a GAN's turns), and no trace of some steps says that the others don't. Without the search such a step
-#: is taken with gradients that the ranks haven't reduced: torch tells in the next forward only, after the last never, and where ranks
-#: leave out different ones, a collective pairs with another. To look before each optimizer's step would end a run that is right today.
-#: The search is the host's alone: 0.1 ms for a GPT of 12 blocks (144 parameters), 0.5 ms for 48. It waits for the GPU only in a step in
-#: which the rank has left a parameter out, to see whether the other ranks have as well (`tests/test_gpu_syncs.py` counts no other wait).
+#: out in some steps only (LayerDrop, a GAN's turns), which a trace of a few steps can't rule out. Without the search, such a step uses
+#: gradients that the ranks haven't reduced: torch reports it only in the next forward, after the last step never, and if ranks leave out
+#: different parameters, a collective pairs with another. A check before each optimizer's step would end runs that are correct today. The
+#: search runs on the host alone: 0.1 ms for a GPT of 12 blocks (144 parameters), 0.5 ms for 48. It waits for the GPU only in a step in
+#: which the rank has left a parameter out, to see whether the other ranks have, too (`tests/test_gpu_syncs.py` counts no other wait).
 _ADVICE = (b"find_unused_parameters=True was specified in DDP constructor",)
 
 
 class DDPEngine(SplitMixin, DDPStrategy):
-    """Executes a DDP plan: each rank a whole copy of the module."""
+    """Executes a DDP plan: each rank has a whole copy of the module."""
 
     _advised = False
     _trained: frozenset[int] = frozenset()
@@ -48,14 +48,14 @@ class DDPEngine(SplitMixin, DDPStrategy):
             parallel_devices=run_plan.torch_devices,
             find_unused_parameters=True,
             gradient_as_bucket_view=True,
-            # Forked workers hold the very pages of the parent's module: equal already, and a broadcast would copy every page of them.
+            # Forked workers share the pages of the parent's module: they are equal already, and a broadcast would copy every page.
             init_sync=not forked,
             **_NO_BUFFER_BROADCAST,
         )
         self.attach(run_plan)
 
     def _configure_launcher(self) -> None:
-        """The processes are there already."""
+        """The processes exist already."""
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         self._trained = frozenset(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
@@ -76,11 +76,11 @@ class DDPEngine(SplitMixin, DDPStrategy):
 
     @contextmanager
     def before_last_part(self) -> Iterator[None]:
-        """A batch's parts add up their gradients in DDP's buckets, which the last one's backward reduces.
+        """A batch's parts add up their gradients in DDP's buckets, which the last part's backward reduces.
 
         Under ``no_sync`` DDP leaves gradients outside of its buckets, unless they are views of them already. The first backward pass that
-        communicates makes them so; hence the first batch's parts all do. What is reduced twice is the ranks' mean, and the mean of equal
-        means.
+        communicates makes them views; hence all parts of the first batch communicate. A gradient that is reduced twice is the mean of the
+        ranks' equal means.
         """
         wrapped: Any = self.model
         if self._reduced:
@@ -98,14 +98,14 @@ class DDPEngine(SplitMixin, DDPStrategy):
                 self._exit.callback(parameter.register_hook(partial(self._into_bucket, parameter, parameter.grad)).remove)
 
     def _into_bucket(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
-        """A gradient is about to be added to the parameter's: that is in the bucket, unless an earlier batch's waits there."""
+        """A gradient is about to be added to the parameter's, which lies in the bucket unless an earlier batch's waits there."""
         assert self._micro is not None
         if parameter.grad is None and not self._micro.gradients.beside:
             with torch.no_grad():
                 parameter.grad = view.zero_()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """DDP communicates the gradients of those parameters alone that were to be trained when it was set up."""
+        """Refuse newly trained parameters: DDP communicates only gradients of parameters that were trained when it was set up."""
         module = self.lightning_module
         assert module is not None
         for name, parameter in module.named_parameters():
@@ -136,7 +136,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
         average(reached, [parameter for parameter in self.lightning_module.parameters() if parameter.requires_grad])
 
     def setup_distributed(self) -> None:
-        """As Lightning's, without re-seeding: every rank goes on from the parent's RNG state, as one device would."""
+        """Like Lightning's, without re-seeding: every rank goes on from the parent's RNG state, as one device would."""
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         join_group(self, self._process_group_backend)

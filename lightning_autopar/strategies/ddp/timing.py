@@ -8,10 +8,10 @@ from lightning_autopar.timing.step import Step
 
 
 class DDPStep(Step):
-    """One step of replicas."""
+    """One step of a DDP plan."""
 
     def played(self, run: RankWork, events: list[LaneSpan] | None = None) -> LaneSeconds:
-        """Each bucket is reduced when backward has filled it."""
+        """Play the step: each bucket is reduced when backward has filled it."""
         return play_replicas(self.layout, run, self.links(), self.gradient_scale, events)
 
     def links(self) -> Links:

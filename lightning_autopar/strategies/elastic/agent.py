@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 
 def with_more(decision: Decision, promises: Promises) -> Decision | None:
-    """The same plan with more memory promised, where its devices have that: then it needn't make do with less.
+    """The same plan with more memory promised, where its devices have more; None where they don't. Then no other plan need take its place.
 
     Args:
-        decision: under which memory ran out.
-        promises: of the run, of which nothing runs now.
+        decision: the one under which memory ran out.
+        promises: those of the run; no workers of it run now.
     """
     run_plan = decision.run_plan
     wants = limit_after_out_of_memory(run_plan)
@@ -58,45 +58,45 @@ def with_more(decision: Decision, promises: Promises) -> Decision | None:
 
 
 def is_still_there(decision: Decision, inventory: Inventory) -> bool:
-    """Whether a plan's devices are there with room for it."""
+    """Whether a plan's devices are still there and have room for it."""
     there = {device.id: device.free_bytes for device in usable(inventory).devices}
     needed = decision.run_plan.reserved_bytes
     return all(device in there and needed.get(device, 0) <= there[device] for device in decision.run_plan.plan.devices)
 
 
-#: A parked run looks so often whether it fits, where nobody watches.
+#: How often a parked run without watchers looks whether it fits.
 _PARKED_LOOK_SECONDS = 5.0
-#: Between two times that a run tells when it expects to end.
+#: How often a run tells when it expects to end.
 _EXPECT_SECONDS = 1.0
 #: How long a move waits for its new workers; the old ones go on meanwhile.
 _READY_SECONDS = 300.0
-#: How long a generation may take from the agent's asking to its pause, once it was asked to leave for good.
+#: How long a generation that must leave for good may take from the agent's request to its pause.
 _LEAVE_SECONDS = 25.0
 
 
 class RequestHandler(Protocol):
-    """What others ask of a run, answered before any watcher; called in the main process at every round."""
+    """Answers what others ask of a run, before any watcher; called in the main process at every round."""
 
     def look(self, agent: Agent) -> MoveRequest | None:
         """What to do now, if anything."""
 
     def show(self, agent: Agent) -> None:
-        """Show how the run is."""
+        """Show the run's status."""
 
 
 class Agent(RunState):
     """Runs a call of ``fit`` through as many generations as it takes.
 
     Args:
-        make_job: what a generation's workers are to do, by decision and folder.
+        make_job: makes the job of a generation's workers, from decision and folder.
         decision: the first one.
-        moving: see there.
+        moving: see :class:`SnapshotSettings`.
         watchers: asked in their order; the first request counts.
-        handler: what others ask goes first.
-        snapshots: for the snapshots.
-        folder: the run's, for what passes between workers and agent.
+        handler: is asked before the watchers.
+        snapshots: where snapshots are kept.
+        folder: the run's, for files between workers and agent.
         inventory: see :class:`.run_state.RunState`; the same for ``replan``, ``state_bytes``, ``promises`` and ``preempt``.
-        on_change: told of each new decision.
+        on_change: called with each new decision.
     """
 
     def __init__(
@@ -143,12 +143,12 @@ class Agent(RunState):
             noted: interruptions, as they come.
 
         Returns:
-            what came out, and the job of the generation that it came out of.
+            the outcome, and the job of the generation that it came from.
         """
         latest = self._saver.latest
         if latest is not None:
             rank_zero_warn(
-                f"autopar: an earlier start of this run died; this one resumes from its snapshot of step {latest.step}. "
+                f"autopar: an earlier start of this run was killed; this start resumes from its snapshot of step {latest.step}. "
                 f"To begin anew, remove {latest.path.parent}"
             )
         running = self._begin(self.decision, "the run begins")
@@ -200,7 +200,7 @@ class Agent(RunState):
         return RunningGeneration(generation=Generation(job), elastic=elastic, job=job, decision=decision)
 
     def _begin(self, decision: Decision, reason: str, running: RunningGeneration | None = None) -> RunningGeneration:
-        """Make a decision the one that runs; its workers may have been forked before."""
+        """Let a decision run; its workers may have been forked before."""
         running = running or self._fork(decision)
         self.recorder.begin(decision, reason)
         self._run, self.decision, self.parked = running, decision, False
@@ -209,7 +209,7 @@ class Agent(RunState):
         return running
 
     def _watch_over(self, running: RunningGeneration) -> None:
-        """Take in what the generation did, have it save when it is time, and end it when it hangs."""
+        """Read the generation's progress, have it save when a snapshot is due, and end it when it hangs."""
         rendezvous = running.elastic.rendezvous
         pace = rendezvous.progress()
         if pace.boundaries >= 1 and self._left_at is not None and pace.at is not None:
@@ -218,7 +218,7 @@ class Agent(RunState):
             self._pauses.append(pause)
             self.recorder.paused(pause)
         if rendezvous.final and pace.boundaries >= 1 and pace.step > max(self._failures, default=-1):
-            rendezvous.final = False  # it is past where it failed, and there is something to go on from
+            rendezvous.final = False  # it is past the step where it failed, and has a snapshot to go on from
             self._failures.clear()
         self._saver.watch(running)
         self._note(running)
@@ -230,7 +230,7 @@ class Agent(RunState):
             running.generation.end()
 
     def _expect(self, running: RunningGeneration) -> None:
-        """Tell those who wait when the devices will be given back."""
+        """Tell the runs that wait when the devices will be given back."""
         now = time.monotonic()
         if running.step_seconds is not None and now - self._expected_at > _EXPECT_SECONDS:
             self._expected_at = now
@@ -238,7 +238,7 @@ class Agent(RunState):
             self._promises.expect(self._seconds_left)
 
     def _note(self, running: RunningGeneration | None) -> None:
-        """Write down what is on the devices, now and then."""
+        """Sample what is on the devices, when a sample is due."""
         if self.recorder.is_due():
             predicted = {} if running is None else self.decision.run_plan.reserved_bytes
             loss = None if running is None else running.elastic.rendezvous.loss()
@@ -247,7 +247,7 @@ class Agent(RunState):
     # -- moves -------------------------------------------------------------------------------------------------------------------------
 
     def _move(self) -> MoveRequest | None:
-        """What some watcher wants, each asked as often as it likes."""
+        """The next request: of the handler, of a more important run, or of a watcher whose interval is over; None where there is none."""
         now = time.monotonic()
         if self._handler is not None and (move := self._handler.look(self)) is not None:
             return move
@@ -262,12 +262,12 @@ class Agent(RunState):
         return None
 
     def _make_room(self) -> MoveRequest | None:
-        """What a more important run that waits asks for."""
+        """The request to make room for a more important run that waits, if any."""
         since = self._began if self.moved_at is None else self.moved_at
         return self._preempt.look(since=since, plan=self.replan, seen=self._allowed, decision=self.decision)
 
     def _follow(self, move: MoveRequest, running: RunningGeneration, noted: list[type[BaseException]]) -> None:
-        """Move or park. What comes in between (a failure, the end of training) is for the caller to see."""
+        """Move or park. If a failure or the end of training comes first, the caller sees that."""
         if move.action == "park":
             rank_zero_info(f"autopar: the run is parked: {move.reason}")
             if self._saver.pause(running, noted, on_disk=True, within_seconds=self._moving.hang_seconds):
@@ -311,13 +311,13 @@ class Agent(RunState):
                 following.bury()
 
     def _park(self, reason: str) -> None:
-        """Nothing runs; the devices are free."""
+        """The run is parked: no workers run, and the devices are free."""
         self.recorder.park(reason)
         self._promises.release()
         self._run, self.parked, self.moved_at = None, True, time.monotonic()
 
     def _wait_parked(self, noted: list[type[BaseException]]) -> bool:
-        """Until the run fits again and has begun; False if it was interrupted."""
+        """Wait until the run fits again and has begun; False if it was interrupted."""
         console = Console(stderr=True)
         if not console.is_terminal:
             return self._wait_until_it_fits(noted)
@@ -351,7 +351,7 @@ class Agent(RunState):
                 self.moved_at = time.monotonic()
                 self._resume(move.decision, move.reason)
                 return True
-            time.sleep(0.05)  # what is waited for comes as files, and as memory that others let go of
+            time.sleep(0.05)  # the run waits for files, and for memory that others release
         return False
 
     def _resume(self, decision: Decision, reason: str) -> None:
@@ -361,11 +361,11 @@ class Agent(RunState):
         running.elastic.let_begin(None if snapshot is None else snapshot.path, changes)
 
     def _why_not_promised(self, decision: Decision) -> str | None:
-        """Have what a decision needs promised, while nothing runs; why not, in words."""
+        """Get a decision's memory promised while no workers run; returns why that failed, in words, or None."""
         return self._promises.take(decision.run_plan.needed_bytes, None)
 
     def _leave(self, running: RunningGeneration) -> Outcome:
-        """The machine is to be left: save on disk and end, within the time that one is given."""
+        """The run must leave the machine: save on disk and end, within the time that a machine gives."""
         if self._saver.pause(running, [], on_disk=True, within_seconds=_LEAVE_SECONDS):
             assert self._saver.latest is not None, "it was just made"
             rank_zero_info(f"autopar: terminated at step {self._saver.latest.step}; the next start of this run goes on from there")
@@ -373,13 +373,13 @@ class Agent(RunState):
         return self._interrupted(SIGTERMException)
 
     def _interrupted(self, kind: type[BaseException]) -> Outcome:
-        """What comes out of a run that nothing runs of any more."""
+        """The outcome of an interrupted run that has no workers any more."""
         return Outcome(results=[], error=kind(), saved=kind is SIGTERMException and self._saver.latest is not None)
 
     # -- what wasn't planned -----------------------------------------------------------------------------------------------------------
 
     def _fitting(self, running: RunningGeneration) -> Decision | None:
-        """A decision that the devices have room for as they are now, the one that ran if it can be; None where nothing fits."""
+        """A decision that fits the devices as they are now, if possible the one that ran; None where nothing fits."""
         inventory = self.inventory()
         if is_still_there(running.decision, inventory):
             return running.decision
@@ -392,7 +392,7 @@ class Agent(RunState):
         return max(self._failures.values(), default=0)
 
     def _recover(self, running: RunningGeneration, outcome: Outcome) -> Outcome | None:
-        """Go on after a failure; the outcome, where the run is over."""
+        """Go on after a failure; returns the outcome if the run is over."""
         error, pace = outcome.error, running.elastic.rendezvous.progress()
         assert error is not None, "else it is finished"
         self._saver.give_up(running)
@@ -417,7 +417,7 @@ class Agent(RunState):
             self._avoided.lower(running.decision.run_plan.reserved_bytes)
         decision = self._fitting(running)
         if decision is None:
-            # What the run denies itself nobody else can give back: the run would be parked for ever.
+            # Nobody else can lift limits that the run set itself: it would stay parked for ever.
             self._avoided.lift()
             decision = self._fitting(running)
         why = "" if decision is not None else f"nothing fits after {type(error).__name__}: {error}"

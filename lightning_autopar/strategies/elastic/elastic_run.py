@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Inventory
     from lightning_autopar.strategies.base.run_host import RunHost
 
-#: How long a device that somebody asked a run to leave is left alone, unless the run is told otherwise.
+#: How long a run stays off a device that it was asked to leave, unless it is told otherwise.
 YIELD_SECONDS = 600.0
 _DOOR_SECONDS = 0.1
 
-#: Of this process's elastic runs so far: a script may call ``fit`` several times.
+#: Counts this process's elastic runs: a script may call ``fit`` several times.
 _runs = 0
 
 
@@ -74,16 +74,16 @@ def snapshot_settings(trainer: Trainer, batch: BatchRule) -> SnapshotSettings | 
         return None
     if batch == "per_device":
         raise ValueError(
-            "batch='per_device' gives each device batches of its own, so that a run on other devices would be another run; use "
+            "batch='per_device' gives each device batches of its own, so that a run on other devices would have other batches; use "
             "batch='global', or leave out CheckpointMigrate and ElasticReplan"
         )
     return asked or SnapshotSettings()
 
 
 def watchers(trainer: Trainer) -> list[Watcher]:
-    """The trainer's callbacks that say where the run should be."""
+    """The trainer's callbacks that decide where the run should be."""
     callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]  # as above
-    # Of a callback that answers to every name (a mock), the interval is no number.
+    # A callback that has every attribute (a mock) has no number for the interval.
     return [
         callback
         for callback in callbacks
@@ -147,18 +147,18 @@ class ElasticRun:
                 )
                 try:
                     ended = self.agent.run(noted)
-                except Exception:  # the agent's own, or a watcher's: nothing that ran in the workers
+                except Exception:  # an error of the agent or a watcher, not of code in the workers
                     keep = True
                     raise
                 return restore(*ended)
-        except SIGTERMException:  # also a second one, which isn't waited for
+        except SIGTERMException:  # also a second interruption, which doesn't wait
             keep = True
             raise
         finally:
             snapshots.close(keep=keep)
 
     def key(self) -> str:
-        """What the run is known by at the next start of the same script."""
+        """The key by which the next start of the same script finds this run."""
         module, trainer = self._trainer.lightning_module, self._trainer
         shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
         limits = trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches, trainer.accumulate_grad_batches
@@ -197,23 +197,23 @@ class ElasticRun:
 
 
 def _with_own(found: Inventory, running: RunningGeneration | None) -> Inventory:
-    """With what the run itself holds counted as free."""
+    """The inventory, with what the run itself holds counted as free."""
     devices = tuple(replace(device, free_bytes=device.free_bytes + own_bytes(running, device)) for device in found.devices)
     return replace(found, devices=devices)
 
 
 def host_bytes_of(pids: Sequence[int]) -> int:
-    """What processes hold of the host's memory by themselves: resident, and not a file's or shared."""
+    """Bytes of the host's memory that processes hold by themselves: resident, without files and shared memory."""
     held_bytes = 0
     for pid in pids:
-        with suppress(psutil.Error):  # it has just ended
+        with suppress(psutil.Error):  # the process has just ended
             memory = psutil.Process(pid).memory_info()
             held_bytes += max(0, memory.rss - getattr(memory, "shared", 0))
     return held_bytes
 
 
 class Requests:
-    """Where a run is asked for something by others on its host, and shows how it is.
+    """Takes the requests of others on the run's host, and shows the run's status.
 
     Args:
         shown: where.
@@ -226,7 +226,7 @@ class Requests:
         self._looked = 0.0
 
     def look(self, agent: Agent) -> MoveRequest | None:
-        """Show the run's status, take what was asked, and return what follows from it."""
+        """Show the run's status, take the requests, and return the move that follows from them."""
         now = time.monotonic()
         if now - self._looked < _DOOR_SECONDS:
             return None
@@ -241,7 +241,7 @@ class Requests:
             made, words = self._answer(agent, request)
             rank_zero_info(f"autopar: asked by {request.by} to {request.ask}: {words}")
             self._shown.answer(request, words)
-            if made is not None and (move is None or move.action != "park"):  # who parks leaves every device
+            if made is not None and (move is None or move.action != "park"):  # a run that parks leaves every device
                 move = made
         return move
 
@@ -258,8 +258,8 @@ class Requests:
         if request.ask == "park":
             agent.paused_by_user = True
             if agent.parked:
-                return None, "it is parked already, and stays so until it is resumed"
-            words = "it parks at its next boundary, with a snapshot, and gives its devices back; it stays so until it is resumed"
+                return None, "it is parked already, and stays parked until it is resumed"
+            words = "it parks at its next boundary, with a snapshot, and gives its devices back; it stays parked until it is resumed"
             return MoveRequest(action="park", decision=None, reason=f"{request.by} asked for it", urgent=True), words
         held = agent.decision.run_plan.plan.devices
         leaves = held if request.device is None else tuple(device for device in held if device == request.device)
@@ -303,7 +303,7 @@ class Requests:
 
 @contextmanager
 def _told_to_move() -> Iterator[list[int]]:
-    """While open, SIGUSR1 asks the run to move off its devices; the user's own handler goes before."""
+    """While open, SIGUSR1 asks the run to move off its devices; the user's own handler is called first."""
     told: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         rank_zero_warn("autopar: fit isn't called from the main thread, so that SIGUSR1 can't ask this run to move")

@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from lightning_autopar.strategies.preparation.decision import Decision
 
 PARKED = "parked"
-#: Samples of memory and loss are taken so often at most; and of a long run every other one is dropped when there are so many.
+#: The shortest time between samples of memory and loss; and the number of samples at which every other one is dropped.
 _SAMPLE_SECONDS, _MOST_SAMPLES = 0.5, 4000
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPeriod:
-    """One generation, or a time without one.
+    """The period of one generation, or a period in which the run was parked.
 
     Args:
         begun: seconds since the run began; ``ended`` likewise, None while it lasts.
         plan: its title; "parked" where there is none.
         devices: what it held.
         reason: why it began.
-        pause_seconds: from the last boundary of the generation before to its own first one, None where there was none before.
-        predicted_bytes: of each device, what was predicted to be taken.
+        pause_seconds: from the last boundary of the generation before to this one's first; None where there was none before.
+        predicted_bytes: by device, the bytes that were predicted to be taken.
     """
 
     begun: float
@@ -41,7 +41,7 @@ class PlanPeriod:
 
 
 class HistoryRecorder:
-    """Kept by one agent, in its process."""
+    """Records the history of a run, in its agent's process."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -54,7 +54,7 @@ class HistoryRecorder:
 
     @property
     def spans(self) -> tuple[PlanPeriod, ...]:
-        """What ran, in order."""
+        """The periods, in order."""
         return tuple(self._spans)
 
     def seconds(self) -> float:
@@ -70,7 +70,7 @@ class HistoryRecorder:
         )
 
     def park(self, reason: str) -> None:
-        """Nothing runs from here on."""
+        """From here on, no workers run."""
         self._enter(PlanPeriod(begun=self.seconds(), plan=PARKED, devices=(), reason=reason, predicted_bytes={}), "park")
 
     def _enter(self, span: PlanPeriod, kind: str) -> None:
@@ -80,12 +80,12 @@ class HistoryRecorder:
             self._marks.append(RunMark(at_seconds=span.begun, kind=kind, words=span.reason))
 
     def close(self, at: float | None = None) -> None:
-        """The latest span is over, now or at a time."""
+        """The latest period is over, now or at the given time."""
         if self._spans and self._spans[-1].ended is None:
             self._spans[-1] = replace(self._spans[-1], ended=self.seconds() if at is None else at)
 
     def paused(self, seconds: float) -> None:
-        """The generation that runs now came to its first boundary so long after the last one of the generation before."""
+        """Keep the pause before the current generation's first boundary, since the last boundary of the generation before."""
         self._spans[-1] = replace(self._spans[-1], pause_seconds=seconds)
 
     def failed(self, words: str) -> None:
@@ -97,7 +97,7 @@ class HistoryRecorder:
         return self.seconds() - self._sampled >= self._every_seconds
 
     def sample(self, inventory: Inventory, ours: Mapping[str, int], loss: tuple[int, float] | None) -> None:
-        """Note what is on the devices now, and the latest loss with its step.
+        """Record what is on the devices now, and the latest loss with its step.
 
         Args:
             inventory: with what this run holds counted as free.
@@ -117,7 +117,7 @@ class HistoryRecorder:
             self._every_seconds *= 2
 
     def history(self, title: str) -> RunHistory:
-        """All of it, for a picture."""
+        """The whole history, for a picture."""
         return RunHistory(
             title=title,
             spans=tuple(

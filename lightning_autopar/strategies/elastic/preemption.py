@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from lightning_autopar.sharing.queue import Place
     from lightning_autopar.strategies.preparation.decision import Decision
 
-#: Whose more important runs a run makes room for: "all" (the default), "own" (its user's alone) or "none".
+#: For whose more important runs a run makes room: "all" users' (the default), its "own" user's, or "none".
 YIELD_VARIABLE = "AUTOPAR_YIELD_TO"
 _LOOK_SECONDS = 0.25
 
 
 class Preemption:
-    """An elastic run's manners.
+    """Decides when an elastic run makes room for others, and what it waits for itself while it is parked.
 
     Args:
         leases: of this process.
@@ -52,10 +52,10 @@ class Preemption:
     def look(
         self, *, since: float, plan: Callable[[Inventory], Decision], seen: Callable[[], Inventory], decision: Decision
     ) -> MoveRequest | None:
-        """What to do for those that ask for room; None to go on.
+        """The move that makes room for runs that ask for it; None to go on as it is.
 
         Args:
-            since: when the run came to where it is, as ``time.monotonic`` counts. It stays at least for the minimum quantum.
+            since: when the run began, last moved or resumed, as ``time.monotonic`` counts. It stays there for at least the minimum quantum.
             plan: the best plan for an inventory.
             seen: the devices as they are now, with what the run holds itself counted as free.
             decision: what runs.
@@ -72,7 +72,7 @@ class Preemption:
         what = "; ".join(f"{format_bytes(size)} of {device}" for place in asking for device, size in place.wants.items())
         reason = f"{who} asked for room: {what}"
         if fits(decision.candidate, left):
-            return None  # there is room for both: who asks will see it
+            return None  # there is room for both: the run that asks will see it
         try:
             found = plan(left)
         except NothingFits:
@@ -80,14 +80,14 @@ class Preemption:
         return MoveRequest(action="move", decision=found, reason=reason, urgent=True)
 
     def leave_room(self, inventory: Inventory, holds: Mapping[str, int] | None) -> Inventory:
-        """The devices less what those that are first in turn wait for.
+        """The devices, without what the runs wait for that come before this one.
 
         Args:
             inventory: with what the run holds itself counted as free.
-            holds: what it has been promised, by device, which nobody takes from it unasked; None where it is parked and waits itself.
+            holds: bytes promised to the run, by device, which nobody takes from it unasked; None where it is parked and waits itself.
         """
         now_ns = time.monotonic_ns()
-        # A run that has something grows after those as important that have nothing, however long these wait.
+        # A run that has devices grows only after equally important runs that have none, however short they have waited.
         first = self._ahead(now_ns) if holds is None else self._from_priority(self._leases.priority, now_ns)
         if not first:
             return inventory
@@ -114,15 +114,15 @@ class Preemption:
         return made
 
     def _ahead(self, now_ns: int) -> list[Place]:
-        """Who goes before this run, while it is parked."""
+        """The runs that come before this one while it is parked."""
         return ahead(self._leases.places(), (-self._leases.priority, self._leases.since_ns, ""), now_ns)
 
     def _from_priority(self, priority: int, now_ns: int) -> list[Place]:
-        """Who waits and is as important as this, or more."""
+        """The waiting runs of this priority or a higher one."""
         return ahead(self._leases.places(), (1 - priority, 0, ""), now_ns)
 
     def _asking(self) -> list[Place]:
-        """Those who ask this run for room, and may."""
+        """The runs that ask this one for room and are allowed to."""
         if self._yields_to == "none":
             return []
         names = self._leases.held_names
@@ -133,7 +133,7 @@ class Preemption:
         ]
 
     def _without(self, inventory: Inventory, asking: Sequence[Place]) -> Inventory:
-        """The devices when those who ask have what they want."""
+        """The devices after the asking runs have taken what they want."""
         taken: dict[str, int] = {}
         for place in asking:
             for device, size in place.wants.items():

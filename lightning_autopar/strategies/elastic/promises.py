@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 _LOOK_SECONDS = 0.5
-#: To plan what it waits for takes at most this share of a core.
+#: Planning what it waits for takes at most this share of a core.
 _PLANNING_SHARE = 0.1
 _LEAST_SECONDS = 1.0
 
 
 class ParkedPlace:
-    """The place of a run while it is parked and wants to go on.
+    """The place in the queue of a run that is parked and wants to go on.
 
     Args:
-        promises: of memory, whose ledger the queue is beside.
+        promises: the run's, which give it a place in the ledger's queue.
         preempt: says what the run waits for.
-        seconds: how long it still takes; None where nobody knows.
+        seconds: how long the run still takes; None where nobody knows.
     """
 
     def __init__(self, promises: Promises, preempt: Preemption, seconds: float | None) -> None:
@@ -49,7 +49,7 @@ class ParkedPlace:
         self._pause = _LEAST_SECONDS
 
     def look(self, seen: Callable[[], Inventory], plan: Callable[[Inventory], Decision]) -> None:
-        """Show that the run still waits, and now and then for what.
+        """Show that the run still waits, and from time to time what it waits for.
 
         Args:
             seen: the devices as they are now, less what others were promised.
@@ -76,7 +76,7 @@ class ParkedPlace:
         self._pause = max(_LEAST_SECONDS, (self._planned - now) / _PLANNING_SHARE)
 
     def leave(self) -> None:
-        """The run goes on, ends, or isn't to go on; again does nothing."""
+        """Leave the queue: the run goes on, ends, or must stay parked. A second call does nothing."""
         if self._place is not None:
             self._place.withdraw()
             self._place = None
@@ -84,7 +84,7 @@ class ParkedPlace:
     def _need(self, plan: Callable[[Inventory], Decision], inventory: Inventory) -> Need | None:
         try:
             return replace(plan(inventory).need, seconds=self._seconds)
-        except (NothingFits, ValueError):  # the latter where a pinned plan's device isn't there
+        except (NothingFits, ValueError):  # ValueError: a pinned plan's device isn't there
             return None
 
 
@@ -102,7 +102,7 @@ class Promises:
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """What is promised to this run now, by device id."""
+        """The bytes that are promised to this run now, by device id."""
         return self._leases.held_bytes
 
     def expect(self, seconds: float | None) -> None:
@@ -114,12 +114,12 @@ class Promises:
         return self._leases.queue()
 
     def take(self, wants: Mapping[str, int], running: RunningGeneration | None) -> str | None:
-        """Have a plan's memory promised instead of the one's before; why not, in words."""
+        """Get a plan's memory promised in place of the earlier plan's; returns why that failed, in words, or None."""
         short = self._leases.take(wants, lambda: self._probe(running))
         return None if short is None else words(short)
 
     def prepare(self, wants: Mapping[str, int], running: RunningGeneration | None) -> str | None:
-        """Have the next plan's memory promised beside the one's that runs; why not, in words."""
+        """Get the next plan's memory promised in addition to the running plan's; returns why that failed, in words, or None."""
         assert self._prepared is None, "one move at a time"
         found = self._leases.prepare(wants, lambda: self._probe(running))
         if isinstance(found, Shortage):
@@ -128,16 +128,16 @@ class Promises:
         return None
 
     def settle(self) -> None:
-        """The run has moved: what it had before is free."""
+        """The run has moved: give back what it had before."""
         self._leases.settle(self._prepared)
         self._prepared = None
 
     def drop(self) -> None:
-        """It hasn't moved, if anything was prepared."""
+        """The run didn't move: give back what was prepared, if anything."""
         if self._prepared is not None:
             self._prepared.release()
             self._prepared = None
 
     def release(self) -> None:
-        """Nothing of this run is on any device."""
+        """The run has left all devices: give everything back."""
         self._leases.release()

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from lightning_autopar.strategies.preparation.decision import Decision
 
 
-#: Of what a plan was predicted to take of a device and that was too much.
+#: The share of a device's predicted bytes that plans may still use, after a plan that was predicted to fit ran out of memory.
 _LESS = 0.95
 
 
 class AvoidedDevices:
-    """Devices, and memory of devices, that no plan of this run is to use."""
+    """Devices, and memory of devices, that plans of this run must not use."""
 
     def __init__(self) -> None:
         self._left_until: dict[str, float] = {}
@@ -46,23 +46,23 @@ class AvoidedDevices:
         self._left_until.update(dict.fromkeys(devices, until))
 
     def allow_again(self) -> None:
-        """Devices that were left count again."""
+        """Plans may use all devices again."""
         self._left_until.clear()
 
     def lower(self, reserved_bytes: Mapping[str, int]) -> None:
-        """A plan that was predicted to fit in this didn't: no plan may take as much of its devices again."""
+        """A plan that was predicted to fit ran out of memory: no plan may take as much of its devices again."""
         for device, size in reserved_bytes.items():
             self._limits[device] = int(_LESS * size)
             rank_zero_info(f"autopar: from now on plans may use {format_bytes(self._limits[device])} of {device}")
 
     def lift(self) -> None:
-        """Memory that the run has run out of counts again."""
+        """Plans may again use as much memory as before the run ran out of it."""
         if self._limits:
             rank_zero_info("autopar: no plan fits in that, so plans may use as much as before")
         self._limits.clear()
 
     def without(self, found: Inventory) -> Inventory:
-        """What is left of the devices."""
+        """The devices, without what plans must not use."""
         now = time.monotonic()
         self._left_until = {device: until for device, until in self._left_until.items() if until > now}
         devices = tuple(
@@ -74,12 +74,12 @@ class AvoidedDevices:
         return replace(found, devices=devices, links=tuple(link for link in found.links if link.a in ids and link.b in ids))
 
 
-#: What forking, setting up and joining take beside the state's copies.
+#: Seconds that forking, setup and joining take besides copying the state.
 _MOVE_SECONDS = 2.0
 
 
 class RunState:
-    """A run as it stands; a :class:`.watching.RunView`.
+    """The state of a run, for its agent and, as a :class:`.watcher.RunView`, for watchers.
 
     Args:
         decision: the first one.
@@ -87,8 +87,8 @@ class RunState:
         replan: the best plan for an inventory.
         state_bytes: of parameters, buffers and optimizer states.
         saver: of its snapshots.
-        promises: of memory, which go with the plan; those of the first decision are there.
-        preempt: what the run does for those that wait.
+        promises: of memory, which change with the plan; those of the first decision exist already.
+        preempt: decides what the run does for runs that wait.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RunState:
 
     @property
     def move_seconds(self) -> float:
-        """See :class:`RunView`: as the moves so far took, or by the copies of the state."""
+        """See :class:`RunView`: measured on the moves so far, or estimated by the bytes of the state."""
         if self._pauses:
             return max(self._pauses)
         return _MOVE_SECONDS + 2 * self._state_bytes / COPY_BYTES_PER_SECOND
@@ -150,11 +150,11 @@ class RunState:
         return {device: size for device, size in zip(self.decision.run_plan.plan.devices, used, strict=True) if size}
 
     def inventory(self) -> Inventory:
-        """See :class:`RunView`; less what those wait for who are first in turn."""
+        """See :class:`RunView`; without what the runs wait for that come before this one."""
         return self._preempt.leave_room(self._allowed(), None if self.parked else self._promises.held_bytes)
 
     def _allowed(self) -> Inventory:
-        """The devices as they are now, without those that the run was asked to leave alone, and less what ran out of memory before."""
+        """The devices as they are now, without those that the run was asked to leave, and without memory that plans must not use."""
         return self._avoided.without(self._probe(self._run))
 
     def replan(self, inventory: Inventory) -> Decision:
@@ -171,18 +171,18 @@ class RunState:
 
     @property
     def step(self) -> int | None:
-        """The trainer's global step as far as is known."""
+        """The last known global step of the trainer."""
         step = -1 if self._run is None else self._run.elastic.rendezvous.progress().step
         if step >= 0:
             return step
         return None if self._saver.latest is None else self._saver.latest.step
 
     def leave(self, devices: Sequence[str], seconds: float) -> None:
-        """Don't use these devices for so long; what runs on them moves at the next look."""
+        """Don't use these devices for so long; a run on them moves at the next look."""
         self._avoided.leave(devices, seconds)
 
     def allow_again(self) -> None:
-        """All devices count again, and a run that was asked to park may go on."""
+        """Plans may use all devices again, and a run that was asked to park may go on."""
         self._avoided.allow_again()
         self.paused_by_user = False
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RunningGeneration:
-    """A generation at work, as the agent sees it."""
+    """A running generation, as the agent sees it."""
 
     generation: Generation
     elastic: GenerationFiles
@@ -32,13 +32,13 @@ class RunningGeneration:
     _progress: int = -1
 
     def round(self, noted: list[type[BaseException]], *, timeout_seconds: float = LOOK_SECONDS) -> None:
-        """Listen once, as :meth:`Generation.round`; SIGTERM doesn't end the generation here, as it is to be saved before."""
+        """Listen once, as :meth:`Generation.round`; SIGTERM doesn't end the generation here, as it must be saved first."""
         # A list of its own: a signal that comes meanwhile is for the next round.
         ends = [kind for kind in noted if kind is not SIGTERMException]
         self.generation.round(ends, timeout_seconds=timeout_seconds)
 
     def note(self) -> None:
-        """Take in its pace: a running mean of what batches take, without the first ones."""
+        """Update the generation's speed: a running mean of the seconds of batches, without the first ones."""
         pace = self.elastic.rendezvous.progress()
         if pace.boundaries != self._boundaries and pace.batch_seconds is not None and pace.boundaries > 2:
             known = self.step_seconds
@@ -49,7 +49,7 @@ class RunningGeneration:
             self._progress, self._moved_at = progress, time.monotonic()
 
     def hangs(self, seconds: float) -> bool:
-        """Whether no batch of any loop has begun for so long, since the first one."""
+        """Whether no batch of any loop has begun for so long, after the first one began."""
         return self._boundaries > 0 and not self.generation.gone and time.monotonic() - self._moved_at > seconds
 
     def finished(self, noted: list[type[BaseException]]) -> bool:
@@ -57,21 +57,20 @@ class RunningGeneration:
         return bool(noted) or not (self.generation.failed or self.generation.paused or self.generation.ended_by_us)
 
     def bury(self) -> None:
-        """End what still runs, and remove what passed between its workers and the agent: a run may have hundreds of generations."""
+        """End what still runs, and remove the files between its workers and the agent: a run may have hundreds of generations."""
         self.generation.end()
         shutil.rmtree(self.job.folder, ignore_errors=True)
 
     def why(self) -> str:
-        """What its failure was."""
+        """The generation's failure, in words."""
         while not self.generation.gone:
             self.generation.round([])
         return str(self.generation.outcome([]).error)
 
 
 def own_bytes(running: RunningGeneration | None, device: Device) -> int:
-    """What a run itself holds of a GPU, which others see as taken: what its allocator reserved, and the context around it.
-
-    A worker says the first at its boundaries. Before it comes to one, and where it holds more, it is what the driver tells of its process.
+    """The bytes of a GPU that a run itself holds: what its allocator reserved, and the context. A worker reports the first at its
+    boundaries. Before its first boundary, or if the driver shows more for its process, the driver's figure counts.
     """
     if running is None or device.id not in running.decision.run_plan.plan.devices or device.kind != "cuda":
         return 0

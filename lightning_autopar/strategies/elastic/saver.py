@@ -12,9 +12,9 @@ from lightning_autopar.strategies.elastic.running import RunningGeneration
 from lightning_autopar.strategies.elastic.snapshot_store import Snapshot, SnapshotStore
 from lightning_autopar.strategies.processes.protocol import Ask
 
-#: How a snapshot is written and read before one was measured: pickled, through shared memory.
+#: How fast a snapshot is written and read, as long as none was measured: pickled, through shared memory.
 COPY_BYTES_PER_SECOND = 1e9
-#: What writing a snapshot takes beside its bytes.
+#: Seconds that writing a snapshot takes, however few its bytes.
 _SAVE_SECONDS = 0.1
 
 
@@ -23,9 +23,9 @@ class SnapshotSettings:
     """How a run is saved and moved.
 
     Args:
-        snapshot_seconds: from one snapshot to the next; None: as often as ``overhead`` allows, by what they take.
+        snapshot_seconds: from one snapshot to the next; None: as often as ``overhead`` allows for the time that they take.
         overhead: the share of the time that snapshots may take.
-        folder: where snapshots go that don't fit into memory, or must survive the machine; None: a folder in the trainer's.
+        folder: where snapshots go that don't fit into memory, or must survive a restart of the machine; None: a folder in the trainer's.
         hang_seconds: without a batch for so long, workers count as hung.
         failures: so many failures at the same step end the run.
     """
@@ -37,12 +37,12 @@ class SnapshotSettings:
     failures: int = 3
 
     def home(self, root: str) -> Path:
-        """The folder on disk, in a trainer's folder where the user named none."""
+        """The folder on disk: the user's, or one in the trainer's folder."""
         return self.folder or Path(root) / ".autopar"
 
 
 def save_seconds(state_bytes: int) -> float:
-    """What writing a snapshot takes, before one was measured."""
+    """The predicted seconds to write a snapshot, as long as none was measured."""
     return _SAVE_SECONDS + state_bytes / COPY_BYTES_PER_SECOND
 
 
@@ -72,7 +72,7 @@ class Saver:
     def begin(self) -> None:
         """Another generation begins; the time to the next snapshot counts from here.
 
-        A run that has none makes one before its second batch: what goes wrong then needn't begin anew, with a second version of its logs.
+        A run that has none makes one before its second batch: then a failure needn't begin the run anew, with a second version of its logs.
         """
         self._pending, self._saved_at = None, float("-inf") if self.latest is None else time.monotonic()
 
@@ -81,12 +81,12 @@ class Saver:
         self._saved_at = float("-inf")
 
     def look_back(self) -> Snapshot | None:
-        """The latest snapshot that is as it was written, after something went wrong."""
+        """The latest undamaged snapshot, to go on from after something went wrong."""
         self.latest = self._snapshots.latest()
         return self.latest
 
     def watch(self, running: RunningGeneration) -> None:
-        """Take in a snapshot that is made, or have one made when it is time."""
+        """Keep a snapshot that is complete, or have one made when it is due."""
         if self._pending is not None:
             self.take_in(running)
         elif running.elastic.rendezvous.progress().boundaries >= 1 and self._is_due(time.monotonic()):
@@ -94,9 +94,8 @@ class Saver:
             self.ask(running, "snapshot")
 
     def _is_due(self, now: float) -> bool:
-        """Whether it is time for a snapshot that nobody has asked for.
-
-        By default each, and all of them together, keep within the share of the time; but for the first, which the others pay for.
+        """Whether a snapshot is due that nobody has asked for. By default each snapshot, and all together, keep within ``overhead`` of the
+        time; the first may exceed it, and the later ones make up for that.
         """
         overhead = self._moving.overhead
         since = now - self._saved_at
@@ -106,7 +105,7 @@ class Saver:
         return min(since, now - self._began - self._spent / overhead) > takes / overhead
 
     def provide(self, ranks: int) -> None:
-        """A snapshot will be asked for soon, of so many ranks."""
+        """Prepare for a snapshot of so many ranks, which will be asked for soon."""
         self._snapshots.provide(ranks)
 
     def ask(self, running: RunningGeneration, what: Ask, *, on_disk: bool = False) -> None:
@@ -117,7 +116,7 @@ class Saver:
         running.elastic.rendezvous.ask(what)
 
     def take_in(self, running: RunningGeneration) -> bool | None:
-        """Whether the snapshot that was asked for is there; None while it is being made."""
+        """Whether the snapshot that was asked for has been written; None while it is being made."""
         assert self._pending is not None, "one was asked for"
         done = running.elastic.rendezvous.answered()
         if done is None:
@@ -136,7 +135,7 @@ class Saver:
         return True
 
     def give_up(self, running: RunningGeneration) -> None:
-        """The ranks have ended; what they hadn't finished is removed."""
+        """The ranks have ended: remove their unfinished snapshot."""
         running.elastic.rendezvous.withdraw()
         if self._pending is not None:
             self._snapshots.discard(self._pending)

@@ -30,16 +30,16 @@ from lightning_autopar.state.snapshot_files import SPARE, provide, set_aside, sp
 
 log = logging.getLogger(__name__)
 
-#: Another name than that of a run's folder (``generation.run_folder``), which the next run removes when its own is dead.
+#: Not the name of a run's folder (``generation.run_folder``), which the next run removes if its run is dead.
 _LOCK, _MANIFEST = "lock", "manifest.json"
-#: How many complete snapshots are kept: one that turns out to be damaged must leave another.
+#: How many complete snapshots are kept: if one is damaged, another is left.
 _KEPT = 2
-#: What of a home's free space snapshots may take: a neighbour's files must fit as well.
+#: The share of a home's free space that snapshots may take: other users' files must fit as well.
 _SHARE = 0.8
-#: Snapshots of a run that was killed wait so long for the run's next start.
+#: How long snapshots of a killed run wait for the run's next start.
 _DEAD_SECONDS = 24 * 3600.0
 _BLOCK_BYTES = 8 * 1024**2
-#: How long after a snapshot its sums are made; and how nice to others.
+#: How long after a snapshot its checksums are computed, and at which niceness.
 _SUM_AFTER_SECONDS, _LEAST_PRIORITY = 20.0, 19
 
 
@@ -59,15 +59,15 @@ class Snapshot:
 
 
 class SnapshotStore:
-    """The snapshots of one run, while it lasts; after the process's death they are there at its next start, after :meth:`close` not.
+    """The snapshots of one run. If the process dies, the run's next start finds them; :meth:`close` removes them.
 
     Args:
-        key: what the run is known by at its next start; see :func:`run_key`.
-        disk: a folder on disk for what doesn't fit into memory, made if need be.
+        key: the key by which the run's next start finds them; see :func:`run_key`.
+        disk: a folder on disk for snapshots that don't fit into memory; made if need be.
         needed_bytes: about what a snapshot takes.
-        shared: whether processes of other machines write and read them: then all go to the disk, which all must have. One process of the
-            run has the snapshot store.
-        job: of a shared one, what all starts of one job have in common, one after the other.
+        shared: whether processes of other machines write and read them: then all go to the disk, which every machine must see. One process
+            of the run has the snapshot store.
+        job: for a shared store, the name that successive starts of one job have in common.
     """
 
     def __init__(self, key: str, disk: Path, needed_bytes: int, *, shared: bool = False, job: str | None = None) -> None:
@@ -82,7 +82,7 @@ class SnapshotStore:
             if (locks := self._lock(job)) is not None:
                 break
         else:
-            raise RuntimeError(f"1000 runs of the key {key} are there, or none can be kept in {disk}; can this process write there?")
+            raise RuntimeError(f"1000 runs have snapshots under the key {key}, or this process can't write to {disk}; check that it can")
         self._locks = locks
         if shared:
             self._move_to_disk()
@@ -97,7 +97,7 @@ class SnapshotStore:
         self.close()
 
     def _lock(self, job: str | None) -> list[int] | None:
-        """Make both homes ours; None where a run that lives has one of them."""
+        """Lock both homes for this run; None where another live run has one of them."""
         memory, disk = self._homes
         first = _locked(memory)
         if first is None or not (self._shared or disk.is_dir()):
@@ -109,11 +109,11 @@ class SnapshotStore:
         return [first, second]
 
     def _move_to_disk(self) -> None:
-        """What an earlier start, as one process, left in this machine's memory others can't read there."""
+        """Move to the disk what an earlier start, as a single process, left in this machine's memory, which other machines can't read."""
         memory, disk = self._homes
         for path in memory.glob("s*"):
-            with suppress(OSError):  # a full disk: an older one may be there
-                if path.is_file():  # what goes with a snapshot
+            with suppress(OSError):  # the disk is full: an older snapshot may be there
+                if path.is_file():  # the files that belong to a snapshot
                     shutil.copy(path, disk)
                 elif (path / _MANIFEST).is_file():
                     partial = disk / f"{path.name}.part"
@@ -138,7 +138,7 @@ class SnapshotStore:
         return home / f"s{self._number:06d}"
 
     def _fits(self) -> bool:
-        """Whether there is room in memory, for the file system as for the machine."""
+        """Whether memory has room, by the file system's limit and by the machine's."""
         room_bytes = min(psutil.disk_usage(str(self._memory_home)).free, host_memory()[1]) + spare_bytes(self._spare)
         return self._needed_bytes <= _SHARE * room_bytes
 
@@ -147,23 +147,23 @@ class SnapshotStore:
         return self._homes[0] / SPARE
 
     def provide(self, ranks: int) -> None:
-        """Have room in memory found for the next snapshot, so that those who write it needn't wait; it is found in the background.
+        """Reserve room in memory for the next snapshot, in the background, so that its writers needn't wait.
 
         Args:
-            ranks: how many will write it, about equal parts.
+            ranks: how many will write it, in about equal parts.
         """
         if self._shared or spare_bytes(self._spare) >= self._needed_bytes or not self._fits():
             return
         sizes_bytes = [self._needed_bytes // ranks] * ranks
 
         def find() -> None:
-            with suppress(OSError):  # somebody else took it; the snapshot may go to the disk then
+            with suppress(OSError):  # somebody else took the room; then the snapshot may go to the disk
                 provide(self._spare, sizes_bytes)
 
         self._start(find)
 
     def keep(self, path: Path, step: int) -> Snapshot:
-        """A snapshot is complete: write its manifest, and remove those that aren't wanted any more."""
+        """A snapshot is complete: write its manifest, and remove snapshots that are no longer needed."""
         files = {str(each.relative_to(path)): each.stat().st_size for each in sorted(path.rglob("*")) if each.is_file()}
         snapshot = Snapshot(path=path, step=step, on_disk=self._homes[1] in path.parents)
         if snapshot.on_disk:
@@ -172,15 +172,15 @@ class SnapshotStore:
         self._write(path, {"step": step, "bytes": files, "sums": {}})
         complete = [each for each in self._all() if (each / _MANIFEST).is_file()]
         old = [each for each in self._all() if each not in complete[:_KEPT] and each != path]
-        self._wake.set()  # the sums of the one before aren't wanted any more
+        self._wake.set()  # the checksums of the one before are no longer needed
         self._wake = threading.Event()
-        # Nobody waits for it: room and sums are for later, and a run that moves needs the cores now.
+        # Nobody waits for room and checksums, and a run that moves needs the cores now.
         wake = self._wake
         self._start(lambda: self._tidy(path, step, files, old, wake))
         return snapshot
 
     def _start(self, work: Callable[[], None]) -> None:
-        """Do something that nobody waits for."""
+        """Run something in a background thread, for which nobody waits."""
         thread = threading.Thread(target=work, name="autopar-snapshots", daemon=True)
         thread.start()
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
@@ -193,30 +193,30 @@ class SnapshotStore:
         partial.replace(path / _MANIFEST)
 
     def _tidy(self, path: Path, step: int, files: dict[str, int], old: list[Path], wake: threading.Event) -> None:
-        """Remove older snapshots, and some time later, unless there is a newer one, add up what the files hold."""
+        """Remove older snapshots; some time later, unless there is a newer one, compute the checksums of this one's files."""
         with suppress(OSError):  # not Linux: the thread isn't a process there
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
         for each in old:
             self._remove(each)
         if wake.wait(_SUM_AFTER_SECONDS) and self._wake is not wake:
             return
-        with suppress(OSError):  # removed, as a newer one is there
+        with suppress(OSError):  # removed, as there is a newer one
             self._write(path, {"step": step, "bytes": files, "sums": {name: _checksum(path / name) for name in files}})
 
     def _remove(self, path: Path) -> None:
-        """Remove a snapshot; in memory, where to find room takes longest, the next one is written over it."""
+        """Remove a snapshot. In memory, where finding room takes longest, its room is kept for the next one."""
         if path.parent == self._homes[0]:
             with suppress(OSError):
-                (path / _MANIFEST).unlink(missing_ok=True)  # it isn't complete from here on
+                (path / _MANIFEST).unlink(missing_ok=True)  # from here on it isn't complete
                 set_aside(path, self._spare)
         shutil.rmtree(path, ignore_errors=True)
 
     def discard(self, path: Path) -> None:
-        """Remove what isn't complete."""
+        """Remove a snapshot that isn't complete."""
         shutil.rmtree(path, ignore_errors=True)
 
     def latest(self) -> Snapshot | None:
-        """The latest snapshot that is complete and as it was written; each that isn't is said, and removed."""
+        """The latest complete and undamaged snapshot; others on the way are logged and removed."""
         for path in self._all():
             damage = _damage(path)
             if damage is None:
@@ -228,11 +228,11 @@ class SnapshotStore:
         return None
 
     def close(self, *, keep: bool = False, within_seconds: float | None = None) -> None:
-        """The run is over; its snapshots are of no use to anybody, unless it is to go on at its next start.
+        """The run is over: remove its snapshots, unless its next start shall go on from them.
 
         Args:
-            keep: whether it is.
-            within_seconds: how long to wait for sums, without which files are known by their sizes alone; None: until they are there.
+            keep: whether it shall.
+            within_seconds: how long to wait for checksums, without which only the files' sizes are checked; None: until they are computed.
         """
         if keep:
             self.settle(within_seconds)
@@ -248,33 +248,32 @@ class SnapshotStore:
             os.close(lock)
 
     def settle(self, within_seconds: float | None = None) -> None:
-        """Have room made and sums added up now."""
+        """Finish the work in the background now."""
         until = float("inf") if within_seconds is None else time.monotonic() + within_seconds
         self._wake.set()
         for thread in self._threads:
             thread.join(None if within_seconds is None else max(0.0, until - time.monotonic()))
 
     def _all(self) -> list[Path]:
-        """All there are, complete or not, the latest first."""
+        """All snapshots, complete or not, the latest first."""
         found = [path for home in self._homes if home.is_dir() for path in home.iterdir() if _number(path)]
         return sorted(found, key=_number, reverse=True)
 
 
 def run_key(*parts: object) -> str:
-    """What a run is known by: the same parts at its next start, the same key."""
+    """A run's key: the next start with the same parts has the same key."""
     return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()[:16]
 
 
 def _number(path: Path) -> int:
-    """A snapshot's number; 0 of what is none."""
+    """A snapshot's number; 0 for anything else."""
     digits = path.name[1:]
     return int(digits) if path.name.startswith("s") and digits.isdecimal() else 0
 
 
 def _locked(folder: Path, job: str | None = None) -> int | None:
-    """Make a folder ours; None where a run that lives has it, or it is somebody else's.
-
-    An earlier start of the same job is over: what is left of its lock is a dead node's, which an NFS server keeps until its lease ends.
+    """Lock a folder for this run; None where a live run has it, or it belongs to another user. An earlier start of the same job is over: if
+    its lock is left, it is a dead node's, which an NFS server keeps until its lease ends.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -296,13 +295,13 @@ def _locked(folder: Path, job: str | None = None) -> int | None:
 
 
 def _flush(path: Path) -> None:
-    """Have a file on the disk, before anybody says that it is there."""
+    """Flush a file to the disk, before anything says that it exists."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def _remove_old(home: Path) -> None:
-    """Remove what dead runs left long ago and nobody has taken up: in memory it would stay until the machine restarts."""
+    """Remove what dead runs left long ago and no run has resumed: in memory it would stay until the machine restarts."""
     for folder in home.glob(f"autopar-snapshots-{os.getuid()}-*"):
         with suppress(OSError):
             old = time.time() - folder.stat().st_mtime > _DEAD_SECONDS

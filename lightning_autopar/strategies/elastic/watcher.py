@@ -12,18 +12,15 @@ if TYPE_CHECKING:
 
 
 class RunView(Protocol):
-    """A run as its agent sees it, at the moment of asking.
-
-    Its figures are of now: each is read anew at every look.
-    """
+    """A run as its agent sees it now. Its figures are current: each is read anew at every look."""
 
     @property
     def decision(self) -> Decision:
-        """What runs now; of a parked run what ran last."""
+        """The decision that runs now; for a parked run, the one that ran last."""
 
     @property
     def step_seconds(self) -> float | None:
-        """Measured seconds a batch of late, of this generation; None before there is a figure."""
+        """Recently measured seconds a batch, of this generation; None before there is a figure."""
 
     @property
     def remaining_steps(self) -> float:
@@ -35,23 +32,23 @@ class RunView(Protocol):
 
     @property
     def move_seconds(self) -> float:
-        """Predicted price of a move: the pause, and what preparing it takes from the run."""
+        """Predicted seconds that a move costs the run: its pause, and the slowdown while it is prepared."""
 
     @property
     def moved_at(self) -> float | None:
-        """When the run last moved, was parked or resumed, as ``time.monotonic`` counts; None while it is where it began."""
+        """When the run last moved, was parked or resumed, as ``time.monotonic`` counts; None before its first move."""
 
     @property
     def parked(self) -> bool:
-        """Whether it waits without a device."""
+        """Whether the run waits without a device."""
 
     @property
     def measured_bytes(self) -> Mapping[str, int]:
-        """Bytes that each device of the plan was seen to hold at most, by its id; empty where nobody knows yet."""
+        """The most bytes that each device of the plan was seen to hold, by its id; empty before they are known."""
         return {}
 
     def inventory(self) -> Inventory:
-        """The devices that the run may use, as they are now; what it holds itself of devices and host counts as free."""
+        """The devices that the run may use, as they are now; what the run itself holds of devices and host counts as free."""
 
     def replan(self, inventory: Inventory) -> Decision:
         """The best plan for these devices, found in 0.1 to 1 s.
@@ -67,9 +64,9 @@ class MoveRequest:
 
     Args:
         action: ``"move"`` to the decision's plan (a parked run resumes under it), or ``"park"``: give the devices back and wait.
-        decision: where to; None to park.
+        decision: what to run then; None to park.
         reason: one sentence with the numbers.
-        urgent: whether the run can't stay where it is, so that the next generation isn't worth preparing first.
+        urgent: whether the run can't stay where it is.
     """
 
     action: Literal["move", "park"]
@@ -78,11 +75,11 @@ class MoveRequest:
     urgent: bool = False
 
     def __post_init__(self) -> None:
-        assert (self.action == "move") == (self.decision is not None), "a move goes somewhere, parking doesn't"
+        assert (self.action == "move") == (self.decision is not None), "a move has a decision, parking has none"
 
 
 class Watcher(Protocol):
-    """Who says where the run should be; called in the main process, every ``interval_seconds``."""
+    """Decides where the run should be; called in the main process, every ``interval_seconds``."""
 
     interval_seconds: float
 

@@ -25,7 +25,7 @@ from lightning_autopar.strategies.fsdp.timing import FSDPStep
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step import AS_STORED, Step, Wire
 
-#: Up to how many devices any number of copies of the model is tried.
+#: Up to this number of devices, every number of copies of the model is tried.
 _FEW_DEVICES = 16
 
 
@@ -34,8 +34,8 @@ class FSDP(Engine):
     """Shards of the module on each device.
 
     Args:
-        widths: what mixed precision makes of parameters and gradients; as our engine runs it they are as they were traced.
-        wire: as what parameters and gradients are sent, where somebody else's run is predicted.
+        widths: the types of parameters and gradients under mixed precision; in our engine those that were traced.
+        wire: the type in which parameters and gradients are sent, where another program's run is predicted.
     """
 
     widths: Widths = AS_TRACED
@@ -47,7 +47,7 @@ class FSDP(Engine):
     replays = True
 
     def check(self, plan: Plan) -> None:
-        """Both offloads or none, and copies of several devices each."""
+        """Raise unless it offloads both or nothing, and each copy of the model has several devices."""
         if not isinstance(plan.reshard_after_forward, bool):
             raise ValueError(f"an fsdp plan needs reshard_after_forward, true or false, but it is {plan.reshard_after_forward!r}")
         if plan.replicas == plan.world_size > 1:
@@ -70,7 +70,7 @@ class FSDP(Engine):
         return Plan(engine=self.name, devices=ids, reshard_after_forward=True, shard=tuple(blocks))
 
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
-        """With and without offload, any number of copies, gathered parameters kept or freed."""
+        """Plans with and without offload, for any number of copies, with gathered parameters kept or freed."""
         footprint, constraints = question.footprint, question.constraints
         copies, offloads = [1], [(), OFFLOADS]
         if feature_refusal("replicas", footprint, constraints) is None:
@@ -81,7 +81,7 @@ class FSDP(Engine):
             yield self._plan(question, devices, reshard, count, offload)
 
     def example(self, question: Question, devices: Sequence[Device]) -> Plan:
-        """The one that takes least memory of the device."""
+        """The plan that takes least of the device's memory."""
         return self._plan(question, devices, True, 1, ())
 
     def _plan(self, question: Question, devices: Sequence[Device], reshard: bool, copies: int, offload: tuple[Offload, ...]) -> Plan:
@@ -99,11 +99,11 @@ class FSDP(Engine):
         return build_plan(question, devices, self.name, *reasons, **values)
 
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
-        """Shards, and what is gathered."""
+        """Shards, and gathered parameters."""
         return rank_bytes(rank, self.widths)
 
     def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
-        """Parameters come a unit ahead of what computes with them, gradients leave behind it."""
+        """A step that gathers each unit's parameters while the unit before computes, and reduces its gradients afterwards."""
         return FSDPStep(footprint, plan, inventory, precision, rates, self.wire)
 
     def strategy(self, run: Any, *, forked: bool) -> Any:
@@ -113,7 +113,7 @@ class FSDP(Engine):
         return FSDPEngine(run)
 
     def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
-        """By precision, callbacks and compiled parts."""
+        """Refuse by precision, callbacks and compiled parts."""
         from lightning_autopar.strategies.fsdp.refusals import unsharded_run
 
         return unsharded_run(trainer, kinds)
@@ -125,12 +125,12 @@ class FSDP(Engine):
         return Finding(refusals={self.name: why_unsharded(first, shardable(first.footprint)[0])})
 
     def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
-        """Of training on several devices planning has rehearsed all but what a plan does besides to a module that shards itself."""
+        """For training on several devices only a plan's further features in a module that shards itself."""
         besides = bool(plan.offload) or plan.replicas > 1
         return footprint.training and (plan.world_size == 1 or (besides and footprint.configures_model))
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
-        """Its step on two ranks against one process's."""
+        """Compares its step on two ranks with one process's."""
         from lightning_autopar.strategies.fsdp.rehearsal import rehearse_fsdp
 
         told: dict[str, Any] = {"flops": first.footprint.flops, "conduct": first.footprint.conduct}
@@ -138,21 +138,21 @@ class FSDP(Engine):
         return rehearse_fsdp(first.trainer.lightning_module, first.trainer, first.batch, plan.shard, by_plan=by_plan, **told)
 
     def ruled_out(self, plan: Plan) -> tuple[str, ...]:
-        """Of several devices what the plan does besides."""
+        """On several devices, only the plan's offload or copies."""
         return (self.name,) if plan.world_size == 1 else ("offload", "replicas")
 
     def alike(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
-        """All but the first, whose shards may be padded less: nobody has more of any than the first, nor less than the last."""
+        """The ranks after the first are alike. The first may pad its shards less: it has most of each, and the last rank least."""
         last = plan.devices_per_replica - 1
         padded = plan.world_size > 1 and sharding_of(footprint, plan, 0).total.own != sharding_of(footprint, plan, last).total.own
         return (0, *(int(padded),) * (plan.world_size - 1))
 
     def host_bytes(self, footprint: Footprint, plan: Plan, *, precision: str, on_cpu: bool) -> tuple[int, int]:
-        """Shards of parameters and gradients, which a GPU's host locks, and the optimizer's state."""
+        """Shards of parameters and gradients, page-locked for a GPU, and the optimizer's state."""
         return offloaded_bytes(footprint, plan, on_cpu=on_cpu)
 
     def player(self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Player:
-        """A rank that holds shards."""
+        """The player of a rank that holds shards."""
         index = {block.fqn: number for number, block in enumerate(footprint.blocks)}
         return FSDPPlayer(
             machine,
@@ -169,8 +169,8 @@ class FSDP(Engine):
 
 
 def _copies(devices: Sequence[Device], inventory: Inventory) -> list[int]:
-    """How many copies of the model hybrid sharding may have: one a node, or one an island of well linked devices, and half as many; of few
-    devices on one node any number that divides theirs.
+    """How many copies of the model hybrid sharding may have: one a node, or one an island of well linked devices, and half as many; with
+    few devices on one node, any number that divides theirs.
     """
     found: list[int] = []
     nodes: dict[int, list[Device]] = {}

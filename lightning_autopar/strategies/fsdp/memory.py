@@ -36,11 +36,11 @@ from lightning_autopar.plans import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """What FSDP2's ``MixedPrecisionPolicy`` makes of a module that was traced in its ``param_dtype``: factors on the traced bytes.
+    """Factors on the traced bytes of a module that was traced in the ``param_dtype`` of FSDP2's ``MixedPrecisionPolicy``.
 
     Args:
-        stored: of a parameter, its gradient and what the optimizer keeps of it in its own type, between steps.
-        reduced: of a gradient while it is reduced (``reduce_dtype``).
+        stored: for a parameter, its gradient and the optimizer's state of its type, between steps.
+        reduced: for a gradient while it is reduced (``reduce_dtype``).
     """
 
     stored: float = 1.0
@@ -52,16 +52,16 @@ AS_TRACED = Widths()
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """What is gathered and reduced together.
+    """The bytes of a unit of FSDP2, whose parameters are gathered and reduced together.
 
     Args:
-        gathered: its parameters, whole and padded; the flat buffer is as large.
+        gathered: its parameters, whole and padded; the flat buffer is equally large.
         shard: a rank's part of them, padding included.
-        own: a rank's part without padding: what its optimizer's state is in proportion to.
-        whole: its parameters as they were.
+        own: a rank's part without padding, to which its optimizer's state is proportional.
+        whole: its parameters before sharding.
         gradients: whole gradients, without padding.
         reduced: the padded flat buffer through which they are reduced.
-        kept: a rank's part of them, padding included.
+        kept: a rank's part of the gradients, padding included.
     """
 
     gathered: int = 0
@@ -110,8 +110,8 @@ class Sharding:
     """A footprint's units under a plan, as one rank sees them.
 
     Args:
-        root: what is in no block's unit.
-        blocks: a unit for each block of the footprint; an empty one where the root has its parameters.
+        root: the unit of all parameters outside of the blocks' units.
+        blocks: a unit for each block of the footprint; an empty one if the root has its parameters.
         total: all of them together.
         shards: over how many ranks each parameter is cut.
     """
@@ -122,7 +122,7 @@ class Sharding:
     shards: int
 
 
-#: A search asks again for the same ones with each choice of devices.
+#: A search asks for the same units again with each choice of devices.
 _SHARDINGS: FootprintCache[Sharding] = FootprintCache(64)
 
 
@@ -201,7 +201,7 @@ def fsdp_bytes(
 
 
 def resident_bytes(footprint: Footprint, plan: Plan, sharding: Sharding, *, share: float) -> DeviceBytes:
-    """What a rank holds between two steps, its part of the batch included and its gradients excepted."""
+    """What a rank holds between two steps: with its part of the batch, without its gradients."""
     total = sharding.total
     optimizer = round(footprint.optimizer_bytes * total.own / max(1, total.whole))
     return DeviceBytes(
@@ -213,10 +213,10 @@ def resident_bytes(footprint: Footprint, plan: Plan, sharding: Sharding, *, shar
 
 
 def evaluation_communication(sharding: Sharding, *, reshard: bool) -> tuple[int, int]:
-    """What is gathered and in buffers while a step of validation, test or prediction runs.
+    """Bytes of gathered parameters and buffers while a step of validation, test or prediction runs.
 
     Returns:
-        The most while a block begins, whose parameters are copied out of its buffer, and the most while one computes.
+        The most while a block begins and copies its parameters out of its buffer, and the most while a block computes.
     """
     gathered = before = sharding.root.gathered
     if sharding.shards == 1:
@@ -235,13 +235,13 @@ def evaluation_communication(sharding: Sharding, *, reshard: bool) -> tuple[int,
 
 @dataclass(frozen=True)
 class _Occasion:
-    """Some of a step's moments, with what FSDP adds to them.
+    """Some of a step's moments, with the bytes that FSDP2 adds to them.
 
     Args:
         rows: which moments.
         gradients: of each, gradients that lie sharded or whole.
         communication: of each, what is gathered and in buffers.
-        parts: by how many the rest of the peak is divided, as the optimizer works on shards; 0 where it isn't there yet.
+        parts: the divisor of the optimizer's temporaries, as it works on shards; 0 before it runs.
     """
 
     rows: Column
@@ -250,7 +250,7 @@ class _Occasion:
     parts: int = 1
 
     def total(self, moments: Moments) -> Column:
-        """Bytes beside those that are always there."""
+        """Bytes besides those that are always held."""
         sums: Column = self.gradients + self.communication + moments.activations[self.rows]
         return sums + moments.temporary[self.rows] // self.parts if self.parts else sums
 
@@ -262,18 +262,18 @@ class _Levels:
     Args:
         sharding: the units.
         copy: buffers that a collective makes of its own, 0 or 1.
-        adds: whether gradients of an earlier batch, or part of it, are there.
+        adds: whether memory holds gradients of an earlier batch or part.
         offloads: whether shards of gradients lie in host memory.
         own: block i, gathered.
         flat: the buffer through which it is gathered.
         reduced: its gradients' flat buffer.
-        output: where offloaded, its reduced part on its way to the host; a CPU device makes it there.
+        output: with offload, its reduced part on its way to the host; a CPU device makes it there.
         behind: the buffer of the last unit that forward gathered before block i.
         ahead: the buffer that backward gathers ahead in block i: that of the unit before it.
         left: the flat gradients that are left of the first unit from i on.
-        stays: what forward leaves gathered of the blocks before i.
+        stays: the parameters of the blocks before i that forward leaves gathered.
         whole: whole gradients of the blocks from i on.
-        sharded: the same in shards, as far as they lie on the device.
+        sharded: the same in shards, as far as those lie on the device.
     """
 
     sharding: Sharding
@@ -327,7 +327,7 @@ def _levels(sharding: Sharding, reshard: bool, copies: bool, adds: bool, offload
 
 
 def _in_forward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
-    """Gathering, and what is gathered while something runs. The gradients of the step before are there until they are set to None."""
+    """Moments of forward: units are gathered, and compute. The last step's gradients are held until they are set to None."""
     rows = np.flatnonzero(moments.forward)
     held, running, boundary = moments.held[rows], moments.running[rows], moments.boundary[rows]
     there = (moments.gradients[rows] > 0) | levels.adds
@@ -336,7 +336,8 @@ def _in_forward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
     buffer = np.where(running & gathers, levels.flat[held], levels.behind[held])
     yield _Occasion(rows, gradients, always + levels.stays[held] + running * levels.own[held] + buffer)
     begins = boundary & running & gathers
-    # The buffer before it is let go when the copy is done: a local name holds it so long (``wait_for_unshard``, ``prev_all_gather_state``).
+    # The buffer before it is freed when the copy is done, as a local name holds it so long (``wait_for_unshard``,
+    # ``prev_all_gather_state``).
     copying = always + levels.stays + levels.behind + levels.own + levels.flat
     yield _Occasion(rows[begins], gradients[begins], copying[held[begins]])
     first = boundary & ~running & (held == 0)
@@ -344,9 +345,8 @@ def _in_forward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
 
 
 def _in_backward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
-    """Gathering ahead, and reducing where a block's backward ends.
-
-    A backward that adds to gradients of an earlier batch is as the one before it, with those in shards besides.
+    """Moments of backward: units are gathered ahead, and reduced when a block's backward ends. A backward that adds to an earlier batch's
+    gradients is the same, with those gradients in shards besides.
     """
     rows = np.flatnonzero(moments.backward & ~moments.accumulated)
     adds = levels.adds
@@ -362,7 +362,7 @@ def _in_backward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
     yield _Occasion(rows, gradients, here + ahead)
     fetching = boundary & (running | (held == blocks))
     yield _Occasion(rows[fetching], gradients[fetching], (here + ahead * (1 + levels.copy))[fetching])
-    # A block's own buffer, gathered ahead, is there until its parameters are copied out of it.
+    # A block's own buffer, gathered ahead, is held until its parameters are copied out of it.
     begins = boundary & running & (levels.ahead[held + running] > 0)
     yield _Occasion(rows[begins], gradients[begins], (here + levels.own[held])[begins])
     ends = ended >= 0
@@ -376,7 +376,7 @@ def _in_backward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
 
 
 def _after_backward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
-    """The root reduces last, then blocks whose backward had no end that autograd could tell; the optimizer works on shards."""
+    """The root reduces last, then blocks whose end of backward autograd couldn't tell; the optimizer works on shards."""
     rows = np.flatnonzero(~moments.forward & ~moments.backward)
     root, parts = levels.sharding.root, levels.sharding.shards
     told = set(moments.ended.tolist())
@@ -392,7 +392,7 @@ def _after_backward(levels: _Levels, moments: Moments) -> Iterator[_Occasion]:
 
 
 def _carried(values: list[int], start: int) -> list[int]:
-    """Of each place, and of the one behind the last, the last value before it that isn't 0; ``start`` where there is none."""
+    """For each place, and one after the last, the last value before it that isn't 0; ``start`` where there is none."""
     return [*accumulate(values, lambda last, value: value or last, initial=start)]
 
 
@@ -401,7 +401,7 @@ def _array(values: Iterable[int]) -> Column:
 
 
 def rank_bytes(rank: Rank, widths: Widths = AS_TRACED) -> Iterator[DeviceBytes]:
-    """A rank's fullest moments, of a step, of a validation between two and of a checkpoint.
+    """A rank's fullest moments: of a step, of a validation between two steps, and of a checkpoint.
 
     Args:
         rank: of an fsdp plan.
@@ -412,7 +412,7 @@ def rank_bytes(rank: Rank, widths: Widths = AS_TRACED) -> Iterator[DeviceBytes]:
     sharding = sharding_of(footprint, plan, rank.number)
     if (runs := rank.evaluation_bytes) is not None:  # Lightning has set the gradients to None (``on_validation_model_zero_grad``)
         begins, computes = evaluation_communication(sharding, reshard=bool(plan.reshard_after_forward))
-        # While a block is gathered, what enters it is there, not what it makes.
+        # While a block is gathered, memory holds its input, not yet its output.
         enters = round((max((block.input_bytes for block in footprint.blocks), default=0) + footprint.input_bytes) * rank.share)
         communication, temporary = max((begins, min(enters, runs)), (computes, runs), key=sum)
         held = resident_bytes(footprint, plan, sharding, share=0)
@@ -422,10 +422,9 @@ def rank_bytes(rank: Rank, widths: Widths = AS_TRACED) -> Iterator[DeviceBytes]:
 
 
 def checkpoint_bytes(rank: Rank, sharding: Sharding) -> DeviceBytes:
-    """While a checkpoint is saved after a step: shards are made whole, one tensor at a time (``state/checkpoint.py``).
-
-    Gradients are there. ``DTensor.full_tensor`` pads a rank's part where it is shorter than the others', and gathers into a buffer of equal
-    parts; gloo makes a copy of that.
+    """Bytes while a checkpoint is saved after a step: tensors are gathered one at a time (``state/checkpoint.py``), and gradients are still
+    held. ``DTensor.full_tensor`` pads a rank's part where it is shorter than the others', and gathers into a buffer of equal parts; gloo
+    makes a copy of that.
     """
     held = resident_bytes(rank.footprint, rank.plan, sharding, share=rank.share)
     gradients = 0 if "optimizer" in rank.plan.offload else sharding.total.kept
@@ -435,7 +434,7 @@ def checkpoint_bytes(rank: Rank, sharding: Sharding) -> DeviceBytes:
 
 
 def _parameters(footprint: Footprint) -> set[tuple[int, int]]:
-    """Rows and bytes of a row of each parameter; the largest one as a single column where they aren't known."""
+    """Rows and bytes of a row of each parameter; where they aren't known, the largest one as a single column."""
     layers = (*footprint.blocks, *footprint.outer)
     return _ROWS.get(
         footprint,
@@ -451,14 +450,14 @@ _ROWS: FootprintCache[set[tuple[int, int]]] = FootprintCache()
 
 
 def _gathered_bytes(rows: int, row_bytes: int, shards: int, rank: int, copies: bool) -> int:
-    """What it takes to make one tensor whole."""
+    """The bytes that gathering one tensor takes."""
     part = -(-rows // shards)
     short = rows - (rank % shards) * part < part
     return part * row_bytes * (shards * (1 + copies) + short)
 
 
 def offloaded_bytes(footprint: Footprint, plan: Plan, *, on_cpu: bool) -> tuple[int, int]:
-    """What all ranks keep in pageable and in page-locked host memory.
+    """Bytes that all ranks keep in pageable and in page-locked host memory.
 
     torch's allocator of page-locked memory rounds each tensor up to a power of two (``CachingHostAllocator``, ``c10::llvm::PowerOf2Ceil``);
     FSDP2 locks each shard and each gradient by itself.
@@ -485,7 +484,7 @@ def _locked_bytes(rows: int, row_bytes: int, learns: bool, shards: int) -> int:
 
 
 def _all_rows(footprint: Footprint) -> Counter[tuple[int, int, bool]]:
-    """The rows of a parameter, their bytes, and whether it learns, with how many are such; all as one where they aren't known."""
+    """The rows of a parameter, their bytes, whether it learns, and how many such there are; all as one where they aren't known."""
     found = Counter(row for layer in (*footprint.blocks, *footprint.outer) for row in layer.parameter_rows)
     frozen = footprint.parameter_bytes - footprint.gradient_bytes
     return found or Counter([(1, footprint.gradient_bytes, True), (1, frozen, False)])

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 #: Precisions with which FSDP2 runs a plain run's arithmetic: not 16-mixed, whose gradient scaler doesn't know shards.
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
-#: Callbacks that copy or regroup the module's own parameters, which shards don't survive.
+#: Callbacks that copy or regroup the module's own parameters, which doesn't work on shards.
 _CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
 
 
 def unsharded_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
-    """Why this run can't be one on shards; None where nothing is known against it.
+    """Why this run can't use shards; None where nothing is known against it.
 
     Args:
         trainer: its options, callbacks and module are read.
-        kinds: of the callbacks: the name of each class that one is of, and the callback's own.
+        kinds: the classes of its callbacks, bases included: each class's name, and the name of the callback that is of it.
     """
     fitting = trainer.state.fn == TrainerFn.FITTING
     if any(isinstance(submodule, torch._dynamo.OptimizedModule) for submodule in trainer.lightning_module.modules()):

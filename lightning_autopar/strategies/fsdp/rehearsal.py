@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _RESHARD = (True, False, False)
 assert len(_RESHARD) == STEPS
 _IN_PLACE, _DIFFERENTIATES = "writes in place to what is given to ", "the step differentiates by itself (torch.autograd.grad)"
-#: Attributes of modules that hold what is seen to elsewhere.
+#: Attributes of modules whose parameters are handled elsewhere.
 _NO_HOLDERS = frozenset((*vars(nn.Module()), "_trainer", "_fabric", "_hparams", "_hparams_initial"))
 _DEEP = 4
 _OWN_SHARDS = "the module's configure_model shards it already, so that offload and replicas can't be the plan's choice"
@@ -61,8 +61,8 @@ def rehearse_fsdp(
         first: the first training batch.
         shard_fqns: the modules that are sharded as units of their own; see :attr:`lightning_autopar.plans.Plan.shard`.
         flops: of a step on the whole batch.
-        conduct: what the traced step does with parameters by themselves; None where it wasn't traced.
-        by_plan: whether it is the plan that says how the module is sharded, and not its ``configure_model``.
+        conduct: what the traced step itself does to parameters; None where it wasn't traced.
+        by_plan: whether the plan says how the module is sharded, and not its ``configure_model``.
     """
     refusal = unshardable(module)
     if refusal is not None:
@@ -98,7 +98,7 @@ def why_unsharded(first: FirstStep, units: Sequence[str]) -> str | None:
 
 
 def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequence[str]) -> str | None:
-    """Why the module can't be sharded where the samples decide which of its blocks are called: all ranks must gather a block together."""
+    """Why the module can't be sharded if the samples decide which of its blocks are called: all ranks must gather a block together."""
     outermost = () if module.automatic_optimization else [name for name, _ in module.named_children()]
     for name in uneven_calls:
         if name in units or name in outermost:
@@ -107,7 +107,7 @@ def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequenc
 
 
 def unshardable(module: nn.Module) -> str | None:
-    """What in a module FSDP2 refuses whatever the step does; None if there is nothing."""
+    """What FSDP2 refuses in a module whatever the step does; None if there is nothing."""
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             return f"the parameter {name!r} is a scalar, which FSDP2 can't shard; make it a tensor of one element, torch.ones(1)"
@@ -120,7 +120,7 @@ def unshardable(module: nn.Module) -> str | None:
 
 
 def _traced(module: nn.Module, conduct: Conduct) -> str | None:
-    """What the traced step does that shards don't survive, or would survive unseen."""
+    """What the traced step does that fails on shards, or would go wrong unnoticed."""
     if conduct.exchanged:
         return (
             f"the step puts another parameter in the place of {conduct.exchanged[0]!r}, which FSDP2 holds in shards; write to the "
@@ -141,10 +141,10 @@ def _traced(module: nn.Module, conduct: Conduct) -> str | None:
 
 
 def held(module: nn.Module) -> tuple[str, str] | None:
-    """A parameter that an attribute of a module holds besides the module, in a list say: its FQN and the attribute's name."""
+    """A parameter that an attribute of a module holds as well, in a list, say: its FQN and the attribute's name."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for path, child in module.named_modules():
-        if type(child).__module__.startswith("torch."):  # which see to their own, as recurrent layers do
+        if type(child).__module__.startswith("torch."):  # which update theirs, as recurrent layers do
             continue
         for name, value in vars(child).items():
             if name not in _NO_HOLDERS and (found := next(_parameters_in(value, names, 0), None)) is not None:
@@ -171,7 +171,7 @@ def _parameters_in(value: Any, names: Mapping[int, str], depth: int) -> Iterator
 
 
 def _steps(fqns: tuple[str, ...], by_plan: bool, module: LightningModule, trainer: Trainer | None, batch: Batch, keep: bool) -> Run:
-    """A few training steps on shards."""
+    """Runs a few training steps on shards."""
     rehearsal = rehearsed(module, trainer)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     module._device_mesh = mesh
@@ -197,7 +197,7 @@ def _steps(fqns: tuple[str, ...], by_plan: bool, module: LightningModule, traine
 
 
 def _step(rehearsal: BareStep, gathered: WholeParameters, batch: Any, index: int) -> None:
-    """One training step; what lies between forward and backward counts as inside of it."""
+    """Runs one training step; everything between forward and backward counts as inside of it."""
     step: Any = rehearsal._call
     backward = rehearsal.module.backward
 
@@ -220,7 +220,7 @@ def _step(rehearsal: BareStep, gathered: WholeParameters, batch: Any, index: int
 
 @contextmanager
 def _told(module: nn.Module) -> Iterator[None]:
-    """While open, errors name what the user's step does that FSDP2 can't take."""
+    """While open, errors name what the user's step does that FSDP2 doesn't support."""
     entered: list[str] = []
     differentiates = False
     original = torch.autograd.grad
@@ -248,7 +248,7 @@ def _told(module: nn.Module) -> Iterator[None]:
 
 
 def _sentence(module: nn.Module, reason: str) -> str:
-    """The cause in a user's words."""
+    """The cause, in words for a user."""
     if _IN_PLACE in reason:
         block = reason.partition(_IN_PLACE)[2]
         return f"{block} writes in place to the tensor that it is given, which FSDP2 doesn't allow; use inplace=False there"

@@ -18,9 +18,9 @@ from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, 
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths
 
-#: The unit of all that lies in no other.
+#: The unit of all parameters that lie in no other.
 ROOT = -1
-#: What an optimizer keeps of this size or less isn't of a parameter's shape, but a number (of steps), and isn't split.
+#: Optimizer state of this size or less isn't of a parameter's shape, but a number (of steps), and isn't split.
 _SCALAR_BYTES = 8
 
 
@@ -36,7 +36,7 @@ class _Parameter:
 
 
 def split_parameter(rows: int, row_bytes: int, learns: bool, rank: int, world_size: int) -> _Parameter:
-    """What rank gets of a parameter: rows in chunks of equal length, the last ones shorter or empty, and padded where they are stored."""
+    """A rank's part of a parameter: rows in chunks of equal length, the last ones shorter or empty, and padded where they are stored."""
     chunk = -(-rows // world_size)
     own = min(max(0, rows - rank * chunk), chunk)
     return _Parameter(
@@ -49,7 +49,7 @@ def split_parameter(rows: int, row_bytes: int, learns: bool, rank: int, world_si
 
 
 class _Sizes:
-    """A unit's: of what is gathered, of the buffer for that, of that in which gradients are reduced, of their shard, of each gradient."""
+    """A unit's sizes: of its gathered parameters and their buffer, of the buffer that reduces gradients, their shard, and each gradient."""
 
     def __init__(self, parameters: Sequence[_Parameter], widths: Widths) -> None:
         learning = [parameter for parameter in parameters if parameter.learns]
@@ -95,7 +95,7 @@ class FSDPPlayer(Player):
         self.reshard = reshard
         self.widths = widths
         self.parameters: dict[int, list[_Parameter]] = {unit: [] for unit in (*units, ROOT)}
-        known: dict[tuple[int, int, bool], _Parameter] = {}  # most blocks have the same
+        known: dict[tuple[int, int, bool], _Parameter] = {}  # most blocks have equal parameters
         for index, part in _in_order(footprint):
             unit = index if index in self.parameters else ROOT
             for row in _rows(part):
@@ -120,7 +120,7 @@ class FSDPPlayer(Player):
         self._reducing: Hashable = None
 
     def start(self) -> None:
-        """Each unit's parameters come to the device whole, and are split there (``fully_shard``), the root's last; then the buffers."""
+        """Each unit's parameters move to the device whole, and are split there (``fully_shard``), the root's last; then buffers move."""
         machine = self.machine
         for unit, parameters in self.parameters.items():
             machine.hold_all("moving", [parameter.whole_bytes for parameter in parameters], "communication")
@@ -139,14 +139,14 @@ class FSDPPlayer(Player):
         """The optimizer sees shards only."""
         if not updating or change.size_bytes <= _SCALAR_BYTES:
             return super().size_of(change, updating=updating)
-        for factor in (1, 2, 4):  # state in the parameters' precision, in a lower or a higher one
+        for factor in (1, 2, 4):  # state in the parameters' precision, or in a lower or higher one
             for whole_bytes, times, by in ((change.size_bytes * factor, 1, factor), (change.size_bytes // factor, factor, 1)):
                 if whole_bytes in self._shard_bytes:
                     return self._shard_bytes[whole_bytes] * times // by
         return -(-change.size_bytes // self.world_size)
 
     def enter(self, part: TapePart) -> None:
-        """Gather, reshard and reduce where the hooks do."""
+        """Gather, reshard and reduce where FSDP2's hooks do."""
         index = part.index
         if part.mark == "leave":
             if index == -1:
@@ -165,7 +165,7 @@ class FSDPPlayer(Player):
             self._end_of_backward()
 
     def leave_backward(self, index: int) -> None:
-        """Its parameters go, its gradients are reduced; before the one before it is gathered."""
+        """The unit's parameters are freed and its gradients reduced, before the unit before it is gathered."""
         if index in self.parameters:
             self._reduce(index)
             self._running = ROOT
@@ -176,8 +176,8 @@ class FSDPPlayer(Player):
         self._whole_gradients[self._running if change.size_bytes in self._sizes[self._running].gradients else ROOT].append(key)
 
     def clear(self, change: TapeChange) -> None:
-        """All shards of gradients go at once: they are views of the reduced buffers."""
-        if not self._reduced:  # it is asked for each of them
+        """All shards of gradients are freed at once: they are views of the reduced buffers."""
+        if not self._reduced:  # this is called for each of them
             return
         for unit in self.parameters:
             if unit in self._reduced:
@@ -187,7 +187,7 @@ class FSDPPlayer(Player):
     # -- gathering -------------------------------------------------------------------------------------------------------------------------
 
     def _fill(self, unit: int) -> Hashable:
-        """A flat buffer of the unit, on the stream for gathers; the one that was filled ahead of time, if there is one."""
+        """A flat buffer of the unit, on the stream for gathers; the prefetched one, if there is one."""
         if unit in self._ahead:
             return self._ahead.pop(unit)
         self._gathers += 1
@@ -204,7 +204,7 @@ class FSDPPlayer(Player):
         self._gathered.discard(unit)
 
     def _gather_forward(self, unit: int) -> None:
-        """The flat buffer is kept until the next unit's is copied out: ``wait_for_unshard`` has it in a local variable up to then."""
+        """The flat buffer is kept until the next unit's is copied out: ``wait_for_unshard`` holds it in a local variable until then."""
         if unit in self._gathered or not self.parameters[unit]:
             return
         flat = self._fill(unit)
@@ -213,7 +213,7 @@ class FSDPPlayer(Player):
         self._kept = flat
 
     def _end_of_forward(self) -> None:
-        """The last flat buffer goes; the root's backward begins, and gathers what ran last ahead of time."""
+        """The last flat buffer is freed; the root's backward begins, and prefetches the unit that ran last."""
         if self._kept is not None:
             self.machine.drop(self._kept)
             self._kept = None
@@ -249,14 +249,14 @@ class FSDPPlayer(Player):
             machine.drop(key)
         shard = ("gradient", unit)
         self._reduced.add(unit)
-        added = shard in machine  # to what an earlier micro-batch left there
+        added = shard in machine  # to an earlier micro-batch's gradients
         key = (shard, "added") if added else shard
         machine.hold(key, self._sizes[unit].shard_bytes, "gradients", REDUCE)
         if added:
             machine.drop(key)
 
     def _end_of_backward(self) -> None:
-        """What no unit's own backward has done: the root's gradients, and units that have none. What was gathered in vain goes."""
+        """Reduce what no unit's own backward has reduced: the root's gradients, and units without a backward. Useless gathers are freed."""
         for flat in (self._kept, *self._ahead.values()):
             self.machine.drop(flat)
         self._kept = None
@@ -284,7 +284,7 @@ def _in_order(footprint: Footprint) -> list[tuple[int, LayerFootprint]]:
 
 
 def _rows(part: LayerFootprint) -> Sequence[tuple[int, int, bool]]:
-    """Of each parameter the rows, their bytes, and whether it learns; all as one where that isn't known."""
+    """For each parameter, its rows, their bytes, and whether it learns; all as one where that isn't known."""
     if part.parameter_rows or not part.parameter_bytes:
         return part.parameter_rows
     return ((part.parameters, part.parameter_bytes // max(1, part.parameters), part.gradient_bytes > 0),)

@@ -50,10 +50,9 @@ _OVERLOADS = ("default", "tensor_lr")
 
 
 def fused_on_shards() -> None:
-    """Let the fused updates work on the ranks' own parts of DTensors, in this process, for good.
-
-    They go element by element, and a parameter, its gradient and its states are sharded alike. ``DTensor`` has no rule for ``_fused_sgd_``
-    (torch 2.13, ``_ops/_pointwise_ops.py``), and looks at every tensor of the others' lists: some 50 µs a parameter.
+    """Make the fused updates work on the local parts of DTensors, in this process, permanently. They update each element by itself, and a
+    parameter, its gradient and its states are sharded alike. ``DTensor`` has no rule for ``_fused_sgd_`` (torch 2.13,
+    ``_ops/_pointwise_ops.py``), and for the others it goes through all tensors of the lists: some 50 µs a parameter.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # there is no public registry
     for name in _FUSED:
@@ -70,9 +69,9 @@ def _on_own_parts(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 #: The methods of a LightningModule that use its parameters outside ``forward``.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
-#: The dimensions of the mesh that a user's ``configure_model`` finds in ``self.device_mesh``; the second is Lightning's, and 1 here.
+#: The dimensions of the mesh in ``self.device_mesh``, for a user's ``configure_model``; the second is Lightning's, and 1 here.
 _DIMENSIONS = ("data_parallel", "tensor_parallel")
-#: What ``fully_shard`` leaves in a module's attributes begins with one of these.
+#: The attributes that ``fully_shard`` leaves on a module begin with one of these.
 _TRACES = ("__composable_api", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
@@ -81,13 +80,13 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     run_plan: RunPlan
     _gathered: Any = None
-    #: Ids of the parameters that became shards, and their names: an optimizer that was made before has them.
-    _names: Mapping[int, str] = {}  # replaced, never changed
+    #: Ids and names of the parameters that became shards: an optimizer that was made earlier still has them.
+    _names: Mapping[int, str] = {}  # replaced, never modified
     #: Whether parameters, gradients and the optimizer's state lie in host memory between uses.
     _offloads = False
 
     def _configure_launcher(self) -> None:
-        """The processes are there already."""
+        """The processes exist already."""
 
     def setup_environment(self) -> None:
         """Join the group and build the mesh, without re-seeding: every rank goes on from the parent's RNG state."""
@@ -96,9 +95,9 @@ class _ShardingStrategy(ModelParallelStrategy):
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         if self.run_plan.plan.offload and self.root_device.type == "cuda":
-            self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms and checkpoints of what lies in host memory
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # for norms and checkpoints of tensors in host memory
         join_group(self, self._process_group_backend)
-        # One dimension has all ranks' group, and no communicator of its own; a user's configure_model may ask for the second.
+        # One dimension uses the group of all ranks, without a communicator of its own; a user's configure_model may read the second.
         dimensions = len(_DIMENSIONS) if is_overridden("configure_model", self._module) else 1
         shape = (self.world_size, 1)[:dimensions]
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=_DIMENSIONS[:dimensions])
@@ -106,7 +105,7 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where ``configure_model`` builds the module: in host memory, by the device's draws. A large one is only shapes but on rank 0."""
+        """Where ``configure_model`` builds the module: in host memory, with the device's draws. Only rank 0 gives a large one values."""
         where = shapes_only() if self._shapes_only else torch.device("cpu")
         with where, drawn_on(self.root_device), self.precision_plugin.tensor_init_context():
             yield
@@ -134,7 +133,7 @@ class _ShardingStrategy(ModelParallelStrategy):
                 plan.shard,
                 self._sharding_mesh(),
                 reshard_after_forward=bool(plan.reshard_after_forward),
-                # Pinned memory is what a GPU copies from.
+                # A GPU copies from pinned memory.
                 offload=CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self._offloads else None,
             )
             if self.run_plan.large and self._any_rank_has_shapes_only():
@@ -155,12 +154,12 @@ class _ShardingStrategy(ModelParallelStrategy):
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self._home)
-            if self._offloads and self.root_device.type != "cpu":  # a CPU device's host is itself: no reason to update otherwise there
+            if self._offloads and self.root_device.type != "cpu":  # a CPU device is its own host: no reason for another update there
                 self._speed_up()
         self._gathered = WholeParameters(self._module, self.optimizers)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """The user's, on the shards; also those that were made before there were any."""
+        """Make the user's optimizers on the shards; those that were made before sharding get the shards."""
         super().setup_optimizers(trainer)
         onto_shards(map(bare_optimizer, self.optimizers), self._module, self._names)
 
@@ -170,9 +169,8 @@ class _ShardingStrategy(ModelParallelStrategy):
         return torch.device("cpu") if self._offloads else self.root_device
 
     def _speed_up(self) -> None:
-        """Let the optimizers step by torch's fused kernels, one call for all parameters.
-
-        Their default on the host is a loop of some ten operations on each shard, and each of these goes through DTensor's dispatch.
+        """Make the optimizers use torch's fused kernels, one call for all parameters. Their default on the host is a loop of some ten
+        operations on each shard, each of which goes through DTensor's dispatch.
         """
         fused_on_shards()
         for optimizer in map(bare_optimizer, self.optimizers):
@@ -180,7 +178,7 @@ class _ShardingStrategy(ModelParallelStrategy):
                 on_host(optimizer)
 
     def model_to_device(self) -> None:
-        """Offloaded parameters stay where they are; buffers and metrics go to the device, which the module says it is on."""
+        """Offloaded parameters stay where they are; buffers and metrics move to the device, which the module's ``device`` names."""
         if not self._offloads:
             super().model_to_device()
             return
@@ -188,11 +186,11 @@ class _ShardingStrategy(ModelParallelStrategy):
         update_properties(self._module, device=self.root_device)
 
     def _move_others(self, device: torch.device) -> None:
-        """Move what isn't sharded."""
+        """Move the tensors that aren't sharded."""
         self._module._apply(lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
 
     def _sharding_mesh(self) -> Any:
-        """What the module is sharded over: all ranks, or those of a replica, the first dimension being the replicas."""
+        """The mesh over which the module is sharded: all ranks, or replicas (first dimension) by the ranks of a replica."""
         plan = self.run_plan.plan
         if plan.replicas == 1:
             return self.device_mesh["data_parallel"]
@@ -207,7 +205,7 @@ class _ShardingStrategy(ModelParallelStrategy):
         return any(flags)
 
     def _spread(self, originals: dict[str, Any]) -> None:
-        """Give every rank its part of rank 0's weights, a tensor at a time, and rank 0's RNG state, which building the module moved on."""
+        """Give every rank its part of rank 0's weights, tensor by tensor, and rank 0's RNG state, which building the module advanced."""
         if self.global_rank != 0:
             self._module.to_empty(device=self._home)
         elif self._offloads:
@@ -219,7 +217,7 @@ class _ShardingStrategy(ModelParallelStrategy):
             if name not in persistent:
                 buffer.copy_(self.broadcast(buffer.cpu() if self.global_rank == 0 else None))
         for metric in (child for child in self._module.modules() if isinstance(child, Metric)):
-            # Their states are no buffers, but to_empty leaves nothing of them, nor of what they are reset to.
+            # Metrics' states are no buffers, but to_empty erases them, and the values to which they are reset.
             states = {name: getattr(metric, name) for name in metric._defaults}
             kept: Any = self.broadcast(tree_map_only(Tensor, Tensor.cpu, (states, metric._defaults)) if self.global_rank == 0 else None)
             if self.global_rank != 0:
@@ -251,14 +249,14 @@ class _ShardingStrategy(ModelParallelStrategy):
         return self._evaluation(super().predict_step, args, kwargs)
 
     def _evaluation(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """No backward pass follows that would put the parameters back."""
+        """Reshard after the step: no backward pass follows that would."""
         with self._gathered.inside():
             output = step(*args, **kwargs)
         self._gathered.reshard()
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Recomputation calls modules here that a hook may call elsewhere."""
+        """Recomputation in backward calls modules, which must not count as calls by a hook."""
         with self._gathered.inside(backward=True):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -269,10 +267,10 @@ class _ShardingStrategy(ModelParallelStrategy):
         super().teardown()
 
     def release(self) -> None:
-        """Make the module whole and plain again, for what comes after the run in this process; a collective."""
+        """Make the module whole and plain again, for code after the run in this process; a collective."""
         self._gathered.close()
         unshard(self._module)
-        self._module._device_mesh = None  # it has no pickle, by which the next run's checks may have to take the module
+        self._module._device_mesh = None  # it can't be pickled, and the next run's checks may have to pickle the module
 
     # -- checkpoints: whole, plain, one file -------------------------------------------------------------------------------------------
 
@@ -295,7 +293,7 @@ class _ShardingStrategy(ModelParallelStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Map the file, so that a rank reads no more of it than its part; by the user's own CheckpointIO, if there is one."""
+        """Map the file, so that a rank reads only its part; a user's own CheckpointIO is used if there is one."""
         return whole.read_checkpoint(self.checkpoint_io, self.broadcast(checkpoint_path), weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -309,14 +307,12 @@ class _ShardingStrategy(ModelParallelStrategy):
 
 
 class FSDPEngine(SplitMixin, _ShardingStrategy):
-    """Executes an FSDP plan: each rank a shard of parameters, gradients and optimizer state.
-
-    The plan's blocks are units of their own; the root takes the rest. Where the user's ``configure_model`` has already sharded the module,
-    it is left as it is.
+    """Executes an FSDP plan: each rank has a shard of parameters, gradients and optimizer state. The plan's blocks are units of their own;
+    the root takes the rest. A module that the user's ``configure_model`` has sharded stays as it is.
     """
 
     def new_gradients_on_host(self) -> Iterator[Tensor]:
-        """FSDP2 puts each into host memory when it is reduced."""
+        """The gradients, which FSDP2 puts into host memory when they are reduced."""
         if self.run_plan.plan.offload:
             for group in chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in self.optimizers):
                 yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
@@ -330,17 +326,17 @@ class FSDPEngine(SplitMixin, _ShardingStrategy):
 def shard(
     module: Any, fqns: Sequence[str], mesh: Any, *, reshard_after_forward: bool, offload: OffloadPolicy | None = None
 ) -> dict[int, str]:
-    """``fully_shard`` on the units, then on the root.
+    """Call ``fully_shard`` on the units, then on the root.
 
     Args:
         module: a LightningModule.
         fqns: the units' names.
-        mesh: a device mesh of the ranks that share the parameters; a first dimension more is that of replicas (hybrid sharding).
+        mesh: a device mesh of the ranks that share the parameters; a further, first dimension is that of replicas (hybrid sharding).
         reshard_after_forward: whether a unit's parameters are freed between forward and backward.
         offload: where parameters, gradients and the optimizer's state lie between uses; None: on the device.
 
     Returns:
-        Ids of the parameters that there were, with their names, for :func:`onto_shards`.
+        Ids and names of the parameters before sharding, for :func:`onto_shards`.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     _let_go(module)
@@ -350,7 +346,7 @@ def shard(
         unit.register_forward_hook(_without_views)
         fully_shard(unit, **options, reshard_after_forward=reshard_after_forward)
     if not module.automatic_optimization:
-        # Each backward of a manual step frees the root's parameters again, so what a step calls more than once must be a unit of its own.
+        # Each backward of a manual step frees the root's parameters, so a module that a step calls more than once must be a unit.
         for child in _callable_children(module):
             child.register_forward_hook(_without_views)
             fully_shard(child, **options, reshard_after_forward=reshard_after_forward)
@@ -365,7 +361,7 @@ def shard(
 
 
 def onto_shards(optimizers: Iterable[Optimizer], module: nn.Module, names: Mapping[int, str]) -> None:
-    """Give optimizers that were made before the module was sharded its shards in place of its parameters.
+    """In optimizers that were made before sharding, replace the module's parameters by its shards.
 
     Args:
         optimizers: of the module; those that have shards already stay as they are.
@@ -391,8 +387,8 @@ def _let_go(module: nn.Module) -> None:
     """Put other parameter objects over the same storages into the module.
 
     ``fully_shard`` moves the objects that it finds to the mesh's device and frees them by dropping its references (torch 2.13,
-    ``_fsdp_init.py``, ``_move_states_to_device``). Whoever else holds one of them would keep the whole parameter on the device; the record
-    of what the module was before the run does.
+    ``_fsdp_init.py``, ``_move_states_to_device``). Any other reference to one of them would keep the whole parameter on the device, and the
+    survey of the module before the run has one.
     """
     fresh: dict[int, nn.Parameter] = {}
     for child in module.modules():
@@ -406,7 +402,7 @@ def _let_go(module: nn.Module) -> None:
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """A unit's output without views: where the step changes one in place, FSDP2's hook on it is gone, and the gradients are wrong."""
+    """A unit's output without views: if the step changes a view in place, FSDP2's hook on it is lost, and the gradients are wrong."""
     return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output)
 
 

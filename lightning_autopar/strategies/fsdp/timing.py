@@ -16,15 +16,15 @@ from lightning_autopar.timing.rank import LaneSpan, RankWork
 from lightning_autopar.timing.roofline import Layout
 from lightning_autopar.timing.step import PLAIN_ADAM, Step
 
-#: FSDP2's, for a parameter beyond the two of the unit by which a unit's hooks are measured.
+#: Calls of FSDP2 for each parameter of a unit beyond the two that the measured unit has.
 FSDP_PARAMETER = 197
 FSDP_UNIT_PARAMETERS = 2
-#: What ``DTensor`` makes of one operation on shards, as the loop of an optimizer without a kernel for lists runs them on a CPU.
+#: Calls of ``DTensor`` for one operation on shards, of which an optimizer without a kernel for lists runs a loop on a CPU.
 SHARDED_OPERATION = 32
 
 
 class FSDPStep(Step):
-    """One step of shards."""
+    """One step of an FSDP plan."""
 
     plain_update = PLAIN_ADAM
 
@@ -39,7 +39,7 @@ class FSDPStep(Step):
         return len(self.plan.shard) + 1
 
     def calls(self) -> int:
-        """What FSDP2's Python does in a step on CPU devices besides its units' hooks."""
+        """Calls of FSDP2's Python in a step on CPU devices, besides its units' hooks."""
         if not (self.training and self.on_cpu):
             return 0
         looped = 0 if self.one_pass() else sum(work.count for work in self.layout.optimizer)
@@ -47,7 +47,7 @@ class FSDPStep(Step):
         return fsdp_calls(parameters=parameters, units=self.units) + SHARDED_OPERATION * looped
 
     def played(self, run: RankWork, events: list[LaneSpan] | None = None) -> LaneSeconds:
-        """Parameters come a unit ahead of what computes with them, gradients leave behind it."""
+        """Play the step: each unit's parameters are gathered while the unit before computes, and its gradients are reduced afterwards."""
         units, root = fsdp_units(
             self.footprint,
             self.layout,
@@ -84,7 +84,7 @@ def fsdp_units(
             wide, back = gathered * parameter_scale, reduced * gradient_scale
             shards = sharding.shards
             fetch = links.rates.host_copy_seconds(device, gathered // shards) if offloaded and gathered else 0.0
-            # Of one rank nothing is gathered: parameters come from the host when they are needed (torch 2.13, ``wait_for_unshard``), and
+            # With one rank nothing is gathered: parameters come from the host when they are needed (torch 2.13, ``wait_for_unshard``), and
             # gradients are copied once more instead of being reduced.
             made[key] = UnitSeconds(
                 gather=links.over_shards("all_gather", wide),
@@ -106,5 +106,5 @@ def fsdp_units(
 
 
 def fsdp_calls(*, parameters: int, units: int) -> int:
-    """Calls of a step under FSDP2 beyond those that the measured cost of a unit has in it."""
+    """Calls of a step under FSDP2 beyond those in the measured cost of a unit."""
     return FSDP_PARAMETER * max(0, parameters - FSDP_UNIT_PARAMETERS * units)

@@ -28,10 +28,9 @@ from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 
 
 def numbers_of_whole_tensors() -> None:
-    """Make ``.item()`` and ``float()`` of a sharded tensor give the whole tensor's number, in this process, for good.
-
-    ``float(parameter.norm())`` in a hook would otherwise be this rank's shard's, without a word (torch 2.13, ``DTensor`` dispatches
-    ``_local_scalar_dense`` to the local tensor). It becomes a collective: whoever asks on one rank alone waits for the others.
+    """Make ``.item()`` and ``float()`` of a sharded tensor return the whole tensor's number, in this process, permanently. Otherwise
+    ``float(parameter.norm())`` in a hook would silently be that of this rank's shard (torch 2.13, ``DTensor`` dispatches
+    ``_local_scalar_dense`` to the local tensor). It becomes a collective: a single rank that calls it waits for the others.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # there is no public registry
     handlers[torch.ops.aten._local_scalar_dense.default] = _whole_number
@@ -42,11 +41,9 @@ def _whole_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class WholeParameters:
-    """Gathers the root's own parameters for calls from outside of a step, and puts all back into shards where none should be whole.
-
-    A call from outside is one of a hook: ``self(batch)`` or ``self.decoder(latent)`` in ``on_train_epoch_end``, say, or Hugging Face's
-    ``generate``. Units gather their own parameters; what the root holds besides them is gathered when any module outside of the units is
-    called.
+    """Gathers the root's own parameters for calls from outside of a step, and reshards all when none should be whole. A hook makes calls
+    from outside: ``self(batch)`` or ``self.decoder(latent)`` in ``on_train_epoch_end``, say, or Hugging Face's ``generate``. Units gather
+    their own parameters; the root's other parameters are gathered when any module outside of the units is called.
 
     Args:
         root: the module, sharded.
@@ -61,7 +58,7 @@ class WholeParameters:
         _keep_writes(self._units)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self.reshard()) for optimizer in optimizers]
         if isinstance(root, FSDPModule):
-            # The root is what runs first, unless it is said before; and a hook may well call a part of it first.
+            # FSDP2 takes the module that runs first for the root, unless told before; and a hook may call a part of the root first.
             root._get_fsdp_state()._lazy_init()
             for module in (root, *_outside_units(root)):
                 self._handles += [
@@ -71,7 +68,7 @@ class WholeParameters:
 
     @contextmanager
     def inside(self, *, backward: bool = False) -> Iterator[None]:
-        """Around a step or its backward pass, where FSDP2 itself knows when to gather."""
+        """The context of a step or its backward pass, where FSDP2 itself knows when to gather."""
         if not backward:
             _begin_step(self._units)
         before, self._inside = self._inside, True
@@ -95,7 +92,7 @@ class WholeParameters:
         root: Any = self._root
         if self._inside:
             if module is not root and any(group.is_sharded for group in groups_of(root)):
-                root.unshard()  # the step has asked for a state dict, which is one of shards
+                root.unshard()  # the step has called for a state dict, which has shards
             return
         self._visits += 1
         if self._visits == 1:
@@ -112,7 +109,7 @@ class WholeParameters:
 
 
 def _outside_units(root: nn.Module) -> Iterator[nn.Module]:
-    """The modules under the root whose call needs parameters of the root's: the outermost ones, and those that hold such parameters."""
+    """The modules under the root whose calls need the root's parameters: the outermost ones, and those that hold such parameters."""
 
     def walk(module: nn.Module, outermost: bool) -> Iterator[nn.Module]:
         for child in module.children():
@@ -130,7 +127,7 @@ def _outside_units(root: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Gathered(nn.Parameter):
-    """A gathered parameter that notices when its ``data`` is taken: what is written there leaves the version counter as it is."""
+    """A gathered parameter that notices access to its ``data``: writes there don't change the version counter."""
 
     @property
     def data(self) -> Tensor:
@@ -147,7 +144,7 @@ _DATA: Any = torch._C.TensorBase.__dict__["data"]
 
 
 def _keep_writes(units: Iterable[FSDPModule]) -> None:
-    """Have the units' shards take over what is written to their gathered parameters, from now on.
+    """From now on, the units' shards take over what is written to their gathered parameters.
 
     Args:
         units: sharded modules, the root among them.
@@ -165,13 +162,13 @@ def _keep_writes(units: Iterable[FSDPModule]) -> None:
 
 
 def _set_data(shard: DTensor, value: Tensor) -> None:
-    """``shard.data = value``: torch 2.13 leaves the local tensor, with all the values, as it was, without a word."""
+    """``shard.data = value``: torch 2.13 silently leaves the local tensor, with all the values, as it was."""
     if (shard.shape, shard.dtype, shard.device) != (value.shape, value.dtype, value.device):
         _DATA.__set__(shard, value)
         return
     if isinstance(value, DTensor):
         part = value.redistribute(shard.device_mesh, shard.placements)._local_tensor
-    else:  # whole, and on each rank the same
+    else:  # whole, and the same on each rank
         part = _part(value, shard)
     with torch.no_grad():
         shard._local_tensor.copy_(part)
@@ -184,7 +181,7 @@ def groups_of(unit: Any) -> list[Any]:
 
 
 def _unshard(group: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-    """Gather; on a GPU after what has been written to the shards in this step, as the gathers run beside the step."""
+    """Gather; on a GPU after this step's writes to the shards, as gathers run on another stream."""
     shards = [parameter.sharded_param for parameter in group.fsdp_params]
     frozen = not any(shard.requires_grad for shard in shards)
     versions = [_version(shard) for shard in shards]
@@ -194,7 +191,7 @@ def _unshard(group: Any, original: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _begin_step(units: Iterable[FSDPModule]) -> None:
-    """A step begins; gathers wait for what was written to shards before, by themselves."""
+    """A step begins; gathers wait for earlier writes to shards by themselves."""
     for unit in units:
         for group in groups_of(unit):
             group._versions = [_version(parameter.sharded_param) for parameter in group.fsdp_params]
@@ -210,7 +207,7 @@ def _to_unsharded(parameter: Any, original: Any) -> None:
 
 
 def _to_sharded(groups: list[Any], group: Any, parameter: Any, original: Any) -> None:
-    """Let the shard have its part of the whole parameter, if somebody may have written to that; then free it."""
+    """If the whole parameter may have been written to, copy the rank's part into the shard; then free the whole one."""
     whole = parameter._unsharded_param
     info = parameter._module_info
     for module, name in ((info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)):
@@ -226,7 +223,7 @@ def _to_sharded(groups: list[Any], group: Any, parameter: Any, original: Any) ->
 
 
 def _take_part(groups: list[Any], parameter: Any, whole: Tensor) -> None:
-    """Copy this rank's part; and let the parameter be where it is gathered, in case its ``data`` was exchanged."""
+    """Copy this rank's part; if the parameter's ``data`` was exchanged, put it back to where it was gathered."""
     local = whole._local_tensor if isinstance(whole, DTensor) else whole.detach()
     gathered = parameter.all_gather_outputs[0] if len(parameter.all_gather_outputs) == 1 else None
     elsewhere = gathered is not None and local.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr()
@@ -244,7 +241,7 @@ def _take_part(groups: list[Any], parameter: Any, whole: Tensor) -> None:
 
 
 def _part(whole: Tensor, shard: DTensor) -> Tensor:
-    """Of a whole tensor what a shard has of it."""
+    """The part of a whole tensor that a shard has."""
     shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
     for dimension, (start, length) in enumerate(zip(offset, shape, strict=True)):
         if length != whole.shape[dimension]:
@@ -253,14 +250,14 @@ def _part(whole: Tensor, shard: DTensor) -> Tensor:
 
 
 def _storages(groups: Iterable[Any]) -> Iterator[int]:
-    """Where parameters are gathered."""
+    """The storages into which parameters are gathered."""
     for group in groups:
         for parameter in group.fsdp_params:
             yield from (output.untyped_storage().data_ptr() for output in parameter.all_gather_outputs if output.untyped_storage().size())
 
 
 def _order(group: Any) -> None:
-    """Let the next gather wait for what the current stream does: as FSDP2 has it after a reshard whose memory the gather reads."""
+    """Let the next gather wait for the current stream, as FSDP2 does after a reshard whose memory the gather reads."""
     event = group.device_handle.Event()
     event.record()
     group._reshard_after_forward_event = event

@@ -8,12 +8,12 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What came of a check.
+    """The outcome of a check.
 
     Args:
-        outcome: ``"not made"`` is no ``"passed"``: nothing is known of the plan then.
+        outcome: ``"not made"`` isn't ``"passed"``: then nothing is known about the plan.
         reason: why it failed or couldn't be made, in one sentence.
-        notes: what a reader should know of a plan that passed, a sentence each.
+        notes: what a reader should know about a plan that passed, a sentence each.
     """
 
     outcome: Literal["passed", "failed", "not made"]
@@ -30,12 +30,12 @@ PASSED = Check(outcome="passed")
 
 
 def failed(reason: str) -> Check:
-    """That of a plan that doesn't do what it promises."""
+    """The check of a plan that computes something else than one device."""
     return Check(outcome="failed", reason=reason)
 
 
 def not_made(reason: str) -> Check:
-    """That of a plan of which nothing is known.
+    """The check of a plan about which nothing is known.
 
     Args:
         reason: why, as the end of a sentence.

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What a step gave on the whole batch and on its parts, and the draws that it made."""
+    """The results of a step on the whole batch and on its parts, and its random draws."""
 
     whole: Any
     parts: tuple[Any, ...]
@@ -35,13 +35,13 @@ def observe(
     *,
     groups_first: bool = False,
 ) -> Observation:
-    """Run a step on the whole batch and on the parts, all from the present random state, and relate their random draws.
+    """Run a step on the whole batch and on the parts, all from the current random state, and relate their random draws.
 
     Args:
         step: of a batch.
-        part: makes the batch of a share; asked for the whole one as the share of a single rank.
+        part: makes the batch of a share; for the whole batch it gets the share of a single rank.
         shares: the parts, each with at least one sample.
-        groups_first: how samples are taken to lie in a dimension of k entries a sample; see :class:`Rows`.
+        groups_first: the assumed order of samples in a dimension with k entries a sample; see :class:`Rows`.
     """
     state = rng.capture({})
     whole = _Observer(everything(shares[0].of), None, groups_first)
@@ -60,7 +60,7 @@ def observe(
 
 
 class _Observer(GlobalDraws):
-    """Notes a step's draws on the whole batch; on a part, decides on each by comparing its shape with the whole batch's."""
+    """Records a step's draws on the whole batch; on a part, relates each draw to the whole batch's by comparing shapes."""
 
     def __init__(self, share: BatchShare, whole: list[Draw] | None, groups_first: bool) -> None:
         super().__init__(lambda: share)
@@ -72,7 +72,7 @@ class _Observer(GlobalDraws):
         self._before: dict[tuple[str, tuple[int, ...]], Choice] = {}
 
     def run(self, step: Callable[[Any], _T], part: Callable[[BatchShare], Any]) -> _T:
-        """The step on this share, its draws as one device would make them."""
+        """Run the step on this share, with the draws that one device would make."""
         state = rng.capture({})
         batch = part(self.of)
         rng.restore(state, {})
@@ -80,13 +80,13 @@ class _Observer(GlobalDraws):
             return step(batch)
 
     def rows_for(self, op: str, tensor: Tensor, generator: torch.Generator | None, shape: tuple[int, ...] | None = None) -> Choice:
-        """As :meth:`GlobalDraws.rows_for`, from what the whole batch's step drew."""
+        """Like :meth:`GlobalDraws.rows_for`, from the draws of the whole batch's step."""
         shape = tuple(tensor.shape) if shape is None else shape
-        if torch._C._current_graph_task_id() != -1:  # recomputation: not a draw of its own
+        if torch._C._current_graph_task_id() != -1:  # recomputation: not a new draw
             return self._before.get((op, shape))
         index = len(self.draws)
         if self.whole is None:
-            # Which dimension runs over the samples shows on a part only, the layout in memory on the whole.
+            # Only a part shows which dimension runs over the samples, and only the whole shows the layout in memory.
             layout = Rows(dim=0, order=memory_order(tensor), gaps=has_gaps(tensor)) if shape == tuple(tensor.shape) else Rows(dim=0)
             draw = Draw(op=op, shape=shape, choice=layout)
         elif index < len(self.whole):
@@ -99,7 +99,7 @@ class _Observer(GlobalDraws):
         return None if self.whole is None else draw.choice
 
     def _relate(self, whole: Draw, op: str, shape: tuple[int, ...]) -> Draw:
-        """The whole batch's draw, with how a part makes it."""
+        """The whole batch's draw, and how a part gets its rows of it."""
         samples, of = self.of.rows, self.of.of
         if whole.op != op or len(whole.shape) != len(shape):
             return Draw(op=op, shape=shape, choice="own")

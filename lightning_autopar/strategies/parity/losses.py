@@ -21,7 +21,7 @@ from lightning_autopar.strategies.parity.draw_probe import Observation
 
 
 def groups_first_of(observed: Observation) -> bool:
-    """Whether draws were taken to come by group, then by sample; see :class:`.draws.Rows`."""
+    """Whether draws were assumed to be ordered by group, then by sample; see :class:`.draws.Rows`."""
     return any(isinstance(draw.choice, Rows) and draw.choice.groups_first for draw in observed.draws.draws or ())
 
 
@@ -43,9 +43,8 @@ def difference_of(observed: Observation, shares: Sequence[BatchShare]) -> float:
 
 @contextmanager
 def recorded_backward(losses: list[Tensor], parameters: Sequence[Parameter]) -> Iterator[None]:
-    """Note what ``backward`` is called on, under manual optimization; Lightning and ``Tensor.backward`` both end there.
-
-    Gradients are nothing afterwards: what an optimizer of the user's own makes of those of a part is no finding, as ranks exchange them.
+    """Record what ``backward`` is called on, under manual optimization; Lightning and ``Tensor.backward`` both end there. Afterwards
+    gradients are cleared: what the user's own optimizer does with a part's gradients shows nothing, as ranks exchange gradients first.
     """
     original = torch.autograd.backward
 

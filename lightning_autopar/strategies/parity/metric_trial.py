@@ -22,7 +22,7 @@ _ATTRIBUTES = ("_sync_dist", "dist_sync_on_step", "distributed_available_fn")
 
 
 class MetricTrial:
-    """What the metrics of a module have in the runs of its step: number 0 on the whole batch, the others on its parts."""
+    """The states of a module's metrics in the runs of its step: run 0 on the whole batch, the others on its parts."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -30,12 +30,12 @@ class MetricTrial:
         self._calls: Counter[int] = Counter()
         self._noted: dict[tuple[int, int], dict[int, tuple[int, dict[str, Any]]]] = {}
         self._merges = False
-        #: Types of the metrics that gave a value that is trained on.
+        #: Types of the metrics whose value is part of the loss.
         self.trained: dict[str, None] = {}
 
     @property
     def exchanged(self) -> bool:
-        """Whether any metric's states of the parts are to be brought together."""
+        """Whether any metric's states of the parts must be combined."""
         return bool(self._noted)
 
     def next_run(self) -> None:
@@ -45,10 +45,10 @@ class MetricTrial:
 
     @contextmanager
     def runs(self, *, merge: bool = False) -> Iterator[None]:
-        """Around the run on the whole batch and those on its parts.
+        """The context of the run on the whole batch and of those on its parts.
 
         Args:
-            merge: whether each part's metrics get the states that the last runs noted.
+            merge: whether each part's metrics get the states that the last runs recorded.
         """
         self._run, self._merges = -1, merge
         if not merge:
@@ -68,7 +68,7 @@ class MetricTrial:
                 metric.__dict__.update(attributes)
 
     def _sync(self, metric: Metric) -> None:
-        """In place of ``Metric._sync_dist``."""
+        """Replaces ``Metric._sync_dist``."""
         call = id(metric), self._calls[id(metric)]
         self._calls[id(metric)] += 1
         states = {name: getattr(metric, name) for name in metric._reductions}

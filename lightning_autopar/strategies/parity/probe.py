@@ -56,13 +56,13 @@ class BatchParts:
         self.first = first
         self.count = count
         self.double = False
-        #: Whether the parts are as the transfer hooks get them, or have been through them already.
+        #: Whether the transfer hooks still have to be applied to the parts.
         self.raw = first.samples is not None and first.collate is not None and hooks
         #: Whether collating draws random numbers.
         self.random = False
 
     def part(self, share: BatchShare) -> Any:
-        """What the rank of that share is fed."""
+        """The batch that the rank of this share is fed."""
         first, state = self.first, torch.get_rng_state()
         if first.samples is not None and first.collate is not None:
             samples = first.samples[: self.count]
@@ -89,13 +89,13 @@ def _doubled(tensor: Tensor) -> Tensor:
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-#: Of a forward: some seconds on a few CPU cores.
+#: The most FLOPs of a forward to try: some seconds on a few CPU cores.
 _FLOPS = 3e11
 #: Relative difference up to which losses count as equal: rounding of float32 sums taken in another order.
 _EQUAL = 1e-5
-#: Larger rows that a step keeps of every batch, or of the last one, aren't sent from rank to rank.
+#: Rows larger than this that a step keeps of every batch, or of the last one, aren't sent between ranks.
 _ROW_BYTES, _LAST_ROW_BYTES = 16 << 20, 1 << 20
-#: How often a step that puts samples in a random order is compared again.
+#: How often a step that shuffles samples at random is compared again.
 _ORDERS = 4
 
 
@@ -112,8 +112,8 @@ def probe_split(
 ) -> tuple[SplitFinding, DrawPlan]:
     """Compare the training loss of the first batch with the mean of its parts' losses, weighted by their samples.
 
-    BatchNorm layers use fixed statistics meanwhile, as the engines take theirs over the whole batch. Under manual optimization every loss
-    that is passed to ``backward`` is compared; no optimizer steps.
+    BatchNorm layers use fixed statistics meanwhile, as the engines compute theirs over the whole batch. Under manual optimization every
+    loss that is passed to ``backward`` is compared; no optimizer steps.
 
     Args:
         module: the user's module, set up; it is changed.
@@ -121,12 +121,12 @@ def probe_split(
         first: the first training batch.
         world_sizes: how many parts to try; those larger than the batch are left out.
         flops: the footprint's, of forward and backward on the whole batch; a large step is probed on a few samples or not at all.
-        conduct: what the traced step does with parameters by themselves; None where it wasn't traced.
+        conduct: what the traced step itself does to parameters; None where it wasn't traced.
         despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
         time_limit_seconds: how long the probe may take, estimated after its first run.
 
     Returns:
-        What was found out about splitting, and what about the random draws: without a plan of them where nothing could be run.
+        The finding about splitting, and the plan of the random draws, which is empty where nothing could be run.
     """
     sizes = [size for size in world_sizes if 1 < size <= first.batch_size]
     if not sizes:
@@ -152,7 +152,7 @@ def probe_split(
 
 
 def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: FirstBatch, hook: str) -> SplitFinding:
-    """How the values that an evaluation step logs on parts of a batch, and what it keeps, make the whole batch's.
+    """How the values that an evaluation step logs and keeps for parts of a batch combine into the whole batch's.
 
     Args:
         module: the user's module, set up; it is changed.
@@ -165,7 +165,7 @@ def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: Fi
     state = rng.capture({})
     try:
         return _Probe(module, trainer, BatchParts(first, first.batch_size, hooks=trainer is not None)).evaluation(hook)
-    except Exception as error:  # the user's step, under circumstances that it isn't made for
+    except Exception as error:  # the user's step, under conditions that it isn't made for
         _LOG.debug("the %s can't be tried on parts of a batch", hook, exc_info=True)
         note = f"not checked: whether what {hook} logs and keeps is the same when a batch is split ({_words(error)})"
         return SplitFinding(notes=(note,))
@@ -174,7 +174,7 @@ def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: Fi
 
 
 class _Probe:
-    """The step, made harmless: it can be run any number of times and leaves the module as it was."""
+    """The step without side effects: it can run any number of times and leaves the module as it was."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class _Probe:
     ) -> None:
         self.module = module
         self.despite = despite
-        #: What speaks against a split and is overruled, by the refusal's name.
+        #: Overruled reasons against a split, by the refusal's name.
         self.overruled: dict[str, str] = {}
         #: Parameters that a step may write to; None where that isn't known.
         self.writes = None if conduct is None else dict(conduct.written)
@@ -194,7 +194,7 @@ class _Probe:
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.metrics = MetricTrial(module)
         self.part_reason: str | None = None
-        #: As the step finds them; empty until they are known.
+        #: The values before the step; empty until they are known.
         self.buffers: dict[str, Tensor] = {}
         self._prepared = False
         self.logs: list[dict[str, Logged]] = []
@@ -203,7 +203,7 @@ class _Probe:
         self.uneven_calls: tuple[str, ...] = ()
         self.counted: tuple[str, ...] = ()
         self.logged = LogComparison()
-        #: The attributes that are looked at, and what each run left in them; and whether a run leaves its effects.
+        #: The attributes that are compared, and their values after each run; and whether a run's effects are kept.
         self.watched: tuple[str, ...] = ()
         self.left: list[dict[str, Any]] = []
         self.lasting = False
@@ -243,7 +243,7 @@ class _Probe:
         return found, plan
 
     def evaluation(self, hook: str) -> SplitFinding:
-        """How the values that an evaluation step logs on parts of the batch, and what it keeps, make the whole batch's."""
+        """How the values that an evaluation step logs and keeps for parts of the batch combine into the whole batch's."""
         stage = hook.removesuffix("_step")
         self.rehearsal.begin_evaluation(stage)
 
@@ -259,7 +259,7 @@ class _Probe:
 
     @contextmanager
     def _harmless(self) -> Iterator[StepEffects]:
-        """Around a run, which leaves the module as it was."""
+        """The context of a run; afterwards the module is as before."""
         with nullcontext(StepEffects()) if self.lasting else undone(self.module, self.writes) as effects:
             yield effects
             self.left.append(self._watched())
@@ -270,14 +270,14 @@ class _Probe:
         return {name: taken(vars(places[name][0])[places[name][1]]) for name in self.watched if name in places}
 
     def _with_kept(self, finding: SplitFinding, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> SplitFinding:
-        """The finding, with how what the step keeps of parts of a batch makes what it would keep of the whole one."""
+        """The finding, with how the values that the step keeps of a batch's parts combine into those of the whole batch."""
         places = attributes(self.module)
         self.watched = tuple(dict.fromkeys(name for effects in self.effects for name in effects.kept if name in places))
         if not self.watched:
             return finding
         try:
             rules, unknown = self._kept_rules(step, size)
-        except Exception as error:  # the step ran on these parts; on others, or once more, it doesn't
+        except Exception as error:  # the step ran on these parts, but fails on others or a second time
             _LOG.debug("what %s keeps can't be tried", hook, exc_info=True)
             names = ", ".join(title(self.module, name) for name in self.watched)
             note = f"not checked: how what {hook} keeps in {names} grows with the samples ({_words(error)})"
@@ -292,7 +292,7 @@ class _Probe:
         return replace(finding, kept_rules=found, notes=(*finding.notes, *notes))
 
     def _kept_rules(self, step: Callable[[Any], list[Tensor]], size: int) -> tuple[dict[Path, Any], dict[Path, str]]:
-        """The rules for what a step keeps, and why other paths have none: as a run begins, after a step, and in other divisions."""
+        """The rules for what a step keeps, and why other paths have none: at a run's beginning, after a step, and in other splits."""
         evidence = Evidence()
 
         def see(size: int) -> None:
@@ -314,20 +314,20 @@ class _Probe:
         rules, unknown = evidence.settled()
         without = dict.fromkeys(unknown, "is no sum, mean, maximum, minimum or list over the parts of a batch")
         for path, size_bytes in evidence.row_bytes.items():
-            # What a part of the module has of the last batch alone is for looking at.
+            # What a submodule keeps only of the last batch is for inspection.
             most_bytes = _ROW_BYTES if "+" in path else _LAST_ROW_BYTES if "." not in path[0] else 0
             if rules.get(path) == "rows" and size_bytes > most_bytes:
                 without[path] = f"has {format_bytes(size_bytes)} of a batch"
         return {path: rule for path, rule in rules.items() if path not in without}, without
 
     def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> LogComparison:
-        """What a step logs on the whole batch beside what it logs on ``size`` parts."""
+        """Compare what a step logs on the whole batch with what it logs on ``size`` parts."""
         shares = shares_of(self.batches.count, size)
         self._observed(step, shares)
         return compare_logs(hook, self.logs[0], self.logs[1:], [share.rows for share in shares], double=self.batches.double)
 
     def _settled(self, hook: str, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
-        """Double precision decides where single precision leaves several rules or none, and another division where it leaves several."""
+        """Where single precision leaves several rules or none, double precision decides; where that leaves several, another split does."""
         if not (found.ambiguous or found.notes):
             return found
         try:
@@ -338,12 +338,12 @@ class _Probe:
             return self._narrowed(hook, step, found)
 
     def _narrowed(self, hook: str, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
-        """Another division decides where the first one leaves several rules."""
+        """Where the first split leaves several rules, another split decides."""
         if not found.ambiguous or self.batches.count < 3:
             return found
         try:
             return found.narrowed(self._compare_logs(hook, step, 3))
-        except Exception:  # parts of a sample or two, which the user's step may not be made for
+        except Exception:  # parts with one or two samples, for which the user's step may not be made
             _LOG.debug("the %s can't be tried on three parts of a batch", hook, exc_info=True)
             return found
 
@@ -365,11 +365,11 @@ class _Probe:
         self.buffers, self._prepared = {name: buffer.clone() for name, buffer in module.named_buffers()}, True
 
     def losses(self, batch: Any) -> list[Tensor]:
-        """The losses of one step: of each backward pass under manual optimization, else what the step returns."""
+        """The losses of one step: under manual optimization those of each backward pass, else the one that the step returns."""
         return self._steps([batch])
 
     def _steps(self, batches: Sequence[Any], *, random: rng.RngState | None = None) -> list[Tensor]:
-        """The same for several steps, each of which finds what the one before has left.
+        """The losses of several steps, each of which begins with what the one before has left.
 
         Args:
             batches: of each step.
@@ -383,9 +383,9 @@ class _Probe:
                 recorded: list[Tensor] = []
                 if random is not None:
                     rng.restore(random, {})
-                # With gradients, as in the run: a step may keep what it computes only where there are any.
+                # With gradients enabled, as in the run: some steps keep values only then.
                 with torch.enable_grad(), recorded_backward(recorded, list(self.module.parameters())):
-                    # The engines count what is drawn from the transfer hooks on (augmentation on the device) as the step's, too.
+                    # As in the engines, the draws of the transfer hooks (augmentation on the device) belong to the step.
                     given = transfer_batch(self.module, given) if self.batches.raw else given
                     self.rehearsal._hook("on_train_batch_start", given, index)
                     with recorded_logs(self.module) as logged:
@@ -419,7 +419,7 @@ class _Probe:
                 other, reordered = self._compare(size, groups_first=True)
                 if other < difference:
                     difference, observed = other, reordered
-            # A few samples' order may come out alike by chance.
+            # A few samples may come in the same order by chance.
             for _ in range(_ORDERS if any(draw.op == "randperm" for draw in observed.draws.draws or ()) else 0):
                 if difference <= _EQUAL:
                     difference, observed = self._compare(size, groups_first=groups_first_of(observed))
@@ -435,7 +435,7 @@ class _Probe:
             reason = self._kept(size, observed)
             if reason is not None:
                 return SplitFinding(splittable=False, reason=reason), DrawPlan()
-        if _EQUAL < difference < math.inf:  # which may still be rounding, where large terms cancel
+        if _EQUAL < difference < math.inf:  # this may still be rounding, where large terms cancel
             difference = min(difference, self._compare_in_double(size, observed))
         draws = observed.draws
         uneven = self.batches.uneven(shares_of(self.batches.count, size))
@@ -458,7 +458,7 @@ class _Probe:
         )
 
     def _refuses(self, name: str, reason: str) -> bool:
-        """Whether what speaks against a split isn't overruled."""
+        """Whether a reason against a split isn't overruled."""
         if name in self.despite:
             self.overruled[name] = reason
         return name not in self.despite
@@ -479,7 +479,7 @@ class _Probe:
         return difference_of(observed, shares), observed
 
     def _kept(self, size: int, one: Observation) -> str | None:
-        """Why ranks would part by what a step leaves to the next one, though ``one`` step by itself gives the whole batch's loss."""
+        """Why ranks would diverge by what a step leaves to the next one, though ``one`` step alone gives the whole batch's loss."""
         overruled_too = dict(self.module.named_buffers()) if "buffers" in self.overruled else ()
         ignored = {*vars(LightningModule()), "trainer", *overruled_too}
         kept = [name for name in dict.fromkeys(name for effects in self.effects for name in effects.kept) if name not in ignored]
@@ -492,7 +492,7 @@ class _Probe:
             _LOG.debug("a second step fails", exc_info=True)
             return f"a second step fails on a part of the batch, after a first one on it ({_words(error)})"
         names = ", ".join(repr(name) for name in kept if not name.rpartition(".")[2].startswith("_")) or repr(kept[0])
-        if _EQUAL < difference < math.inf:  # which may be the rounding of two steps
+        if _EQUAL < difference < math.inf:  # this may be the rounding of two steps
             try:
                 with self._in_double():
                     difference = min(difference, self._after_two(shares, groups_first_of(one)))
@@ -516,7 +516,7 @@ class _Probe:
         return difference_of(two, shares)
 
     def _left_to_parts(self, shares: Sequence[BatchShare]) -> bool:
-        """Whether a part's loss is another one after another part."""
+        """Whether a part's loss changes if another part ran before it."""
         one, other = (self.batches.part(share) for share in shares[:2])
         random = rng.capture({})
         alone = self._steps([other], random=random)
@@ -528,7 +528,7 @@ class _Probe:
         return any(not abs(after - before) <= _EQUAL * abs(before) for after, before in zip(both[-len(alone) :], alone, strict=True))
 
     def _observed(self, step: Callable[[Any], list[Tensor]], shares: Sequence[BatchShare], *, groups_first: bool = False) -> Observation:
-        """The step on the whole batch and on its parts, whose metrics exchange their states as those of ranks do."""
+        """Run the step on the whole batch and on its parts, whose metrics exchange their states as ranks' metrics do."""
         state = rng.capture({})
 
         def observed(*, merge: bool) -> Observation:
@@ -549,7 +549,7 @@ class _Probe:
         return observed(merge=True)
 
     def _compare_in_double(self, size: int, observed: Observation) -> float:
-        """The difference without single precision's rounding; infinite where the step insists on single precision."""
+        """The difference without single precision's rounding; infinite where the step only runs in single precision."""
         try:
             with self._in_double():
                 return self._compare(size, groups_first=groups_first_of(observed))[0]
@@ -559,7 +559,7 @@ class _Probe:
 
     @contextmanager
     def _in_double(self) -> Iterator[None]:
-        """While open, the module and what it is fed are in double precision."""
+        """While open, the module and its batches are in double precision."""
         before, types = self.buffers, {name: tensor.dtype for name, tensor in _tensors(self.module)}
         try:
             self.module.double()

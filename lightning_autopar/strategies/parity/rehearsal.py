@@ -42,23 +42,23 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-#: So many steps each: stale parameters show in the step after the one that left them.
+#: How many steps are compared: stale parameters show in the step after the one that left them.
 STEPS = 3
-#: Of all steps on all ranks: about two seconds on a CPU core.
+#: The most FLOPs of all steps on all ranks: about two seconds on a CPU core.
 _FLOPS = 4e10
-#: Copies are made: of parameters, gradients and optimizer states, on three processes.
+#: The most bytes of parameters: three processes hold copies of parameters, gradients and optimizer states.
 PARAMETER_BYTES = 64 << 20
 TIMEOUT_SECONDS = 60.0
-#: The same arithmetic on the same numbers; what is lost or stale is off by as much as a step changes.
+#: The tolerance, for the same arithmetic on the same numbers; a lost or stale value is off by a whole step's change.
 _EQUAL = 1e-5
-#: How far off parameters begin to see what rounding does to them, in units of their last place; and how much further an engine's rounding,
-#: at every operation, may take them.
+#: By how many units in the last place parameters are changed to see the effect of rounding; and how many times that effect an engine's
+#: rounding, at every operation, may have.
 _NUDGES, _SWINGS = 4, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What some steps gave."""
+    """The results of some steps."""
 
     losses: tuple[float, ...]
     weights: dict[str, Tensor]
@@ -67,15 +67,15 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Swings:
-    """By how much rounding alone moves what some steps give."""
+    """By how much rounding alone changes the results of some steps."""
 
     losses: tuple[float, ...] = ()
     weights: Mapping[str, float] = field(default_factory=dict)
 
 
-#: Makes the batch anew, since a step may change what it gets.
+#: Makes the batch anew, since a step may change its batch.
 Batch = Callable[[], Any]
-#: Takes the steps with an engine, as one rank of a group that there is; the flag says whether the weights are asked for. A collective.
+#: Runs the steps with an engine, as one rank of an existing group; the flag says whether to return the weights. A collective.
 Steps = Callable[["LightningModule", "Trainer | None", Batch, bool], Run]
 
 
@@ -85,10 +85,10 @@ class Engine:
 
     Args:
         steps: takes them.
-        where: what goes before a finding: ``"on sharded parameters"``.
+        where: the words before a finding: ``"on sharded parameters"``.
         lost: what a difference means, in a few words.
-        sentence: a failure's cause in a user's words; gets what the child failed with.
-        traced: why it can't run the step, by what the traced step does with parameters; None where it can. It is asked about what is too
+        sentence: gives a failure's cause in words for a user, from the child's failure.
+        traced: gives why it can't run the step, by what the traced step does to parameters; None where it can. Used for steps that are too
             large to be tried.
         world_size: how many ranks, 1 or 2.
     """
@@ -106,10 +106,9 @@ def rehearse(
 ) -> Check:
     """Whether the engine runs the module's training step as one process does.
 
-    A module or a step that is too large to be tried on a CPU is judged by what the traced step does with parameters: an engine differs
-    from one process in nothing else.
-
-    Meant for a process that hasn't run a backward pass: each part of the rehearsal is forked from it before it runs one itself.
+    A module or a step that is too large to be tried on a CPU is judged by what the traced step does to parameters: an engine differs from
+    one process in nothing else. For a process that hasn't run a backward pass: it forks each part of the rehearsal before it runs one
+    itself.
 
     Args:
         module: the user's module, set up; it stays as it is.
@@ -132,14 +131,14 @@ def rehearse(
             _LOG.debug("the step can't be rehearsed %s", engine.where, exc_info=True)
             if error.timed_out:
                 return not_made(f"it takes more than {TIMEOUT_SECONDS:.0f} s on the CPU")
-            # gloo's threads abort their process where a connection breaks off: once, that says nothing of the module.
+            # gloo's threads abort their process when a connection breaks: if that happens once, it isn't the module's fault.
             if last or not error.crashed:
                 return failed(engine.sentence(error.reason))
     raise AssertionError("the last failure is an answer")
 
 
 def by_trace(conduct: Conduct | None, refusal: Callable[[Conduct], str | None], large: str) -> Check:
-    """The check of what is too large to be tried.
+    """The check of a module or step that is too large to be tried.
 
     Args:
         conduct: as for :func:`rehearse`.
@@ -153,7 +152,7 @@ def by_trace(conduct: Conduct | None, refusal: Callable[[Conduct], str | None], 
 
 
 def _too_large(module: nn.Module) -> str | None:
-    """Why a module is too large to be rehearsed; None for any other."""
+    """Why a module is too large to be rehearsed; None if it isn't."""
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     if size_bytes <= PARAMETER_BYTES:
         return None
@@ -161,8 +160,8 @@ def _too_large(module: nn.Module) -> str | None:
 
 
 def _samples(first: FirstBatch, flops: int) -> int:
-    """How many samples to rehearse with: all, or two of them where a step is long; 0 for no rehearsal."""
-    steps = 4 * STEPS  # twice whole, and on two ranks
+    """The number of samples to rehearse with: all, or two if a step is long; 0 for no rehearsal."""
+    steps = 4 * STEPS  # run twice with whole parameters, and on two ranks
     if flops * steps <= _FLOPS:
         return max(1, first.batch_size)
     small = min(2, first.batch_size)
@@ -170,14 +169,13 @@ def _samples(first: FirstBatch, flops: int) -> int:
 
 
 def _rehearse(module: LightningModule, trainer: Trainer | None, first: FirstBatch, count: int, engine: Engine) -> Check:
-    """Rank 0, and the judge: has the steps taken with whole parameters, forks rank 1, then compares parts with those.
-
-    Children draw the same numbers, as they are forked in the same state.
+    """Rank 0, which also compares: it lets a child run the steps with whole parameters, forks rank 1, then compares the engine's steps with
+    those. Children draw the same numbers, as they are forked in the same state.
     """
     batch = _batches(module, trainer, first, count)
     try:
         plain = run_forked(_plain_steps, module, trainer, batch)
-    except ChildFailed as error:  # which says nothing about parts
+    except ChildFailed as error:  # which says nothing about the engine
         return not_made(f"the step fails on the CPU with whole parameters, too ({error.reason})")
     swings = _swings(plain, module, trainer, batch)
     with tempfile.TemporaryDirectory() as folder:
@@ -194,13 +192,12 @@ def _rehearse(module: LightningModule, trainer: Trainer | None, first: FirstBatc
 
 
 def _swings(plain: Run, module: LightningModule, trainer: Trainer | None, batch: Batch) -> Swings:
-    """By how much rounding alone moves losses and weights: what one process gives when each parameter begins in its last bits elsewhere.
-
-    A gradient that is nothing but rounding (of a key's bias, which softmax takes out again) becomes a step of full size under Adam.
+    """By how much rounding alone changes losses and weights: one process runs the steps again with each parameter changed in its last bits.
+    A gradient that is only rounding (of a key's bias, which softmax cancels) becomes a step of full size under Adam.
     """
     try:
         nudged = run_forked(_nudged_steps, module, trainer, batch)
-    except ChildFailed:  # it ran a moment ago: a step that fails now and then, which isn't granted any swing
+    except ChildFailed:  # it ran a moment ago: a step that fails sometimes gets no tolerance for rounding
         _LOG.debug("the steps can't be taken from elsewhere", exc_info=True)
         return Swings()
     return Swings(
@@ -229,9 +226,9 @@ def _rank(
     timeout = timedelta(seconds=TIMEOUT_SECONDS / 2)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=engine.world_size, timeout=timeout)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a library deprecates is no failure, also where warnings are made errors
+        warnings.simplefilter("ignore")  # a library's deprecation is no failure, even where warnings are errors
         run = engine.steps(module, trainer, _batches(module, trainer, first, count), rank == 0)
-    dist.barrier()  # rank 1 may leave, and break the connection off, when rank 0 has all that it waits for
+    dist.barrier()  # rank 1 may leave, and break the connection, once rank 0 has everything that it waits for
     return run if rank == 0 else None
 
 
@@ -246,7 +243,7 @@ def _batches(module: LightningModule, trainer: Trainer | None, first: FirstBatch
 
 
 def _plain_steps(module: LightningModule, trainer: Trainer | None, batch: Batch) -> Run:
-    """The same steps in one process, with whole parameters; the module is changed."""
+    """Run the steps in one process, with whole parameters; the module is changed."""
     with warnings.catch_warnings(), losses_of_backward() as losses:
         warnings.simplefilter("ignore")  # as for the ranks
         rehearsal = rehearsed(module, trainer)
@@ -258,7 +255,7 @@ def _plain_steps(module: LightningModule, trainer: Trainer | None, batch: Batch)
 
 
 def _nudged_steps(module: LightningModule, trainer: Trainer | None, batch: Batch) -> Run:
-    """The same from parameters that differ in their last bits."""
+    """Run them with parameters that differ in their last bits."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.is_floating_point():
@@ -267,18 +264,18 @@ def _nudged_steps(module: LightningModule, trainer: Trainer | None, batch: Batch
 
 
 def rehearsed(module: LightningModule, trainer: Trainer | None) -> BareStep:
-    """The module's training step, to be called as Lightning would."""
+    """The module's training step, called as Lightning would call it."""
     return BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
 
 
 def copied(state_dict: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a state dict, apart from the module."""
+    """Copies of the tensors of a state dict."""
     return {name: value.detach().clone() for name, value in state_dict.items() if isinstance(value, Tensor)}
 
 
 @contextmanager
 def losses_of_backward() -> Iterator[list[float]]:
-    """While open, what backward passes begin with is noted down."""
+    """While open, the losses of backward passes are recorded."""
     losses: list[float] = []
     original = torch.autograd.backward
 
@@ -291,7 +288,7 @@ def losses_of_backward() -> Iterator[list[float]]:
 
 
 def _difference(plain: Run, ours: Run, engine: Engine, swings: Swings) -> str | None:
-    """What the engine changes, in a sentence, by more than it swings."""
+    """What the engine changes by more than rounding would, in a sentence."""
     where = engine.where
     failed = Counter(ours.notes) - Counter(plain.notes)
     if failed:

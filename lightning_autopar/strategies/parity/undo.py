@@ -28,7 +28,7 @@ except ImportError:  # torch runs without it
 _EQUAL = 1e-5
 #: Parameters are copied to see whether a step writes to them, into this share of the memory that the host has left.
 _HOST_SHARE = 0.5
-#: Of what attributes hold: more objects, or larger tensors, are data rather than what a step keeps.
+#: The most objects and bytes in attributes: more objects, or larger tensors, are data rather than what a step keeps.
 _MOST_OBJECTS, _TENSOR_BYTES = 10_000, 64 << 20
 _TORCHS = frozenset(vars(nn.Module()))
 _NOT_THE_USERS = ("torch.", "lightning.", "lightning_autopar.", "builtins.", "functools.", "types.", "numpy.")
@@ -41,7 +41,7 @@ class StepEffects:
     Args:
         written: name → new value of each parameter that the step wrote to.
         calls: how often each submodule was called, by name.
-        kept: names of attributes that the step left otherwise than it found them, or something in them.
+        kept: names of attributes that the step changed, or whose contents it changed.
     """
 
     written: dict[str, Tensor] = field(default_factory=dict)
@@ -51,13 +51,12 @@ class StepEffects:
 
 @contextmanager
 def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator[StepEffects]:
-    """Around a step: afterwards the module's parameters and the attributes of its submodules are as before, what lies in them included.
-
+    """The context of a step: afterwards the module's parameters and the attributes of its submodules, with their contents, are as before.
     Buffers keep what was written to them, but are the same tensors as before.
 
     Args:
         module: the root.
-        writes: names of the parameters that the step writes to, where its trace has shown them; else all are looked at.
+        writes: names of the parameters that the step writes to, where its trace has shown them; if None, all are compared.
 
     Raises:
         MemoryError: if the host has no room for a copy of these parameters.
@@ -108,9 +107,8 @@ def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator
 
 
 def _held_by(module: nn.Module) -> list[tuple[str, Callable[[], bool]]]:
-    """What puts back the contents of the containers, tensors and objects of the user's that attributes hold, and says whether they changed.
-
-    Each with the attribute's name.
+    """For each container, tensor or object of the user's in an attribute: the attribute's name, and a function that restores the contents
+    and says whether they changed.
     """
     undo: list[tuple[str, Callable[[], bool]]] = []
     seen = {id(child) for child in module.modules()} | {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -163,7 +161,7 @@ def _refill(container: Any, before: Any) -> bool:
 
 
 def changing_buffers(written: Sequence[Mapping[str, Tensor]]) -> tuple[float, str] | None:
-    """By how much something that a step writes (a codebook's averages, say) comes out otherwise on a part of the batch, and the sentence.
+    """By how much something that a step writes (a codebook's averages, say) differs on a part of the batch, and a sentence on it.
 
     Args:
         written: of the step on the whole batch, then on each part of it.
@@ -176,7 +174,7 @@ def changing_buffers(written: Sequence[Mapping[str, Tensor]]) -> tuple[float, st
         for part in values[1:]:
             if whole is None or part is None or part.shape != whole.shape:
                 return 1.0, sentence
-            same = (part == whole) | (part.isnan() & whole.isnan())  # infinities, and what isn't a number yet, are the same there
+            same = (part == whole) | (part.isnan() & whole.isnan())  # infinities and NaNs are the same there
             if bool(same.all()):
                 continue
             finite = whole[whole.isfinite()].abs()
@@ -188,7 +186,7 @@ def changing_buffers(written: Sequence[Mapping[str, Tensor]]) -> tuple[float, st
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape hold the same; what isn't a number is the same as what isn't one."""
+    """Whether two tensors of one shape hold the same values; NaN equals NaN."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 

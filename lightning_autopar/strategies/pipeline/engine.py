@@ -31,7 +31,7 @@ class Pipeline(Engine):
     takes_remedies = False
 
     def check(self, plan: Plan) -> None:
-        """Cuts once each, a schedule, and as many stages and micro-batches as it needs."""
+        """Raise unless each cut is named once, and there are as many stages and micro-batches as the schedule needs."""
         if not plan.cuts:
             raise ValueError("a pipeline plan needs at least one cut, but has none; name the blocks with which its later stages begin")
         if len(set(plan.cuts)) != len(plan.cuts):
@@ -94,14 +94,14 @@ class Pipeline(Engine):
         return Plan(engine=self.name, devices=ids, cuts=cuts, schedule=schedule, micro_batches=micro_batches)
 
     def sample_value(self, module: Any, batch: Any, blocks: Sequence[str]) -> Any:
-        """Its step, recorded."""
+        """Records its step."""
         from lightning_autopar.strategies.pipeline.stages.record import record
         from lightning_autopar.strategies.pipeline.stages.recording import Staging
 
         return Staging(hooks={"training_step": record(module, None, "training_step", batch, list(blocks), rows=2)})
 
     def refusal(self, question: Question) -> str | None:
-        """What ``torch.distributed.pipelining`` asks for."""
+        """Refuse what ``torch.distributed.pipelining`` can't run."""
         footprint, constraints = question.footprint, question.constraints
         if footprint.tape is None or not footprint.outer:
             return "the step wasn't traced, so that it is not known where it can be cut into stages"
@@ -120,7 +120,7 @@ class Pipeline(Engine):
         return None
 
     def example(self, question: Question, devices: Sequence[Device]) -> Plan:
-        """Stages of as many blocks each. On one device no pipeline can be written down, so that one without stages stands for it."""
+        """Stages with equally many blocks. There is no pipeline on one device, so a plan without stages stands for it."""
         blocks = question.footprint.blocks
         devices = devices[: max(2, len(blocks))]
         plan = build_plan(question, devices[:1], "single", "one device: nothing to communicate")
@@ -132,13 +132,13 @@ class Pipeline(Engine):
         return replace(plan, engine=self.name, devices=ids, cuts=cuts, schedule="gpipe", reasons=(REASON,))
 
     def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
-        """By precision, callbacks, compiled parts, generators and parameters."""
+        """Refuse by precision, callbacks, compiled parts, generators and parameters."""
         from lightning_autopar.strategies.pipeline.refusals import unstaged_run
 
         return unstaged_run(trainer, kinds)
 
     def look(self, first: FirstStep) -> Finding:
-        """Where the steps of the run can be cut into stages; the stages are run beside the whole module."""
+        """Finds where the steps of the run can be cut into stages; runs the stages and the whole module, and compares them."""
         from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 
         kept, trainer = stage_probe.kept_apart(first), first.trainer
@@ -153,29 +153,29 @@ class Pipeline(Engine):
         return replace(found, refusals={self.name: found.value.refusal or kept})
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
-        """The stages of these cuts beside the whole module."""
+        """Compares the stages of these cuts with the whole module."""
         from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import check_cuts
 
         return check_cuts(first, plan.cuts, finding.notes)
 
     def searched(self, search: Searching, devices: Sequence[Device], shown: bool) -> Iterable[Plan]:
-        """Of each schedule the fastest pipeline that memory suffices for."""
+        """For each schedule, the fastest pipeline that fits into memory."""
         return pipeline_plans(search.appraiser, [devices], search.speed, search.rates, search.limit, shown=shown)
 
     def polished(self, search: Searching, plan: Plan) -> Plan:
-        """With its cuts moved."""
+        """The plan with its cuts moved."""
         return with_better_cuts(search.appraiser, plan, search.speed, search.rates)
 
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
-        """None by themselves: where to cut depends on bytes and seconds."""
+        """None: where to cut depends on bytes and seconds, so :meth:`searched` gives them."""
         return ()
 
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
-        """Its stages, and the micro-batches that are under way."""
+        """A rank's stages, and its micro-batches in flight."""
         return rank_bytes(rank)
 
     def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
-        """A schedule, played."""
+        """The step as its schedule plays it."""
         return PipelineStep(footprint, plan, inventory, precision, rates)
 
     def strategy(self, run: Any, *, forked: bool) -> Any:
@@ -185,12 +185,12 @@ class Pipeline(Engine):
         return PipelineEngine(run)
 
     def alike(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
-        """Those in one place of their pipelines."""
+        """Ranks at the same place of their pipelines are alike."""
         return [*range(plan.devices_per_replica)] * plan.replicas
 
 
 def _nowhere_cuttable(footprint: Footprint, constraints: Constraints) -> str | None:
-    """Why no block can begin a stage; None where one can. The reason that most blocks have stands for all."""
+    """Why no block can begin a stage: the reason that most blocks have; None where one can."""
     allowed = cuttable(footprint, constraints.uncuttable)
     if any(allowed[1:]):
         return None

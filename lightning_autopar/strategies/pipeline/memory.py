@@ -30,7 +30,7 @@ from lightning_autopar.memory.parts import StepPart, parts_of
 from lightning_autopar.plans import INTERLEAVED, Plan
 from lightning_autopar.strategies.pipeline.schedules import rank_actions
 
-#: From this size on replicas average a gradient by itself, without a copy (``strategies/pipeline/run/replicas.py``).
+#: From this size on, replicas average a gradient alone, without a copy (``strategies/pipeline/run/replicas.py``).
 _AVERAGED_ALONE_BYTES = 1024**2
 
 
@@ -88,7 +88,7 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
 
 
 def rank_bytes(rank: Rank) -> Iterator[DeviceBytes]:
-    """A rank's fullest moments, of a step and of a validation between two: that takes its part of the batch through its stages whole."""
+    """A rank's fullest moments: of a step, and of a validation between two, which runs its part of the batch whole."""
     step = pipeline_bytes(rank.footprint, rank.plan, rank.number, on_cpu=rank.on_cpu)
     yield step
     if rank.evaluation_bytes is not None:
@@ -97,9 +97,8 @@ def rank_bytes(rank: Rank) -> Iterator[DeviceBytes]:
 
 
 def pipeline_evaluation(footprint: Footprint, plan: Plan, rank: int, share: float) -> tuple[int, int]:
-    """What a validation step between two training steps takes on a rank, the batch included, and its buffers to receive into, in bytes.
-
-    What crosses a cut counts as it does in training.
+    """The bytes of a validation step between two training steps on a rank, with the batch and the buffers for receiving. Tensors that cross
+    a cut count as in training.
 
     Args:
         footprint: of a training step, with what is known of the validation's.
@@ -119,7 +118,7 @@ def pipeline_evaluation(footprint: Footprint, plan: Plan, rank: int, share: floa
 
 
 def _indices(footprint: Footprint, fqns: tuple[str, ...]) -> list[int]:
-    """Of blocks."""
+    """The indices of blocks."""
     known = {block.fqn: index for index, block in enumerate(footprint.blocks)}
     for fqn in fqns:
         if fqn not in known:
@@ -130,7 +129,7 @@ def _indices(footprint: Footprint, fqns: tuple[str, ...]) -> list[int]:
 
 
 def _starts(footprint: Footprint, plan: Plan) -> list[int]:
-    """With which part each stage begins, and the number of all parts."""
+    """The part with which each stage begins, and the number of all parts."""
     cuts = _indices(footprint, plan.cuts)
     if cuts != sorted(cuts) or cuts[0] == 0:
         raise ValueError(f"the plan's cuts are {', '.join(plan.cuts)}; name blocks after the first one, in the order in which they run")
@@ -139,7 +138,7 @@ def _starts(footprint: Footprint, plan: Plan) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """What one stage takes, in bytes; of activations those of one micro-batch.
+    """The bytes of one stage; its activations are those of one micro-batch.
 
     Args:
         parameters: of its own, tied copies included; so are ``gradients`` and ``optimizer``.
@@ -151,7 +150,7 @@ class _Stage:
         held: between a micro-batch's forward and its backward, what it received included.
         forward: at the fullest moment of a forward.
         backward: at the fullest moment of a backward, the gradients that it got included; complete gradients aren't counted.
-        first: the same of a step's first backward, with the gradients that are complete by then.
+        first: the same for a step's first backward, with the gradients that are complete by then.
     """
 
     parameters: int
@@ -179,7 +178,7 @@ class _Stage:
         recomputed: frozenset[int],
         kept_random: int,
     ) -> _Stage:
-        """Those of these parts at a micro-batch's share of the batch."""
+        """The bytes of these parts, at a micro-batch's share of the batch."""
         layers = [_layer(footprint, number) for number in range(begin, end)]
         shared = footprint.shared_uses(begin, end)
         twice = _twice(footprint, begin, end)
@@ -253,9 +252,8 @@ _STAGES: FootprintCache[_Stage] = FootprintCache(2048)
 
 
 def _twice(footprint: Footprint, begin: int, end: int) -> list[tuple[int, int, int]]:
-    """Of each parameter that several parts of a stage use: the first and the last of them, and the bytes of its gradient.
-
-    What the later one's backward makes of it waits for what the earlier one's adds.
+    """For each parameter that several parts of a stage use: the first and the last part, and the bytes of its gradient. The gradient from
+    the later part's backward is held until the earlier part's is added.
     """
     users: dict[str, list[int]] = {}
     size_bytes: dict[str, int] = {}
@@ -272,7 +270,7 @@ def _layer(footprint: Footprint, number: int) -> LayerFootprint:
 
 
 def _states(plan: Plan, stages: dict[int, _Stage]) -> dict[str, int]:
-    """What is there at any moment: parameters, optimizer state, buffers; sharded over the replicas where the plan says so.
+    """The bytes at every moment: parameters, optimizer state, buffers; sharded over the replicas where the plan says so.
 
     ``fully_shard`` keeps the gathered parameters through the schedule (at most three stages' at once, ``_add_unshard_reshard``), and whole
     gradients up to its end.
@@ -322,7 +320,7 @@ def _run(plan: Plan, position: int, stages: dict[int, _Stage], on_cpu: bool) -> 
 
 
 def _averaging(plan: Plan, stages: dict[int, _Stage]) -> dict[str, int]:
-    """After the last backward: replicas average their gradients; those of shards are cut up as they are."""
+    """After the last backward: replicas average their gradients; gradients of shards are scattered without a copy."""
     copies = plan.replicas > 1 and not plan.shard
     return {
         "gradients": sum(stage.gradients for stage in stages.values()),
@@ -332,7 +330,7 @@ def _averaging(plan: Plan, stages: dict[int, _Stage]) -> dict[str, int]:
 
 
 def _stepping(footprint: Footprint, stages: dict[int, _Stage], on_cpu: bool) -> dict[str, int]:
-    """The optimizer's step: all gradients, and its scratch, which is of one parameter or of all of them, as it was traced."""
+    """The optimizer's step: all gradients, and its temporaries, of one parameter or of all of them, as traced."""
     fixed = max((moment.fixed_bytes for moment in footprint.moments if moment.phase == "optimizer"), default=0)
     gradients = sum(stage.gradients for stage in stages.values())
     if fixed <= 4 * footprint.largest_parameter_bytes and footprint.largest_parameter_bytes:

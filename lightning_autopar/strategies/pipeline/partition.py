@@ -37,14 +37,13 @@ class Partition:
 
 
 def partition(seconds: Sequence[Table], cuttable: Sequence[bool] | None = None) -> Partition | None:
-    """The stages of which the slowest is fastest, and of those the ones that take least together; None where there are none.
-
-    In time proportional to the stages and to the square of the blocks.
+    """The stages whose slowest is fastest, and among those the ones with the least total; None where there are none. Takes time
+    proportional to the stages and to the square of the blocks.
 
     Args:
-        seconds: of each stage, in order, a table of ``blocks + 1`` rows and columns: what it takes for the blocks from row to column, the
-            last excepted; infinite where the device lacks the memory. A stage has a block at least.
-        cuttable: of each block whether a stage may begin with it; all unless given. The first is never asked about.
+        seconds: for each stage, in order, a table of ``blocks + 1`` rows and columns: its seconds for the blocks from row up to, not
+            including, column; infinite where the device lacks the memory. A stage has at least one block.
+        cuttable: for each block, whether a stage may begin with it; all unless given. The first one's isn't read.
     """
     blocks = len(seconds[0]) - 1
     allowed = np.ones(blocks + 1, dtype=bool)
@@ -52,7 +51,7 @@ def partition(seconds: Sequence[Table], cuttable: Sequence[bool] | None = None) 
         allowed[1:blocks] = np.asarray(cuttable, dtype=bool)[1:]
     barred = np.where(allowed, 0.0, np.inf)
     later = np.where(np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1), 0.0, np.inf)
-    added = {id(table): table + later for table in seconds}  # stages alike share a table
+    added = {id(table): table + later for table in seconds}  # equal stages share a table
     tables = [added[id(table)] for table in seconds]
     slowest = np.full(blocks + 1, np.inf)
     slowest[0] = 0.0
@@ -99,15 +98,15 @@ def in_flight(schedule: Schedule, stage: int, stages: int, ranks: int, micro_bat
 
 @dataclass(frozen=True, kw_only=True)
 class StageTables:
-    """What stages take, by their first block (row) and the one behind their last (column). Bytes, of activations those of a micro-batch.
+    """The bytes of stages, by their first block (row) and the one after their last (column); activations are those of a micro-batch.
 
     Args:
         states: parameters and the optimizer's state, tied copies included.
         gradients: complete ones.
         buffers: the module's.
-        held: between a micro-batch's forward and its backward, what it received included.
+        held: between a micro-batch's forward and its backward, with what the stage received.
         peak: at the fullest moment of a forward or a backward, complete gradients not counted.
-        passed: what is received and sent of a micro-batch, by the first block and the one behind the last.
+        passed: what is received and sent of a micro-batch, by the first block and the one after the last.
         input: the batch of a replica.
     """
 
@@ -120,7 +119,7 @@ class StageTables:
     input: float
 
     def needs(self, flight: int, shards: int = 1) -> Table:
-        """Bytes of a stage in a place of a schedule.
+        """Bytes of a stage at a place of a schedule.
 
         Args:
             flight: how many micro-batches it holds at once (:func:`in_flight`).
@@ -129,9 +128,9 @@ class StageTables:
         return self.holding(shards) + (flight - 1) * self.held + np.maximum(self.peak - self.held, 0) + self.passed
 
     def holding(self, shards: int = 1) -> Table:
-        """What of that a stage holds between a single micro-batch's forward and its backward."""
+        """The part of that which a stage holds between a single micro-batch's forward and its backward."""
         found: Table = self.states / shards + self.gradients + self.buffers + self.held + self.input
-        return found if shards == 1 else found + self.states  # gathered through the step
+        return found if shards == 1 else found + self.states  # parameters stay gathered during the step
 
 
 def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recompute: bool) -> StageTables:
@@ -141,7 +140,7 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
         footprint: at the whole batch.
         share: a micro-batch's part of it.
         rows_share: a replica's part of it.
-        recompute: whether blocks that can be are recomputed.
+        recompute: whether all blocks that can be are recomputed.
     """
     assert footprint.tape is not None, "asked before"
     blocks = len(footprint.blocks)
@@ -158,7 +157,7 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
         sums = np.concatenate([[0.0], np.cumsum(values)])[edges]
         return np.asarray(sums[None, :] - sums[:, None], dtype=np.float64)
 
-    # Of each block a row: the fullest moment from there on up to each part.
+    # A row for each block: the fullest moment from there up to each part.
     later = np.where(np.arange(len(parts)) >= edges[:-1, None], before[:-1] - before[edges[:-1], None] + running, -np.inf)
     peak = np.zeros((blocks + 1, blocks + 1))
     peak[:-1, 1:] = np.triu(np.maximum.accumulate(later, axis=1)[:, edges[1:] - 1])
@@ -177,7 +176,7 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
 
 
 def _part_bytes(parts: Sequence[StepPart], layers: Sequence[LayerFootprint], share: float, recompute: bool) -> tuple[Column, Column]:
-    """Of each part what it keeps for backward, and what it takes at its fullest moment beside what parts before it keep."""
+    """For each part, the bytes that it keeps for backward, and those of its fullest moment beyond what earlier parts keep."""
     lent_to = np.zeros(len(parts))
     for part in parts:
         for until, size in part.lent.items():
@@ -195,7 +194,7 @@ def _part_bytes(parts: Sequence[StepPart], layers: Sequence[LayerFootprint], sha
 
 
 def stage_seconds(part_seconds: Sequence[float], send_seconds: Callable[[int], float], footprint: Footprint, share: float) -> Table:
-    """What stages take for one micro-batch, forward and backward: their parts, and handing on what they received, there and back.
+    """Seconds of stages for one micro-batch, forward and backward: of their parts, and of sending what they received, there and back.
 
     Args:
         part_seconds: of each part of the step, for one micro-batch, on the stage's device.
@@ -216,5 +215,5 @@ def stage_seconds(part_seconds: Sequence[float], send_seconds: Callable[[int], f
 
 
 def _layer(footprint: Footprint, number: int) -> LayerFootprint:
-    """The part of that number."""
+    """The part with that number."""
     return footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]

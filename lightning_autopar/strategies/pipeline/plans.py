@@ -24,13 +24,13 @@ from lightning_autopar.strategies.pipeline.partition import Partition, StageTabl
 from lightning_autopar.timing.data_sheet import DATA_SHEET
 from lightning_autopar.timing.rates import Rates
 
-#: Stages beyond these are all bubble.
+#: The most stages: more would mostly wait.
 _MOST_RANKS = 64
-#: Stages a rank under the interleaved schedule.
+#: Stages a rank has under the interleaved schedule.
 _LOCAL = 2
-#: How often cuts are made anew because the exact prediction has other bytes than the tables.
+#: How often cuts are made anew because the exact prediction's bytes differ from the tables'.
 _CORRECTIONS = 3
-#: Of the seconds by the tables, what the exact prediction isn't expected to stay below: it has the update and the replicas' gradients, too.
+#: A lower bound of the exact prediction, as a share of the tables' seconds: it also has the update and the replicas' gradients.
 _CERTAIN = 0.97
 #: Sizes are rounded for each micro-batch, so their sum may be smaller than the whole batch's size by this share.
 _ROUNDED = 1e-6
@@ -42,7 +42,7 @@ REASON = "blocks are spread over the devices"
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """A pipeline without its cuts, and without what it recomputes."""
+    """A pipeline before its cuts and its recomputed blocks are chosen."""
 
     schedule: Schedule
     ranks: int
@@ -52,7 +52,7 @@ class _Shape:
 
     @property
     def local(self) -> int:
-        """Stages of a rank."""
+        """The stages of a rank."""
         return _LOCAL if self.schedule in INTERLEAVED else 1
 
     @property
@@ -60,14 +60,14 @@ class _Shape:
         return self.ranks * self.local
 
     def seconds(self, found: Partition) -> float:
-        """Of a step: the slowest stage works without a pause, between filling and draining."""
+        """Seconds of a step: the slowest stage works without a pause, between filling and draining."""
         more = self.micro_batches - 1
         if self.schedule in INTERLEAVED:
             return found.total_seconds / _LOCAL + more * found.slowest_seconds * _LOCAL
         return found.total_seconds + more * found.slowest_seconds
 
     def least_seconds(self, total_seconds: float) -> float:
-        """Of a step with stages that are all as fast, and nothing to be sent: what no cut stays below."""
+        """A lower bound for every cut: the seconds of a step whose stages are equally fast and send nothing."""
         return self.seconds(Partition(starts=(), slowest_seconds=total_seconds / self.stages, total_seconds=total_seconds))
 
 
@@ -79,15 +79,15 @@ def pipeline_plans(
     limit: Callable[[], float] = lambda: math.inf,
     shown: bool = True,
 ) -> Iterator[Plan]:
-    """Of each set of devices and schedule the fastest pipeline that memory suffices for.
+    """For each set of devices and each schedule, the fastest pipeline that fits into memory.
 
     Args:
         appraiser: who predicts.
         sets: of devices, at least two each.
-        speed: of each device by id.
+        speed: each device's, by its id.
         rates: of single operations; data sheets' unless given.
-        limit: seconds of a batch that a plan must stay below to be of interest, as they are by then.
-        shown: whether there is to be one of each schedule all the same, where all are slower or lack memory.
+        limit: gives the seconds a batch that a plan must stay below to be of interest at that time.
+        shown: whether to give one of each schedule for the report even if all are slower or lack memory.
     """
     for devices in sets:
         maker = PipelineMaker(appraiser, devices, speed, rates)
@@ -100,13 +100,13 @@ def pipeline_plans(
 
 
 def with_better_cuts(appraiser: Appraiser, plan: Plan, speed: Mapping[str, float], rates: Rates | None = None) -> Plan:
-    """A pipeline with its cuts moved by a block as long as that makes it faster and there is memory for it. Arguments as above."""
+    """A pipeline with its cuts moved by a block as long as that makes it faster and it fits. Arguments as above."""
     maker = PipelineMaker(appraiser, [appraiser.device[device] for device in plan.devices], speed, rates)
     return maker.moved(plan)
 
 
 class PipelineMaker:
-    """Pipelines on one set of devices."""
+    """Makes pipelines on one set of devices."""
 
     def __init__(self, appraiser: Appraiser, devices: Sequence[Device], speed: Mapping[str, float], rates: Rates | None) -> None:
         self.appraiser = appraiser
@@ -116,11 +116,11 @@ class PipelineMaker:
         budgets = {appraiser.budget[device.id] for device in devices}
         self.alike = len(budgets) == 1 and len({speed[device.id] for device in devices}) == 1
         if not self.alike:
-            # A stage holds the more micro-batches the nearer it is to the front.
+            # The nearer a stage is to the front, the more micro-batches it holds.
             self.devices.sort(key=lambda device: (-appraiser.budget[device.id], -speed[device.id], device.id))
         self.speed = speed
         self.training = self.footprint.training
-        #: Whether a batch may be taken apart over replicas, and over micro-batches.
+        #: Whether a batch may be split over replicas, and over micro-batches.
         self.copies = multi_refusal(appraiser.question) is None
         self.parts = micro_batch_refusal(self.footprint, appraiser.constraints, staged=True) is None
         self.again = [block.fqn for block in recomputable(self.footprint)] if recompute_refusal(appraiser.constraints) is None else []
@@ -133,9 +133,8 @@ class PipelineMaker:
         self.fastest = max(devices, key=lambda device: (speed[device.id], device.id))
 
     def best(self, schedule: Schedule, limit: Callable[[], float]) -> Plan | None:
-        """The fastest that memory suffices for by the exact prediction; None where there is none below the limit.
-
-        Those first that promise most. What promises no more than the best one so far isn't cut.
+        """The fastest pipeline that fits by the exact prediction; None where there is none below the limit. Shapes with the lowest bound
+        come first. A shape whose bound isn't below the best so far isn't cut.
         """
         found: Plan | None = None
         seconds = math.inf
@@ -150,7 +149,7 @@ class PipelineMaker:
         return found
 
     def example(self, schedule: Schedule) -> Plan | None:
-        """One to be read, where none is of interest: that promises most, if memory suffices, or else that takes least of it."""
+        """A pipeline for the report where none is of interest: of lowest bound if it fits, or else of least memory."""
         promising = self._promising(schedule)
         if not promising:
             return None
@@ -158,10 +157,9 @@ class PipelineMaker:
         return plan if plan is not None else self._anyhow(list(self._shapes(schedule))[-1])
 
     def _lacks(self, shape: _Shape) -> bool:
-        """Whether by the tables memory suffices for no cut of it, as is known from others that take no more of it.
-
-        With fewer, larger micro-batches a stage that holds as many of them at once takes no less. Under GPipe it holds all of them: what
-        the replica's whole batch leaves, whatever their number.
+        """Whether the tables show that no cut of it fits, as none fitted of a shape that takes no more memory. With fewer, larger
+        micro-batches, a stage that holds as many at once takes no less. Under GPipe it holds all: the activations of the replica's whole
+        batch, whatever their number.
         """
         family = replace(shape, micro_batches=1)
         if shape.schedule == "gpipe":
@@ -185,7 +183,7 @@ class PipelineMaker:
         return shape.micro_batches <= lacking and flight(shape.micro_batches) == flight(lacking)
 
     def _promising(self, schedule: Schedule) -> list[tuple[float, _Shape]]:
-        """Shapes with the seconds that no cut of theirs stays below, the fastest first."""
+        """Shapes with their lower bounds of seconds, the fastest first."""
         found = [(shape.least_seconds(self._total_seconds(shape)), shape) for shape in self._shapes(schedule)]
         return sorted(found, key=lambda one: one[0])
 
@@ -197,10 +195,8 @@ class PipelineMaker:
         return self._totals[share] * rows / shape.micro_batches / max(1, -(-rows // shape.micro_batches))
 
     def _shapes(self, schedule: Schedule) -> Iterator[_Shape]:
-        """Ranks by replicas that use all devices, and micro-batches; those that save memory last.
-
-        A batch that isn't taken apart runs through the stages as it is, one after the other, and so does one of a step without gradients:
-        under any schedule the same, GPipe's.
+        """Numbers of ranks and replicas that use all devices, and of micro-batches; those that save memory last. A batch that isn't split
+        runs through the stages whole, one after the other, and so does a step without gradients: then all schedules equal GPipe.
         """
         count = len(self.devices)
         if not self.parts and schedule != "gpipe":
@@ -217,7 +213,7 @@ class PipelineMaker:
                     yield replace(shape, sharded=True)
 
     def _parts(self, schedule: Schedule, ranks: int, rows: int) -> list[int]:
-        """Numbers of micro-batches that a schedule takes: of those with which the largest is as large the fewest."""
+        """Numbers of micro-batches that a schedule takes: the smallest of those whose largest micro-batch is equally large."""
         if not self.parts:
             return [1]
         found = micro_batch_counts(rows)
@@ -229,18 +225,18 @@ class PipelineMaker:
         return found
 
     def _caps(self, shape: _Shape) -> list[float]:
-        """Bytes that each rank of a pipeline may take, its replicas' smallest."""
+        """The bytes that each rank of a pipeline may take: the smallest budget of its replicas."""
         margin = 1 + self.footprint.margin
         return [min(self.appraiser.budget[device.id] for device in group) / margin for group in self._groups(shape)]
 
     def _groups(self, shape: _Shape) -> list[list[Device]]:
-        """The devices of each rank, one of each replica. Where devices are alike, a replica's are next to each other."""
+        """The devices of each rank, one for each replica. If devices are alike, a replica's are neighbours."""
         if self.alike:
             return [self.devices[rank :: shape.ranks] for rank in range(shape.ranks)]
         return [self.devices[rank * shape.replicas : (rank + 1) * shape.replicas] for rank in range(shape.ranks)]
 
     def _needs(self, shape: _Shape, stage: int, recompute: bool) -> Table:
-        """Bytes of a stage in its place, by the tables."""
+        """Bytes of a stage at its place, by the tables."""
         flight = in_flight(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches)
         return self._table(shape, recompute).needs(flight, shards=shape.replicas if shape.sharded else 1)
 
@@ -252,11 +248,11 @@ class PipelineMaker:
         return self._tables[key]
 
     def _cut(self, shape: _Shape, caps: Sequence[float]) -> Partition | None:
-        """The stages by the tables, each with so much recomputed that it stays below its part of its rank's bytes."""
+        """The stages by the tables, each with enough recomputed blocks to stay within its part of its rank's bytes."""
         groups = self._groups(shape)
         share = self._share(shape)
         slowest = [group[0] if self.alike else min(group, key=lambda device: self.speed[device.id]) for group in groups]
-        known: dict[tuple[int, float, int], Table] = {}  # most stages are like others of theirs
+        known: dict[tuple[int, float, int], Table] = {}  # most stages equal others of their rank
         costs = []
         for stage in range(shape.stages):
             rank = stage % shape.ranks
@@ -271,7 +267,7 @@ class PipelineMaker:
         return partition(costs, self.cuttable)
 
     def _affordable(self, shape: _Shape, stage: int, cap: float, plain: Table, again: Table) -> Table:
-        """Seconds of a stage with as few blocks recomputed as keep it below a cap, to a fraction of a block; infinite where all don't."""
+        """Seconds of a stage with as few recomputed blocks, to a fraction, as keep it below a cap; infinite where all don't."""
         needs = self._needs(shape, stage, recompute=False)
         found = np.where(needs <= cap, plain, np.inf)
         if not self.again:
@@ -295,7 +291,7 @@ class PipelineMaker:
         return self._seconds[key]
 
     def _seconds_of_parts(self, device: Device, share: float, recompute: bool) -> list[float]:
-        """Of each part of the step, for one micro-batch, forward and backward."""
+        """Seconds of each part of the step, for one micro-batch, forward and backward."""
         key = (self.speed[device.id], share, recompute)
         if key not in self._of_parts:
             parts = part_seconds(self.footprint, device, share, precision=self.appraiser.constraints.precision, rates=self.rates)
@@ -310,9 +306,8 @@ class PipelineMaker:
         return lambda size_bytes: source.collective_seconds("send", size_bytes, (a, b), self.appraiser.inventory)
 
     def _fitted(self, shape: _Shape, limit: float, any_will_do: bool = False) -> Plan | None:
-        """The fastest of a few cuts that memory suffices for by the exact prediction, or the first; None where none is below the limit.
-
-        What the exact prediction says beyond the tables, or short of them, is taken off each rank's bytes, or added, and the cut made anew.
+        """The fastest of a few cuts that fits by the exact prediction, or the first; None where none is below the limit. The difference
+        between the exact prediction and the tables is subtracted from each rank's bytes, and the cut is made anew.
         """
         margin = 1 + self.footprint.margin
         groups = self._groups(shape)
@@ -339,7 +334,7 @@ class PipelineMaker:
         return best
 
     def _beyond(self, shape: _Shape, cut: Partition, plan: Plan, rank: int, group: Sequence[Device]) -> float:
-        """By how much a rank needs more than the tables say."""
+        """By how many bytes a rank needs more than the tables say."""
         ends = [*cut.starts[1:], len(self.footprint.blocks)]
         told = sum(
             self._needs(shape, stage, recompute=bool(plan.recompute))[cut.starts[stage], ends[stage]]
@@ -349,9 +344,8 @@ class PipelineMaker:
         return max(needs[device.id] for device in group) - float(told) * (1 + self.footprint.margin)
 
     def _relieved(self, plan: Plan, groups: Sequence[Sequence[Device]]) -> Plan | None:
-        """The plan with only so many blocks of each rank recomputed as it takes to fit: its first ones, whose activations it keeps longest.
-
-        What a rank holds depends on its own stages alone, so that all are halved at once. None where all blocks don't do.
+        """The plan with only as many recomputed blocks of each rank as it needs to fit: the first ones, whose activations it keeps longest.
+        A rank's bytes depend only on its own stages, so all ranks are bisected at once. None where all blocks don't suffice.
         """
         if not plan.recompute or not self.appraiser.holds(plan):
             return None
@@ -379,7 +373,7 @@ class PipelineMaker:
         return fewer if self.appraiser.holds(fewer) else plan
 
     def moved(self, plan: Plan) -> Plan:
-        """The plan with its cuts moved by a block as long as that makes it faster and there is memory for it."""
+        """The plan with its cuts moved by a block as long as that makes it faster and it fits."""
         names = [block.fqn for block in self.footprint.blocks]
         ranks = plan.devices_per_replica
         groups = [[self.appraiser.device[device] for device in plan.devices[rank::ranks]] for rank in range(ranks)]
@@ -405,7 +399,7 @@ class PipelineMaker:
         return plan
 
     def _anyhow(self, shape: _Shape) -> Plan:
-        """Stages of about as many blocks each, where memory suffices for none."""
+        """A plan whose stages have about equally many blocks, where none fits into memory."""
         starts = [0, *(index for index, allowed in enumerate(self.cuttable) if allowed and index)]
         plan = self._plan(shape, tuple(starts[len(starts) * stage // shape.stages] for stage in range(shape.stages)))
         return with_recompute(plan, self.footprint, self.again)

@@ -16,18 +16,18 @@ from lightning_autopar.memory.fakes.fakes import is_compiled
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-#: Precisions whose layers or weights are replaced by another library's, which can't be left out of a stage.
+#: Precisions that replace layers or weights by another library's, which can't be left out of a stage.
 _UNSTAGED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")
 #: Callbacks that copy, regroup or judge the module's own parameters.
 _WHOLE_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
 
 
 def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
-    """Why this run can't be one in stages; what the step itself has against it is the parity probe's to find out.
+    """Why this run can't run in stages; whether the step itself can, the trial of stages finds out.
 
     Args:
         trainer: its options are read.
-        kinds: of the callbacks: the name of each class that one is of, and the callback's own.
+        kinds: the classes of its callbacks, bases included: each class's name, and the name of the callback that is of it.
     """
     module, fitting = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
     if isinstance(trainer.precision_plugin, BitsandbytesPrecision):

@@ -31,7 +31,7 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def rank_actions(schedule: Schedule, rank: int, ranks: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
-    """What a rank does in one step, in order.
+    """A rank's actions in one step, in order.
 
     Args:
         schedule: of the plan.

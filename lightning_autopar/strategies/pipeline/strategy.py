@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class _StagedStrategy(StagedState, ParallelStrategy):
-    """Lightning's side of it: processes, groups, and its steps through the stages."""
+    """The methods that Lightning calls: processes, groups, and steps through the stages."""
 
     run_plan: RunPlan
     _staged: StagedStep
@@ -71,7 +71,7 @@ class _StagedStrategy(StagedState, ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """On this node."""
+        """How many processes are on this node."""
         return len(self.parallel_devices or ())
 
     @property
@@ -81,10 +81,10 @@ class _StagedStrategy(StagedState, ParallelStrategy):
         return {"num_replicas": plan.data_ranks, "rank": plan.data_rank(self.global_rank)}
 
     def _configure_launcher(self) -> None:
-        """The processes are there already."""
+        """The processes exist already."""
 
     def set_world_ranks(self) -> None:
-        """As Lightning's other strategies of several processes."""
+        """Like Lightning's other strategies with several processes."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -99,12 +99,12 @@ class _StagedStrategy(StagedState, ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where ``configure_model`` builds the module: in host memory, by the device's draws, as stages are taken before it moves."""
+        """Where ``configure_model`` builds the module: in host memory, with the device's draws, as stages are taken before it moves."""
         with torch.device("cpu"), self.build_context(), drawn_on(self.root_device), self.precision_plugin.tensor_init_context():
             yield
 
     def model_to_device(self) -> None:
-        """What is here; absent tensors say that they are there."""
+        """Move what is here to the device; absent tensors already report that device."""
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
 
@@ -123,7 +123,7 @@ class _StagedStrategy(StagedState, ParallelStrategy):
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Over all ranks."""
+        """Reduce over all ranks."""
         return reduce_over_ranks(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
 
     def teardown(self) -> None:
@@ -153,7 +153,7 @@ class _StagedStrategy(StagedState, ParallelStrategy):
         return self._staged.evaluate(hook, args, kwargs, self.whole_or_share(args[0]))
 
     def whole_or_share(self, batch: Any) -> BatchShare:
-        """The replica's share of the batch that is worked on; of a batch without samples to count, one."""
+        """The replica's share of the current batch; for a batch without countable samples, a share of one."""
         if self._share is not None:
             return self._share
         assert self.lightning_module is not None
@@ -182,14 +182,14 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
     def hand_over(
         self, module: Any, optimizers: list[Any], *, keep: bool, affordable: Callable[[int], bool]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Of each rank the part that its stages have."""
+        """Each rank's part, which its stages have."""
         state = own_state_dict(module, keep=keep)
         return state, [own_optimizer_state(each, keep=keep) for each in optimizers] if affordable(self.holders) else []
 
     def attach(self, run_plan: RunPlan) -> None:
         """See :class:`.engine.EngineMixin`."""
         super().attach(run_plan)
-        self.in_parts = True  # whatever their number: a step is brought together from what stages saw of it
+        self.in_parts = True  # with any number of ranks: a step's logs are combined from its stages
         self._owned: StageParameters | None = None
         #: Whether a step's gradients wait for Lightning's backward.
         self._laid_aside = False
@@ -204,7 +204,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
     # -- setup -------------------------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Let go of what other stages have, then let Lightning set the rest up.
+        """Drop what other stages have, then let Lightning set up the rest.
 
         Raises:
             ValueError: if the module's step can't be run in these stages.
@@ -230,7 +230,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
             self._exit.callback(agree_on_overflow(scaler, self.root_device, hidden=self.gradients_hidden))
 
     def prepare_steps(self, trainer: Trainer) -> None:
-        """As every engine, for stages."""
+        """Like every engine's, for stages."""
         plan, run_plan = self.run_plan.plan, self.run_plan
         assert run_plan.finding is not None
         self._logging = GlobalLogging(
@@ -268,7 +268,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         self._exit.callback(let_steps_be_skipped(trainer))
 
     def _setup_model(self, model: Module) -> Module:
-        """The stages, as soon as what is here is on the device."""
+        """Make the stages, as soon as the rank's part is on the device."""
         plan, staging = self.run_plan.plan, self.run_plan.finding
         assert staging is not None
         modules = {index: StageModule(model, staging, plan.cuts, index, partial(self._staged.call, index)) for index in self.stages_here}
@@ -303,7 +303,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
 
     @property
     def _pipelines(self) -> list[list[int]]:
-        """Every replica's ranks, in the order of its pipeline."""
+        """The ranks of every replica, in the order of its pipeline."""
         plan = self.run_plan.plan
         each = plan.devices_per_replica
         return [list(range(replica * each, (replica + 1) * each)) for replica in range(plan.replicas)]
@@ -314,7 +314,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         return make()
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        """What Lightning's precision plugin does to a loss before its backward (``MixedPrecision.pre_backward``)."""
+        """The loss, scaled as Lightning's precision plugin does before backward (``MixedPrecision.pre_backward``)."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         scaled: Tensor = loss if scaler is None else scaler.scale(loss)
         return scaled
@@ -322,12 +322,12 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
     # -- steps -------------------------------------------------------------------------------------------------------------------------
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Every rank of a pipeline has the same batch, if all is well."""
+        """Every rank of a pipeline should have the same batch, which is checked."""
         self._staged.fingerprint = fingerprint(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def batch_arrives(self) -> None:
-        """What the transfer's hooks draw is drawn for the replica's part of the batch."""
+        """The draws of the transfer's hooks are for the replica's part of the batch."""
         self._stage_draws.arrive(self._share)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -356,7 +356,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         return super()._evaluate(step, args, kwargs)
 
     def _shared_parameters(self) -> list[Parameter]:
-        """Those of this rank that another rank's stages use as well."""
+        """This rank's parameters that another rank's stages use, too."""
         module, owned = self.lightning_module, self._owned
         assert module is not None
         assert owned is not None
@@ -373,7 +373,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
             self.gradients_there()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """The backward passes are over: bring their gradients to light, where hooks look for them."""
+        """The backward passes are over: put their gradients where hooks look for them."""
         assert self._part_gradients is not None
         if not self._part_gradients.watched:
             self._take_up()
@@ -381,7 +381,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
 
 
 class _Ready(torch.autograd.Function):
-    """A loss whose backward has run already, and only has to be told."""
+    """A loss whose backward has run already; its backward only says so."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, begin: Callable[[], None]) -> Tensor:

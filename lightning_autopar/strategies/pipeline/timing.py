@@ -16,13 +16,13 @@ from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
 from lightning_autopar.timing.rank import LaneSpan, RankWork, work_of
 from lightning_autopar.timing.step import Seconds, Step
 
-#: Actions beyond which a schedule is played for fewer micro-batches and carried on at the pace that it has reached by then.
+#: With more actions than this, a schedule is played for fewer micro-batches, and extrapolated at its pace.
 _MOST_ACTIONS = 3000
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What a pipeline's stages take, for one micro-batch.
+    """The seconds of a pipeline's stages, for one micro-batch.
 
     Args:
         schedule: their order.
@@ -30,9 +30,8 @@ class Stages:
         micro_batches: of a step.
         forward: seconds of each stage's forward.
         backward: of its backward, a second forward included.
-        sends: of handing on what it made, stage to stage: one less than there are stages. Gradients take as long.
-        held: how long each of ``sends`` keeps its sender from computing, and its receiver as long, which is part of its seconds; not at all
-            unless given.
+        sends: seconds of sending from each stage to the next: one fewer than there are stages. Gradients take as long.
+        held: the part of each of ``sends`` in which neither sender nor receiver computes; 0 unless given.
     """
 
     schedule: Schedule
@@ -56,8 +55,7 @@ class Done(NamedTuple):
 def pipeline_ends(stages: Stages) -> tuple[float, ...]:
     """When each rank has done its last action.
 
-    Schedules of many micro-batches settle into a rhythm (a max-plus recurrence is periodic after its beginning): those are played at a
-    smaller number, and carried on at its pace.
+    Schedules of many micro-batches become periodic (as max-plus recurrences do): they are played with fewer, and extrapolated at that pace.
     """
     few = _few(stages)
     if few is None:
@@ -73,13 +71,12 @@ def pipeline_ends(stages: Stages) -> tuple[float, ...]:
 
 
 def _pace(stages: Stages) -> float:
-    """Seconds from one micro-batch to the next, once a schedule has found its rhythm.
-
-    Under GPipe the slowest forward and the slowest backward. Under 1F1B a micro-batch goes from any stage to any later one and back while
-    as many others as there are stages between them, and itself, are under way: the longest such round by their number.
+    """Seconds from one micro-batch to the next, once a schedule is periodic. Under GPipe: the slowest forward plus the slowest backward.
+    Under 1F1B: a micro-batch goes from a stage to a later one and back while so many micro-batches are in flight as there are stages from
+    the one to the other; the pace is the longest such round divided by that number.
     """
     both = [forward + backward for forward, backward in zip(stages.forward, stages.backward, strict=True)]
-    held = [0.0, *(stages.held or (0.0,) * len(stages.sends)), 0.0]  # by what is before each stage, and behind it
+    held = [0.0, *(stages.held or (0.0,) * len(stages.sends)), 0.0]  # by the stages before each stage, and after it
     if stages.schedule == "gpipe":
         each = [before + behind for before, behind in pairwise(held)]
         slowest = (max(map(sum, zip(seconds, each, strict=True))) for seconds in (stages.forward, stages.backward))
@@ -98,11 +95,11 @@ def _with(stages: Stages, micro_batches: int) -> Stages:
 
 
 def _few(stages: Stages) -> tuple[int, int] | None:
-    """A number of micro-batches that shows the rhythm, and the rhythm's period; None where all can be played."""
+    """A number of micro-batches that shows the period, and the period; None where all can be played."""
     count, total = len(stages.forward), stages.micro_batches
     if 2 * count * total <= _MOST_ACTIONS:
         return None
-    # The rhythm's period may be as long as the pipeline, where sending takes time.
+    # The period may be as long as the pipeline, where sending takes time.
     number = total % stages.ranks + 2 * stages.ranks
     return (number, stages.ranks) if number + stages.ranks <= total else None
 
@@ -121,7 +118,7 @@ def play(stages: Stages) -> list[Done]:
 
 
 def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
-    """Each rank does its actions in order, each as soon as what it needs is there."""
+    """Each rank runs its actions in order, each as soon as its inputs have arrived."""
     count, ranks = len(stages.forward), stages.ranks
     forward, backward, sends = stages.forward, stages.backward, stages.sends
     last = count - 1
@@ -166,8 +163,8 @@ def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
     return out
 
 
-#: torch interprets some schedules action by action (``_PipelineScheduleRuntime``): 1.33 ms an action where 1F1B took 0.89 (a module of next
-#: to no operations on two CPU devices, two and four stages).
+#: torch interprets some schedules action by action (``_PipelineScheduleRuntime``): 1.33 ms an action where 1F1B took 0.89 (a module with
+#: hardly any operations on two CPU devices, two and four stages).
 _INTERPRETED = {"interleaved_1f1b": 1.5}
 
 
@@ -176,7 +173,7 @@ class PipelineStep(Step):
 
     @property
     def parts(self) -> int:
-        """Micro-batches of a step: one where there are no gradients, whatever the plan does in training."""
+        """Micro-batches of a step: one where there are no gradients, even if the plan has more in training."""
         return self.plan.micro_batches if self.training else 1
 
     def stage_layers(self) -> list[range]:
@@ -192,7 +189,7 @@ class PipelineStep(Step):
         return [range(begin, end) for begin, end in pairwise(starts)]
 
     def stage_runs(self) -> list[RankWork]:
-        """Each stage on the slowest of the devices that run it in some replica."""
+        """Each stage's work, on the slowest of the devices that run it in some replica."""
         plan = self.plan
         count = plan.devices_per_replica
         held = 1 / plan.replicas if plan.shard else 1.0
@@ -235,7 +232,7 @@ class PipelineStep(Step):
         assert plan.schedule is not None
         besides = [self.action(run) if run.device.kind == "cpu" else 0.0 for run in runs]
         sends = self.sends(runs)
-        # There and back was measured, of which each end does a half; what the same cores do, as gloo's, isn't hidden by computing.
+        # Measured was there and back, of which each end does a half; what the same cores do, as with gloo, doesn't overlap with computing.
         held = tuple((1 - self.rates.overlap(run.device)) * seconds / 2 for run, seconds in zip(runs, sends, strict=False))
         return Stages(
             plan.schedule,
@@ -253,10 +250,9 @@ class PipelineStep(Step):
         return self.rates.action_seconds(run.device) * _INTERPRETED.get(self.plan.schedule, 1.0)
 
     def synced(self, position: int, runs: Sequence[RankWork]) -> float:
-        """What a rank's gradients take beyond its last backward: among replicas, and of a parameter that another stage uses, too.
-
-        Nothing of it is hidden by the rank's own work. The later a stage, the earlier it is done, and has averaged its gradients when the
-        first stage is.
+        """Seconds that a rank's gradients take after its last backward: among replicas, and for a parameter that another stage uses, too.
+        They don't overlap with the rank's own work. The later a stage, the earlier it is done: it has averaged its gradients when the first
+        stage is done.
         """
         plan = self.plan
         count = plan.devices_per_replica
@@ -287,7 +283,7 @@ class PipelineStep(Step):
         return next((stage for stage, part in enumerate(layers) if number in part), len(layers) - 1)
 
     def seconds(self) -> Seconds:
-        """The rank that is done last decides; what it doesn't compute or send it waits."""
+        """The seconds of the rank that is done last; the time in which it doesn't compute or send, it waits."""
         plan = self.plan
         count = plan.devices_per_replica
         runs = self.stage_runs()
@@ -314,7 +310,7 @@ class PipelineStep(Step):
         )
 
     def _ends(self, stages: Stages) -> tuple[float, ...]:
-        """When each rank is done. Without gradients all are so at once, as each is told what the last stage makes of the batch."""
+        """When each rank is done. Without gradients, all are done together, as each gets the last stage's output."""
         if self.training:
             return pipeline_ends(stages)
         return (sum(stages.forward) + sum(stages.sends),) * stages.ranks
@@ -328,7 +324,7 @@ class PipelineStep(Step):
         return max(0.0, sum(run.issued + run.issued_update for run in own) + actions + loop - busy)
 
     def events(self, ranks: int) -> list[list[LaneSpan]]:
-        """Each rank's actions; those of the replicas are alike."""
+        """Each rank's actions; those of all replicas are equal."""
         plan = self.plan
         count = plan.devices_per_replica
         runs = self.stage_runs()

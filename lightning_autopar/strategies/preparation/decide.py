@@ -73,7 +73,7 @@ def decide(
     world_size: int | None = None,
     elastic: bool = False,
 ) -> Decision:
-    """The best plan for what the trainer is about to do. Arguments as :func:`find_prospect`'s.
+    """The best plan for what the trainer is about to do. The arguments are those of :func:`find_prospect`.
 
     Raises:
         NothingFits: if no plan fits.
@@ -98,8 +98,8 @@ def find_prospect(
         arguments: those of the trainer's function, by name.
         settings: the strategy's.
         bound: the devices to choose from, and at most how many of them.
-        world_size: the number of processes, where somebody else has started them: then a plan uses exactly as many devices.
-        elastic: whether other devices than these may be planned for later: then all is found out that any plan may ask.
+        world_size: the number of processes, where a launcher has started them: a plan then uses exactly as many devices.
+        elastic: whether planning for other devices may follow: then everything is found out that any plan may need.
 
     Raises:
         ValueError: if the devices can only be planned for, or the module has no values to run with.
@@ -111,7 +111,7 @@ def find_prospect(
         raise ValueError(f"devices {names} can be planned for, not run on; give devices that are here, such as devices='2xcpu:4GiB'")
     if not is_overridden("configure_model", trainer.lightning_module):
         check_values(trainer.lightning_module)
-    # Where somebody else has started the processes, they are there already.
+    # A launcher's processes exist already.
     alone = NO_WORKERS if world_size is None and not runs_script() and unforkable() is not None else None
     look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic, alone=alone)
     from_snapshot, weights_only = is_snapshot(arguments.get("ckpt_path")), arguments.get("weights_only")
@@ -119,7 +119,7 @@ def find_prospect(
 
 
 def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, plan: Plan | None = None, elastic: bool = True) -> Decision:
-    """The best plan for the same run on the devices as they are now; what was found out about the module holds.
+    """The best plan for the same run on the devices as they are now; what was found out about the module still counts.
 
     Args:
         trainer: as :func:`decide`'s.
@@ -171,10 +171,10 @@ def _look(
     elastic: bool = False,
     alone: str | None = None,
 ) -> PlanningInputs:
-    """What is found out, and what it comes to for planning; ``alone`` says why this process can have no others beside it."""
+    """Find out all about the step, and turn it into constraints. ``alone`` says why this process can't start others."""
     inventory, max_devices = bound
     several = alone is None and (_several(inventory, max_devices) or (elastic and max_devices != 1))
-    verify_configuration(trainer)  # in Lightning's own words what it would say later
+    verify_configuration(trainer)  # raises now what Lightning would raise later
     excluded = exclusions(trainer)
     if alone is not None:  # and engines whose ranks share their samples have several
         excluded |= dict.fromkeys(("multi", *(name for name in all_engines() if not engines.named(name).splits)), alone)
@@ -213,11 +213,11 @@ def _look(
     if findings.rowless is not None:
         excluded.setdefault("pipeline_parts", findings.rowless)
     if findings.counted and not findings.footprint.batch_norm:
-        excluded.setdefault("micro_batches", f"the step counts in the buffer {findings.counted[0]!r}, which each part of a batch would do")
+        excluded.setdefault("micro_batches", f"the step counts in the buffer {findings.counted[0]!r}, so each part of a batch would count")
     conduct = findings.footprint.conduct
     written = [] if conduct is None else [name for name, hook in conduct.written if hook == "training_step"]
     if written:
-        excluded.setdefault("micro_batches", f"training_step writes to the parameter {written[0]!r}, which each part of a batch would do")
+        excluded.setdefault("micro_batches", f"training_step writes to the parameter {written[0]!r}, so each part of a batch would write")
     if findings.split is not None and findings.split.part_reason is not None:
         excluded.setdefault("micro_batches", findings.split.part_reason)
     constraints = Constraints(
@@ -250,10 +250,10 @@ def _look(
 
 
 def unevenly_dealt(together: Iterable[Sequence[int]], holders: Iterable[int]) -> str | None:
-    """Why several loaders' batches can't be dealt out; None where some number of holders gets the same share of each of a step's batches.
+    """Why several loaders' batches can't be split; None where some number of holders gets the same share of each of a step's batches.
 
     Args:
-        together: how many samples the batches of one step have, each combination once.
+        together: the numbers of samples of the batches of one step, each combination once.
         holders: how many ranks, or parts, there may be.
     """
 
@@ -275,10 +275,8 @@ def unevenly_dealt(together: Iterable[Sequence[int]], holders: Iterable[int]) ->
 def _rates(
     trainer: Trainer, settings: Settings, inventory: Inventory, max_devices: int | None, fits: Callable[[], bool] = lambda: True
 ) -> MeasuredRates | None:
-    """What this machine was measured to reach; None for data sheets.
-
-    Measuring takes seconds, once: worth it where plans of several devices are to be compared, by a run that will take longer than that.
-    A run that nothing fits for now leaves the devices alone.
+    """The measured rates of this machine; None to use data sheets. Measuring takes seconds, once: worth it for a run that compares plans of
+    several devices and will take longer than that. If nothing fits for a run now, it doesn't measure.
     """
     if settings.calibrate == "off" or any(device.kind == "catalogue" for device in inventory.devices):
         return None
@@ -293,7 +291,7 @@ def _rates(
 
 
 def _splits(settings: Settings, several: bool) -> bool:
-    """Whether any candidate would split the batch, so that the probe has something to say."""
+    """Whether any candidate would split the batch, so that the probe must run."""
     if settings.batch != "global":
         return False
     if settings.plan is not None:
@@ -302,7 +300,7 @@ def _splits(settings: Settings, several: bool) -> bool:
 
 
 def _room_bytes(inventory: Inventory, settings: Settings) -> int | None:
-    """From where on a step is so large that one device may have to work its batch off in parts; None where no plan does."""
+    """The bytes of a step from which one device may have to run its batch in parts; None where no plan does so."""
     if settings.batch != "global" or settings.plan is not None:
         return None
     free = max(device.free_bytes for device in inventory.devices)

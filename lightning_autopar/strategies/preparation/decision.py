@@ -23,7 +23,7 @@ from lightning_autopar.timing.measured_rates import MeasuredRates
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningInputs:
-    """All that a report is made of."""
+    """All inputs of a report."""
 
     findings: Findings
     inventory: Inventory
@@ -48,7 +48,7 @@ class Decision:
     Args:
         report: of all plans.
         run_plan: of the best one.
-        look: what the report was made of, for :func:`.decide.decide_again`; it stays in the process that planned.
+        look: the report's inputs, for :func:`.decide.decide_again`; it stays in the process that planned.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
         memory_margin: the share of what is free that the plan had to leave.
     """
@@ -68,7 +68,7 @@ class Decision:
 
     @property
     def expected_seconds(self) -> float | None:
-        """How long it trains by its prediction, without validation and what lies around; None where nobody knows."""
+        """The predicted seconds of training, without validation and everything around it; None where nobody knows."""
         return self.need.seconds
 
     @property

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Tracing and probing together may take so long; after that the estimate is coarse, and the report says so.
+#: How long tracing and probing together may take; after that the estimate is coarse, and the report says so.
 TRACE_SECONDS = 600.0
-#: Where the first batch's probe takes longer, other batches' isn't tried: the run's first step waits for it.
+#: If the probe of the first batch takes longer, other batches aren't probed: the run's first step waits for the probes.
 QUICK_SECONDS = 0.4
-#: What a split of a batch changes.
+#: Finds out what a split of a batch changes.
 Split = Callable[[FirstBatch], tuple[SplitFinding, DrawPlan]]
 _OWN_DRAWS = (
     "draws='per-rank': each rank, and each part of a batch, draws the random numbers of its own samples, so that this is another run than "
@@ -56,13 +56,13 @@ _OWN_DRAWS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """What candidates there are to ask about.
+    """The kinds of plans that planning considers.
 
     Args:
-        split: whether some of them split the batch.
-        room_bytes: from where on a step is so large that one device may have to work its batch off in parts; None where no plan does.
-        engines: names of those whose plans may be taken.
-        several: whether some run on several devices.
+        split: whether some plans split the batch.
+        room_bytes: the bytes of a step from which one device may have to run its batch in parts; None where no plan does so.
+        engines: names of the engines whose plans may be taken.
+        several: whether some plans run on several devices.
         excluded: what is ruled out already, as ``Constraints.excluded``.
         target: what the step is traced for.
         despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
@@ -86,14 +86,14 @@ class Findings:
         split: what a split batch changes; None where no candidate splits it.
         draws: the step's random draws; None where it draws nothing.
         data_draws: where making a batch draws, see :class:`.run_plan.RunPlan`.
-        engines: what each engine finds, by its name; of those that were asked.
+        engines: what each engine that was asked found, by its name.
         several_loaders: whether a batch comes from several of them.
-        whole: why a training step's batch can't be worked off in parts; None where it can.
-        rowless: the same of parts that are rows of its tensors, whose shapes follow from the batch's; None where they are.
-        counted: FQNs of buffers that a training step changes, which it would do once for each part of a batch.
+        whole: why a training step's batch can't run in parts; None where it can.
+        rowless: the same for parts that are rows of its tensors, whose shapes follow from the batch's.
+        counted: FQNs of buffers that a training step changes, and would change once for each part of a batch.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
         loadings: how ranks may make the batches of loaders, by :func:`.batch_making.loader_key`.
-        together: how many samples several loaders' batches of one step have; see :class:`.memory.batch.FirstBatch`.
+        together: the numbers of samples of several loaders' batches of one step; see :class:`.memory.batch.FirstBatch`.
         untraced: why the step couldn't be traced, so that memory and time are guessed; None where it was.
     """
 
@@ -113,11 +113,11 @@ class Findings:
 
 
 def find_out(trainer: Trainer, questions: Questions) -> Findings:
-    """What the forked child finds out; a coarse estimate where it takes too long or is killed.
+    """Find out about the step in a forked child; if that takes too long or is killed, make a coarse estimate.
 
     Raises:
         BaseException: what the user's own ``prepare_data``, ``setup`` or loader raised, with the child's traceback as its cause.
-        RuntimeError: if not even the first batch can be had.
+        RuntimeError: if not even the first batch can be loaded.
     """
     try:
         findings = run_clean(_find, trainer, questions, timeout_seconds=TRACE_SECONDS)
@@ -139,7 +139,7 @@ def find_out(trainer: Trainer, questions: Questions) -> Findings:
 
 
 def _with_draws_apart(findings: Findings) -> Findings:
-    """The same, with the names of the draws that no rank can make as one device would."""
+    """The findings, with the names of the random draws that no rank can make as one device would."""
     apart = tuple(sorted(name.removeprefix("aten.") for name in findings.footprint.random_draws if draws_apart(name)))
     if not apart or findings.split is None:
         return findings
@@ -147,7 +147,7 @@ def _with_draws_apart(findings: Findings) -> Findings:
 
 
 def drawn_by_rank(findings: Findings) -> Findings:
-    """The same where each rank draws the random numbers of its own samples, from a stream of its own."""
+    """The findings for a run in which each rank draws its own samples' random numbers, from a stream of its own."""
     if findings.draws is None:
         return findings
     split = findings.split
@@ -160,22 +160,22 @@ def drawn_by_rank(findings: Findings) -> Findings:
 
 
 def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
-    """In the forked child: the user's first batch, the traced step, and whether it survives engines and its batch being split.
+    """In the forked child: the user's first batch, the traced step, and what engines and a split of its batch change.
 
-    The batch is had here, once. What runs a backward pass is forked from here, so that this process never does.
+    The batch is loaded here, once. Backward passes run in further forked children, never in this process.
     """
     module = trainer.lightning_module
     stage = stage_of(trainer)
     try:
         batch = first_batch(module, trainer, stage)
-    except RAISED as error:  # the user's own code, which would raise it in the run as well
+    except RAISED as error:  # the user's own code, which would raise in the run as well
         return Failure.of(error)
     validation = validation_batch(module, trainer) if stage == "fit" else None
     footprint, untraced = _looked_at(trainer, questions, batch, validation)
     room_bytes = questions.room_bytes
     probe = questions.split or (stage == "fit" and room_bytes is not None and _step_bytes(footprint) > room_bytes)
     as_drawn = batch, validation
-    # An evaluation has no loss that anything is trained on; what it draws is told by shape.
+    # An evaluation has no loss to train on; its draws are told by their shapes.
     split, draws = None, DrawPlan() if footprint.random_draws else None
     loadings: dict[str, Loading] = {}
     more: list[FirstBatch] = []
@@ -198,11 +198,11 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
             more = [replace(each, cut=False) for each in more]
             key = loader_key(own[0])
             loadings[key] = replace(loadings[key], collation="samples")
-        # A loader that makes its batches by itself: their rows are cut, whatever the samples were.
+        # A loader that makes its batches by itself: ranks cut the rows of its batches, whatever the samples were.
         unmade = _whole_of([each for each in more if each.samples is None], stage, collates=False)
         if unmade is not None and split.splittable:
             split = replace(split, splittable=False, reason=f"{unmade}, in another batch than the first")
-        # What the first batch leaves open (a count that is 0 in it may be a mean or a sum) other batches decide, however long that takes.
+        # Other batches decide what the first leaves open (a count that is 0 in it may be a mean or a sum), however long that takes.
         is_open = any(len(ways) > 1 for ways in split.log_rules.values())
         if split.probed and (is_open or time.monotonic() - began < QUICK_SECONDS):
             split, draws = _on_others(split_one, module, more, split, draws)
@@ -229,24 +229,23 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
 
 
 def _looks(questions: Questions, first: FirstStep) -> dict[str, Finding]:
-    """What each engine that is asked for finds; one that fails to look is ruled out."""
+    """What each engine in question finds; one whose look fails is ruled out."""
     first, found = replace(first, several=questions.several, excluded=questions.excluded), {}
     for name in questions.engines:
         try:
             found[name] = engines.named(name).look(first)
-        except Exception as error:  # whatever the module does in another place than a plain step's
+        except Exception as error:  # the module may raise anything outside of a plain step
             log.debug("the engine %s can't look at the step", name, exc_info=True)
-            words = not_made(f"looking at it came to no end ({type(error).__name__}: {error})").reason
+            words = not_made(f"looking at it failed ({type(error).__name__}: {error})").reason
             found[name] = Finding(refusals={name: words})
     return found
 
 
 def _looked_at(trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None) -> tuple[Footprint, str | None]:
-    """The step's footprint; where it is a coarse one, why: other checks are made all the same.
-
-    The process that traces the step may end by it. torch asks a fake tensor for its device through Python, also in C++ functions that are
-    ``noexcept`` (``c10::TensorImpl::device_custom``): an exception that a dispatch mode raises there, or a full stack, ends the process. On
-    real tensors torch asks nobody, so the step is then run for real in another process.
+    """The step's footprint, and why it is a coarse one if it is; then the other checks still follow. Tracing can end its process. torch
+    asks a fake tensor for its device through Python, even in C++ functions that are ``noexcept`` (``c10::TensorImpl::device_custom``): an
+    exception that a dispatch mode raises there, or a full stack, ends the process. For real tensors torch doesn't call Python, so the step
+    then runs for real in another process.
     """
     try:
         return run_forked(_traced, trainer, questions, batch, validation), None
@@ -264,7 +263,7 @@ def _looked_at(trainer: Trainer, questions: Questions, batch: FirstBatch, valida
 
 
 def _marked(batch: FirstBatch, loader: Any, loadings: Mapping[str, Loading]) -> FirstBatch:
-    """The batch, with how ranks make its parts, and what other batches of its loader tell of it."""
+    """The batch, with how ranks make its parts, and with what other batches of its loader show."""
     loading = loadings.get(loader_key(loader))
     if batch.samples is None or loading is None:
         return batch
@@ -278,7 +277,7 @@ def _marked(batch: FirstBatch, loader: Any, loadings: Mapping[str, Loading]) -> 
 
 
 def _two(looked: Sequence[FirstBatch]) -> list[FirstBatch]:
-    """The largest and the last of a loader's batches, beside the first; and one that is no rows, of a loader that makes them by itself."""
+    """Besides the first batch: the largest and the last one of its loader, and one without rows if the loader makes batches by itself."""
     more = looked[1:]
     largest = max(more, key=lambda batch: sum(tensor.numel() for tensor in tensors_of(batch.batch)), default=None)
     last = more[0] if more else None  # see `some_batches`
@@ -287,8 +286,8 @@ def _two(looked: Sequence[FirstBatch]) -> list[FirstBatch]:
 
 
 def _split_as_made(split_one: Split, batch: FirstBatch) -> tuple[FirstBatch, SplitFinding, DrawPlan]:
-    """What a split batch changes, its parts made as ranks make them: cut out of the whole one, or of their own samples if that is truer."""
-    if "collate" in batch.draws:  # ranks take their rows of the collated batch, and so does the probe
+    """What a split batch changes, with parts made as ranks make them: cut from the whole batch, or collated alone if that differs less."""
+    if "collate" in batch.draws:  # ranks cut their rows from the collated batch, and so does the probe
         batch = replace(batch, samples=None, collate=None)
     split, draws = split_one(batch)
     if not batch.cut or batch.samples is None or (split.splittable and split.probed and split.difference <= SPLIT_TOLERANCE):
@@ -302,7 +301,7 @@ def _split_as_made(split_one: Split, batch: FirstBatch) -> tuple[FirstBatch, Spl
 def _on_others(
     split_one: Split, module: LightningModule, more: Sequence[FirstBatch], split: SplitFinding, draws: DrawPlan
 ) -> tuple[SplitFinding, DrawPlan]:
-    """The finding, with what a split of other batches adds to it."""
+    """The finding, with what the splits of other batches add to it."""
     for batch in more:
         if batch.batch_size < 2 or not split.splittable:
             continue
@@ -319,7 +318,7 @@ def _on_others(
 
 
 def _with_logs(split: SplitFinding, other: LogComparison) -> SplitFinding:
-    """The finding, with the rules for logged values that another batch bears out, and a sentence for each value left without one."""
+    """The finding, with only the rules for logged values that hold for another batch too, and a sentence for each value without a rule."""
     together = LogComparison(matching=split.log_rules).narrowed(other).matching
     lost = {key: rules for key, rules in together.items() if not rules and split.log_rules.get(key) != ()}
     return replace(split, log_rules=together, notes=(*split.notes, *LogComparison(matching=lost).notes))
@@ -328,7 +327,7 @@ def _with_logs(split: SplitFinding, other: LogComparison) -> SplitFinding:
 def _split(
     module: LightningModule, trainer: Trainer, batch: FirstBatch, *, footprint: Footprint, despite: tuple[str, ...]
 ) -> tuple[SplitFinding, DrawPlan]:
-    """What a split batch changes, found out in another child."""
+    """Finds out in another child what a split batch changes."""
     try:
         told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite}
         return run_forked(partial(probe_split, **told), module, trainer, batch)
@@ -345,7 +344,7 @@ def stage_of(trainer: Trainer) -> str:
 def _traced(
     trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None, crashed: str | None = None
 ) -> Footprint:
-    """The step as it will run on the devices there are; see :func:`.trace.trace`."""
+    """Traces the step as it will run on the present devices; see :func:`.trace.trace`."""
     return trace(
         trainer.lightning_module,
         trainer,
@@ -359,13 +358,13 @@ def _traced(
 
 
 def _step_bytes(footprint: Footprint) -> int:
-    """At most what a step takes on one device, but for what lies around it."""
+    """At most the bytes of a step on one device, without what lies around it."""
     state = footprint.parameter_bytes + footprint.gradient_bytes + footprint.optimizer_bytes + footprint.buffer_bytes
     return state + footprint.activation_bytes + footprint.temporary_bytes + footprint.input_bytes
 
 
 def _whole_of(batches: Iterable[FirstBatch], stage: str, *, collates: bool) -> str | None:
-    """Why the first of a training step's batches that can't be worked off in parts can't; None where all can."""
+    """Why one of a training step's batches, the first such, can't run in parts; None where all can."""
     for batch in batches if stage == "fit" else ():
         samples = None if batch.samples is None else batch.batch_size
         if (words := why_whole(batch.batch, samples, several=batch.kind == "combined", collates=collates)) is not None:
@@ -374,14 +373,13 @@ def _whole_of(batches: Iterable[FirstBatch], stage: str, *, collates: bool) -> s
 
 
 def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:
-    """The same where there is no process for it: the batches come from a child, the step is traced on a fake copy in here.
-
-    What needs backward passes on real copies isn't looked at, and what depends on it is left out.
+    """Find out the same where that child can't run: another child loads the batches, and the step is traced here on a fake copy. Checks
+    that need backward passes on real copies aren't made, and plans that depend on them are left out.
 
     Args:
         trainer: with module and data attached.
         questions: as for :func:`find_out`.
-        reason: why there is none, as the end of a sentence.
+        reason: why that child can't run, as the end of a sentence.
     """
     stage = stage_of(trainer)
     batches = run_forked(_batches, trainer, stage, timeout_seconds=TRACE_SECONDS)
@@ -407,7 +405,7 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
 
 
 def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | None] | Failure:
-    """In a forked child: the first batches, without what makes them, which may not travel."""
+    """In a forked child: the first batches, without the objects that make them, which may not be picklable."""
     module = trainer.lightning_module
     try:
         batch = first_batch(module, trainer, stage)
@@ -418,20 +416,20 @@ def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | Non
 
 
 def _alone(batch: FirstBatch) -> FirstBatch:
-    """Without what made it."""
+    """The batch without the objects that made it."""
     return replace(batch, samples=None, collate=None, loaders=())
 
 
 def _batches_of_fit(trainer: Trainer, batch: FirstBatch) -> int | None:
-    """Training batches from the first to the last, by the trainer's limits; from a checkpoint, or stopped early, it is fewer."""
+    """The training batches of a whole fit, by the trainer's limits; a fit from a checkpoint, or stopped early, has fewer."""
     if stage_of(trainer) != "fit":
         return None
     an_epoch, epochs, steps, found = batch.epoch_batches, trainer.max_epochs, trainer.max_steps, []
     if an_epoch is not None and epochs is not None and epochs >= 0:
         found.append(an_epoch * epochs)
-    if steps >= 0 and trainer.lightning_module.automatic_optimization:  # else a batch may have any number of steps
+    if steps >= 0 and trainer.lightning_module.automatic_optimization:  # otherwise a batch may have any number of steps
         each = trainer.accumulate_grad_batches
-        if an_epoch:  # an epoch's last step may be of fewer batches
+        if an_epoch:  # an epoch's last step may have fewer batches
             whole, rest = divmod(steps, -(-an_epoch // each))
             found.append(whole * an_epoch + rest * each)
         else:
@@ -440,7 +438,7 @@ def _batches_of_fit(trainer: Trainer, batch: FirstBatch) -> int | None:
 
 
 def validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | None:
-    """The first batch of the validation within ``fit``; None where there is none. The limit of batches may be set, the sanity check off."""
+    """The first batch of the validation within ``fit``, also where the sanity check is off; None where there is none."""
     if not is_overridden("validation_step", module) or not trainer.limit_val_batches:
         return None
     try:
@@ -453,7 +451,7 @@ def validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | 
 def _with_evaluation(
     split: SplitFinding, module: LightningModule, trainer: Trainer, batches: Sequence[FirstBatch], stage: str
 ) -> SplitFinding:
-    """The finding, with what was found out of the values that an evaluation step logs; later batches decide what the first leaves open."""
+    """The finding, with the rules for the values that an evaluation step logs; later batches decide what the first leaves open."""
     hook = "test_step" if stage == "test" else "validation_step"
     if not split.splittable or not is_overridden(hook, module) or not batches:
         return split
@@ -472,7 +470,7 @@ def _with_evaluation(
 
 
 def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:
-    """In another forked child: a footprint from the parameters and the first batch alone; nothing is known of a split or of draws."""
+    """In another forked child: guess a footprint from the parameters and the first batch; nothing is known about a split or draws."""
     module = trainer.lightning_module
     stage = stage_of(trainer)
     try:

@@ -43,7 +43,7 @@ def announce_measured(report: Report, measured: Mapping[str, Mapping[str, Any]])
 
 
 def learn(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> None:
-    """Keep what a training run took beside what was predicted, before any correction, for the next plan of the same module.
+    """For the next plan of the same module, store a training run's measured figures with the predicted ones, before any correction.
 
     Args:
         report: of the plan that ran.
@@ -64,7 +64,7 @@ def learn(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def learn_shortage(report: Report | None, error: BaseException) -> None:
-    """Keep that a run ran out of a GPU's memory that was predicted to suffice, so that its next start doesn't count on as little.
+    """Store that a run ran out of a GPU's memory, though it was predicted to fit, so that its next start plans with more.
 
     Args:
         report: of the plan that ran.
@@ -106,7 +106,7 @@ def disturbed(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> str 
 
 
 def _learn_time(report: Report, names: Sequence[str], measured: Mapping[str, Mapping[str, Any]], today: str) -> None:
-    """Keep how long a step took on the slowest rank beside what was predicted before any correction, unless the run was disturbed."""
+    """Store the slowest rank's seconds a step with those predicted before any correction, unless the run was disturbed."""
     candidate, residuals = report.best_candidate, report.residuals
     assert candidate is not None, "a plan has run"
     assert residuals.key is not None, "something is to be kept"

@@ -1,4 +1,4 @@
-"""All that was found out about one call of the trainer. From it follows the best plan for any set of devices, confirmed before it is taken.
+"""All that was found out about one call of the trainer. It gives the best plan for any set of devices, confirmed before it is taken.
 
 What tracing didn't try is tried in a forked child. It reads the trainer and changes nothing in it; it knows neither the other plans nor how
 a plan is executed.
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The trial of a plan's stages may take so long.
+#: How long the trial of a plan's stages may take.
 _CONFIRM_SECONDS = 180.0
 
 
 def after_trial(trainer: Trainer, look: PlanningInputs, plan: Plan) -> Constraints:
-    """The constraints, with what a trial of the plan found out; only what tracing didn't try is tried."""
+    """The constraints, with what a trial of the plan found out; it tries only what planning hasn't tried."""
     constraints, footprint, engine = look.constraints, look.findings.footprint, engines.of(plan)
     finding = look.findings.engines.get(plan.engine, Finding())
     if not engine.untried(plan, footprint, finding):
@@ -58,14 +58,14 @@ def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Findin
     Args:
         trainer: with module and data attached.
         footprint: of its step.
-        plan: of an engine that leaves something untried.
+        plan: one of which planning has left something untried.
         finding: the engine's.
     """
     try:
         return run_clean(_rehearse, trainer, footprint, plan, finding, timeout_seconds=_CONFIRM_SECONDS)
     except (ChildFailed, CannotTravel) as error:
         log.debug("the plan can't be rehearsed", exc_info=True)
-        return not_made(error.reason if isinstance(error, CannotTravel) else f"trying it came to no end ({error.reason})")
+        return not_made(error.reason if isinstance(error, CannotTravel) else f"its trial didn't finish ({error.reason})")
 
 
 def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Finding) -> Check:
@@ -79,17 +79,17 @@ def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Findi
     return engines.of(plan).rehearse(plan, first, finding)  # type: ignore[no-any-return]  # a Check
 
 
-#: From this size on, a module is built whole on rank 0 alone.
+#: From this size on, only rank 0 builds the whole module.
 LARGE_BYTES = 1024**3
 
 
 class Prospect:
-    """What was found out about one call of the trainer, before any plan is chosen. It holds whatever devices there are.
+    """What was found out about one call of the trainer, before any plan is chosen. It is valid for any devices.
 
     Args:
         trainer: with module and data attached.
         look: what was found out.
-        batch: what a batch is to several devices.
+        batch: how several devices share a batch.
         from_snapshot: see :class:`.run_plan.RunPlan`.
         weights_only: see there.
         elastic: see :func:`.decide.find_prospect`.
@@ -103,7 +103,7 @@ class Prospect:
         self._tried: set[tuple[object, ...]] = set()
 
     def decision(self, inventory: Inventory | None = None) -> Decision:
-        """The best plan for these devices, by default those that there were at first.
+        """The best plan for these devices, by default the first inventory's.
 
         Raises:
             NothingFits: if no plan fits.
@@ -141,7 +141,7 @@ class Prospect:
         )
 
     def _has_stood(self) -> bool:
-        """Whether the best plan has stood its trial; what fails it is ruled out for good.
+        """Whether the best plan has passed its trial; a plan that fails it is ruled out for good.
 
         Raises:
             NothingFits: if no plan fits.
@@ -159,7 +159,7 @@ class Prospect:
         return False
 
     def need(self, inventory: Inventory) -> Need | None:
-        """What the best plan for these devices takes, by prediction alone; None where nothing fits, or a pinned plan's device is gone."""
+        """What the best plan for these devices needs, by prediction only; None where nothing fits, or a pinned plan's device is gone."""
         look = replace(self._look, inventory=usable(inventory))
         pinned, there = look.constraints.pinned, {device.id for device in look.inventory.devices}
         if pinned is not None and not there.issuperset(pinned.devices):

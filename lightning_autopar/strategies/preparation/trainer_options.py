@@ -23,8 +23,8 @@ def exclusions(trainer: Trainer) -> dict[str, str]:
         trainer: its callbacks, precision and module are read.
 
     Returns:
-        Engine name → sentence; the name ``"multi"`` stands for every plan of more than one device, ``"micro_batches"`` for every one
-        that works a batch off in parts.
+        Engine name → sentence; the name ``"multi"`` stands for every plan of more than one device, ``"micro_batches"`` for every plan that
+            runs a batch in parts.
     """
     excluded: dict[str, str] = {}
     module = trainer.lightning_module
@@ -39,16 +39,16 @@ def exclusions(trainer: Trainer) -> dict[str, str]:
         excluded["multi"] = "the callback BatchSizeFinder runs on one device only, as in Lightning itself"
     if "LearningRateFinder" in kinds and trainer.state.fn == TrainerFn.FITTING:
         excluded["multi"] = (
-            "the callback LearningRateFinder judges by the loss that it sees on one device, which would be that of a part of the batch"
+            "the callback LearningRateFinder judges by the loss on its own device, which would be that of a part of the batch"
         )
     for name, submodule in module.named_modules():
         rescales = isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.max_norm is not None
         if rescales and trainer.state.fn == TrainerFn.FITTING:
-            excluded["multi"] = f"{name!r} has max_norm, which rescales the rows of a batch in place: on each device others"
+            excluded["multi"] = f"{name!r} has max_norm, which rescales the rows of a batch in place: each device would do so to other rows"
     stage = trainer.state.fn
     if stage == TrainerFn.FITTING and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         excluded["multi"] = "training_step takes dataloader_iter and draws batches by itself, so that they can't be split"
-        excluded["micro_batches"] = "training_step takes dataloader_iter and draws batches by itself, so that they can't be taken apart"
+        excluded["micro_batches"] = "training_step takes dataloader_iter and draws batches by itself, so that they can't run in parts"
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters()):
         excluded["micro_batches"] = "a parameter has a hook for when its gradient is complete, which a part of a batch would call as well"
     if stage == TrainerFn.PREDICTING and any(isinstance(callback, callbacks.BasePredictionWriter) for callback in present):

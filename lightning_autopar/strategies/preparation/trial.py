@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How many plans are tried, and only such as are predicted to take at most so many times as long as the best.
+#: How many plans are tried, and at most how many times as long as the best they may be predicted to take.
 _MOST_PLANS, _MOST_TIMES = 3, 2.0
-#: Steps of each: the first four say nothing (no optimizer state; memory recorded), and what is left should take about so long.
+#: Steps of each trial: the first four aren't timed (no optimizer state; memory is recorded), and the rest should take about so long.
 _WARM_UP, _LEAST_STEPS, _MOST_STEPS, _SECONDS = 4, 4, 40, 4.0
-#: A step may take so many times as long as predicted before the trial of a plan is given up, and everything around the steps so long.
+#: A trial is given up when a step takes so many times as long as predicted, or everything around the steps takes so long.
 _LATE, _AROUND_SECONDS = 20.0, 120.0
-#: What is faster by less is as fast: the prediction decides.
+#: Plans whose measured times differ by less count as equally fast: then the prediction decides.
 _NOISE = 0.03
-#: Callbacks that decide on what a step is, and leave nothing behind.
+#: Callbacks that change what a step computes, and leave nothing behind: a trial keeps them.
 _KEPT = (BaseFinetuning, GradientAccumulationScheduler)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one plan's trial.
+    """The outcome of one plan's trial.
 
     Args:
-        step_seconds: of the slowest rank; None where it didn't come to an end.
+        step_seconds: of the slowest rank; None where the trial didn't finish.
         reason: why not.
     """
 
@@ -56,12 +56,12 @@ class Outcome:
     reason: str = ""
 
 
-#: Runs a plan for so many steps.
+#: Runs a plan for a number of steps.
 Run = Callable[[RunPlan, int, float], Outcome]
 
 
 def tried(decision: Decision, trainer: Trainer, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Decision:
-    """The decision for the fastest of the best plans, by a trial of each; the same one where there is nothing to try.
+    """The decision for the fastest of the best plans, after a trial of each; the given decision where there is nothing to try.
 
     Args:
         decision: as it was predicted.
@@ -85,7 +85,7 @@ def tried(decision: Decision, trainer: Trainer, function: Callable[..., Any], ar
 
 
 def choose(decision: Decision, run: Run, *, clock: Callable[[], float] = time.monotonic) -> Decision:
-    """The decision for the plan that ``run`` finds to be the fastest.
+    """The decision for the plan that is fastest when ``run`` runs it.
 
     Args:
         decision: as it was predicted.
@@ -118,7 +118,7 @@ def choose(decision: Decision, run: Run, *, clock: Callable[[], float] = time.mo
         candidates[index] = replace(candidates[index], learned=(*candidates[index].learned, told))
     others = ", ".join(f"{candidates[index].plan.title()} {format_seconds(times[index])}" for index in sorted(times) if index != best)
     reason = (
-        f"of {len(times)} plans tried on this run's batches the fastest, {format_seconds(times[best])} a step ({others}); the trial took "
+        f"the fastest of {len(times)} plans tried on this run's batches, {format_seconds(times[best])} a step ({others}); the trial took "
     )
     plan = candidates[best].plan
     chosen = replace(candidates[best], plan=replace(plan, reasons=(*plan.reasons, reason + format_seconds(took))))
@@ -134,7 +134,7 @@ def assigned(decision: Decision, candidate: Candidate) -> RunPlan:
 
 
 def _finalists(candidates: Sequence[Candidate]) -> list[int]:
-    """Which are worth a trial, the best first; one of each engine before a second of the same."""
+    """The plans worth a trial, the best first; one of each engine before a second of the same engine."""
     fitting = [index for index, candidate in enumerate(candidates) if candidate.fits and candidate.seconds is not None]
     if not fitting:
         return []
@@ -152,7 +152,7 @@ def _steps(candidate: Candidate) -> int:
 
 
 def _run(run_plan: RunPlan, trainer: Trainer, function: Callable[..., Any], arguments: Mapping[str, Any], steps: int) -> float | None:
-    """Seconds of a step under a plan; the trainer is this process's own copy, and nothing that it is told goes anywhere."""
+    """Seconds of a step under a plan; the trainer is this process's own copy, and nothing that it writes or logs is kept."""
     be_silent()
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [callback for callback in callbacks if isinstance(callback, _KEPT)]

@@ -39,10 +39,10 @@ _SUFFIX = ".since"
 
 
 class CheckpointJournal:
-    """The files written since one snapshot.
+    """Records the files that were written since one snapshot.
 
     Args:
-        beside: the snapshot's folder, or another path that stands for the run's begin; the journal lies beside it.
+        beside: the snapshot's folder, or another path that stands for the run's beginning; the journal lies beside it.
     """
 
     def __init__(self, beside: Path) -> None:
@@ -50,14 +50,14 @@ class CheckpointJournal:
         self._path = beside.with_name(beside.name + _SUFFIX)
 
     def note(self, file: str) -> None:
-        """A file is about to be written. One that is there already is passed over: it will be written again."""
+        """A file is about to be written. One that exists already is left out: the run will write it again."""
         if get_filesystem(file).exists(file):
             return
         with self._path.open("a", encoding="utf-8") as journal:
             journal.write(json.dumps(file) + "\n")
 
     def undo(self, remove: Callable[[str], None]) -> None:
-        """Remove what was written since, after later snapshots as well; on the process that writes, before anything is written."""
+        """Remove the files written since, also those after later snapshots; on the process that writes, before it writes anything."""
         for path in self._journals():
             if path.name >= self._path.name:
                 for line in path.read_text(encoding="utf-8").splitlines():
@@ -65,7 +65,7 @@ class CheckpointJournal:
                 path.unlink()
 
     def clear(self) -> None:
-        """Forget the journals of snapshots that aren't there any more."""
+        """Remove the journals of snapshots that no longer exist."""
         for path in self._journals():
             if not path.with_name(path.name.removesuffix(_SUFFIX)).exists() and path != self._path:
                 path.unlink()
@@ -74,14 +74,14 @@ class CheckpointJournal:
         yield from sorted(self._beside.parent.glob(f"{self._beside.name[:1]}*{_SUFFIX}"))
 
 
-#: Hooks that have run once in the run, in its first generation: what they did is carried.
+#: Hooks that the first generation has run: their effects are handed over.
 MUTED = frozenset({"prepare_data", "on_fit_start", "on_train_start"})
-#: Between two looks at the loss.
+#: Seconds between two looks at the loss.
 _TELL_SECONDS = 0.5
 
 
 class Paused(BaseException):
-    """All ranks leave at this boundary, with a snapshot behind them. No Exception: no hook of the user's is to see it."""
+    """All ranks leave at this boundary, after a snapshot. It is no Exception, so that no hook of the user sees it."""
 
 
 class Boundary:
@@ -89,8 +89,8 @@ class Boundary:
 
     Args:
         trainer: with the engine installed.
-        elastic: see there; None in a class that meets in another way.
-        before: the survey of before the fork.
+        elastic: the generation's files; None in a class whose ranks meet in another way.
+        before: the survey made before the fork.
         rank: this rank.
     """
 
@@ -102,13 +102,13 @@ class Boundary:
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
         self._advance: Callable[[Any], None] = self._epoch_loop.advance
         vars(self._epoch_loop)["advance"] = self._meet_and_advance
-        #: Of rank 0, which writes checkpoints; None before the run goes on or begins anew.
+        #: Only on rank 0, which writes checkpoints; None until the run begins or goes on.
         self._journal: CheckpointJournal | None = None
         if rank == 0:
             self._note_checkpoints()
 
     def _note_checkpoints(self) -> None:
-        """Keep a journal of the checkpoints that are written."""
+        """Record in the journal which checkpoints are written."""
         engine = self._trainer.strategy
         save: Callable[..., None] = engine.save_checkpoint
 
@@ -120,13 +120,13 @@ class Boundary:
         vars(engine)["save_checkpoint"] = save_checkpoint
 
     def _go_on_after(self, beside: Path) -> None:
-        """The run goes on from here: what it wrote afterwards, before it was lost, is no part of it."""
+        """The run goes on from here: remove what it wrote after this point before it was lost."""
         if self._rank == 0:
             self._journal = CheckpointJournal(beside)
             self._journal.undo(self._trainer.strategy.remove_checkpoint)
 
     def take_up(self, snapshot: Path) -> None:
-        """Prepare this process to go on from a snapshot, before the trainer's function runs; the rest follows when the loops begin."""
+        """Before the trainer's function runs, prepare this process to go on from a snapshot; the rest follows when the loops begin."""
         trainer, engine = self._trainer, self._trainer.strategy
         self._go_on_after(snapshot)
         carry_loggers_in(trainer, self._before, snapshot)
@@ -140,14 +140,14 @@ class Boundary:
             unmute()
             say_again()
             for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
-                if isinstance(callback, ProgressBar):  # its epoch begins here
+                if isinstance(callback, ProgressBar):  # the epoch begins here
                     callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
         engine.before_loops = go_on  # type: ignore[attr-defined]  # of EngineMixin
         rng.restore(self._before.random, {})
 
     def _meet_and_advance(self, data_fetcher: Any) -> None:
-        """``_TrainingEpochLoop.advance`` behind a boundary."""
+        """``_TrainingEpochLoop.advance``, after a boundary."""
         rendezvous, trainer = self._elastic.rendezvous, self._trainer
         if self._journal is None:
             self._go_on_after(self._elastic.folder.parent / _BEGIN)
@@ -168,11 +168,11 @@ class Boundary:
 
     @property
     def _in_window(self) -> bool:
-        """Whether gradients of earlier batches wait for their step."""
+        """Whether gradients of earlier batches still wait for their optimizer's step."""
         return self._epoch_loop.batch_progress.current.ready > 0 and bool(self._epoch_loop._should_accumulate())
 
     def _tell_loss(self) -> None:
-        """What the user logs as a loss, for the run's picture; seldom, as on a GPU to read a value is to wait for it."""
+        """Report the loss that the user logs, for the run's picture; seldom, as reading a value from a GPU waits for it."""
         if self._rank != 0 or time.monotonic() - self._told < _TELL_SECONDS:
             return
         self._told = time.monotonic()
@@ -188,7 +188,7 @@ class Boundary:
         return 0
 
     def _save(self, target: Path) -> bool:
-        """Write a snapshot together; False on every rank where one couldn't."""
+        """Write a snapshot, all ranks together; False on every rank if one rank failed."""
         trainer, engine = self._trainer, self._trainer.strategy
 
         def bring() -> None:
@@ -202,15 +202,15 @@ class Boundary:
             finally:
                 engine.at_boundary = False  # type: ignore[attr-defined]
 
-        # What one rank alone can't do must be known before the others wait for it in a collective.
+        # All ranks must know that one rank failed before they wait for it in a collective.
         return self._do_together(bring) and self._do_together(save)
 
     def _do_together(self, part: Callable[[], None]) -> bool:
-        """Do a part of the saving; False on every rank where one couldn't."""
+        """Do a part of the saving; False on every rank if one rank failed."""
         failure: BaseException | None = None
         try:
             part()
-        except (Exception, CheckpointException) as error:  # a full disk, a stranger's object: training goes on, and the agent is told
+        except (Exception, CheckpointException) as error:  # a full disk, a user's object: training goes on; the agent hears
             failure = error
             self._refuse(error)
         if self._trainer.strategy.run_plan.plan.world_size == 1:  # type: ignore[attr-defined]  # of EngineMixin
@@ -224,7 +224,7 @@ class Boundary:
         self._elastic.refuse(error)
 
     def close_bars(self) -> None:
-        """Take leave of progress bars: the next generation has its own."""
+        """Close the progress bars: the next generation makes its own."""
         if self._rank == 0:
             for callback in self._trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
                 if isinstance(callback, ProgressBar):
@@ -232,12 +232,11 @@ class Boundary:
 
 
 def _say_no_restore() -> Callable[[], None]:
-    """Keep Lightning from saying that it restores a checkpoint, and that its folder has files: the user has asked for neither.
-
-    Returns what lets it speak of checkpoints again; the folder is told of at each setup of a callback, and was the first time.
+    """Keep Lightning from logging that it restores a checkpoint, and that its folder has files: the user has asked for neither. Returns a
+    function that allows messages on checkpoints again; the warning of the folder stays off, as each setup of a callback would repeat it.
     """
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
-    speaker = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # of ``_CheckpointConnector``'s ``rank_zero_info``
+    speaker = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # from ``_CheckpointConnector``'s ``rank_zero_info``
 
     def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(("Restoring states from the checkpoint path", "Restored all states from the checkpoint"))

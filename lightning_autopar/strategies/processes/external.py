@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 #: Where the reruns of a script meet the process that started them, as ``host:port``.
 STORE = "AUTOPAR_STORE"
-#: The process id of the one that started a rerun, without which the rerun has no reason to live.
+#: The process id of the one that started a rerun; when it ends, the rerun must end.
 PARENT = "AUTOPAR_PARENT"
-#: How many runs that process had had without them, which a rerun has alone too before it joins.
+#: How many runs that process had alone; a rerun runs as many alone before it joins.
 EARLIER = "AUTOPAR_EARLIER_RUNS"
 _TIMEOUT = timedelta(minutes=30)
 _POLL_SECONDS = 0.01
@@ -60,16 +60,16 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Peers:
-    """The processes of this run, of which this is one.
+    """The processes of this run, this one included.
 
     Args:
-        store: where they meet; nobody else's keys are in it.
+        store: where they meet; only their keys are in it.
         rank: of this process.
         world_size: how many they are.
         node: this process's.
         environment: Lightning's view of them.
-        restartable: whether who started them may start them anew, in another number.
-        messages: how many rank 0 has told so far.
+        restartable: whether their launcher may start them anew, in another number.
+        messages: how many rank 0 has sent so far.
         children: reruns of the script that this process started.
         running: whether a run is going on that takes all of them.
         runs: how many there were.
@@ -88,12 +88,12 @@ class Peers:
 
     @property
     def are_reruns(self) -> bool:
-        """Whether one process of ours started the others; else somebody else's launcher did."""
+        """Whether one process of ours started the others; if not, a launcher started all."""
         return bool(self.children) or PARENT in os.environ
 
     @contextmanager
     def run(self, run_plan: RunPlan, engine: EngineMixin) -> Iterator[None]:
-        """Around a run that takes all ranks: a rerun that fails, a rank here that is stopped, or GPUs that hang end this process meanwhile.
+        """The context of a run that takes all ranks: this process ends if a rerun fails, a rank on this host is stopped, or GPUs hang.
 
         Args:
             run_plan: the plan on the ranks' devices.
@@ -114,7 +114,7 @@ class Peers:
         self.messages += 1
 
     def hear(self) -> Any:
-        """The others: wait for what rank 0 tells.
+        """The others: wait for rank 0's object.
 
         Raises:
             BaseException: the one that rank 0 told.
@@ -126,7 +126,7 @@ class Peers:
         return message
 
     def inventory(self, strategy: RunHost) -> tuple[Inventory, int | None]:
-        """Rank 0: the devices of all ranks, in rank order; each rank has said its own by :meth:`introduce`."""
+        """Rank 0: the devices of all ranks, in rank order; each rank has sent its own by :meth:`introduce`."""
         here, _ = strategy.inventory()
         if here.source == "spec":
             if len(here.devices) < self.world_size:
@@ -156,7 +156,7 @@ class Peers:
         return device, links
 
     def introduce(self, strategy: RunHost) -> None:
-        """Every rank: say which device is this process's and how others are linked to it, or what keeps it from having one."""
+        """Every rank: send which device is this process's and how others are linked to it, or why it has none."""
         try:
             device = self._own_device(strategy)
             word: Any = device, _links_to(device)
@@ -171,7 +171,7 @@ class Peers:
         local_rank = self.environment.local_rank()
         device = here.devices[min(local_rank, len(here.devices) - 1)]
         if device.kind == "cpu":
-            # Each process sees the whole host; on this node they share it.
+            # Each process sees the whole host, which the processes on this node share.
             share = 1 if here.source == "spec" else max(1, self.local_world_size // len(here.devices))
             device = replace(
                 device,
@@ -184,20 +184,20 @@ class Peers:
 
     @property
     def local_world_size(self) -> int:
-        """How many of the processes are on this node, as torchrun and SLURM say; all of them where neither does."""
+        """How many of the processes are on this node, by torchrun or SLURM; all of them where neither says."""
         for variable in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
             if os.environ.get(variable, "").isdigit():
                 return int(os.environ[variable])
         return self.world_size
 
     def local_devices(self, run_plan: RunPlan) -> list[torch.device]:
-        """The torch devices of this node's ranks, as Lightning's strategies want them."""
+        """The torch devices of this node's ranks, for Lightning's strategies."""
         devices = zip(run_plan.devices, run_plan.torch_devices, strict=True)
         return [torch_device for device, torch_device in devices if device.node == run_plan.devices[self.rank].node]
 
 
 def _links_to(device: Device) -> tuple[Link, ...]:
-    """How the GPUs of this node are linked to this process's one, whether or not CUDA shows them to it; none where NVML can't say."""
+    """The links from this node's GPUs to this process's GPU, whether or not CUDA shows them to it; empty without NVML."""
     if device.kind != "cuda":
         return ()
     try:
@@ -206,16 +206,15 @@ def _links_to(device: Device) -> tuple[Link, ...]:
         return ()
 
 
-#: A process has the same peers for as long as it lives, whatever strategies it makes.
+#: A process has the same peers as long as it lives, whatever strategies it makes.
 _peers: Peers | None = None
-#: How many runs it has begun without any.
+#: How many runs it has begun without peers.
 _alone = 0
 
 
 def under_external_launcher(strategy: RunHost) -> Peers | None:
-    """This process's peers for a run that begins, where somebody else has started several processes; None where it is alone.
-
-    A script and its reruns each run by themselves what may use one device only, as reruns do what came before them.
+    """This process's peers for a run that begins, where a launcher or a script has started several processes; None where it is alone. A
+    script and its reruns each run alone what may use only one device, and so does a rerun with the runs before its own.
     """
     global _peers, _alone
     if _peers is not None and _peers.are_reruns and _asks_for_one_device(strategy):
@@ -237,7 +236,7 @@ def _asks_for_one_device(strategy: RunHost) -> bool:
 
 
 def is_alone(environment: ClusterEnvironment) -> bool:
-    """Whether a launcher started this process and no other; Slurm's variables may be missing where it started none by itself."""
+    """Whether a launcher started this process and no other. Slurm's variables may be missing where srun started no process."""
     if isinstance(environment, SLURMEnvironment) and "SLURM_NTASKS" not in os.environ:
         return True
     return environment.world_size() == 1
@@ -258,7 +257,7 @@ def _find_peers(strategy: RunHost) -> Peers | None:
     rank, world_size = environment.global_rank(), environment.world_size()
     store = _connect(rank, world_size)
     part = _own_part(store, rank, world_size)
-    # A connection of its own: while one waits for torch's messages, ours must not wait with it.
+    # A separate connection: while one waits for torch's messages, ours must not wait, too.
     meet_at(dist.PrefixStore(f"{part}/group", _connect(rank, world_size)))
     return Peers(
         store=dist.PrefixStore(part, store),
@@ -276,18 +275,17 @@ def _connect(rank: int, world_size: int) -> Any:
 
 
 def _groups_part(host: str, port: int) -> Any:
-    """Where the process groups of a script and its reruns meet, by a connection of its own as above."""
+    """The store where the process groups of a script and its reruns meet, by a separate connection as above."""
     return dist.PrefixStore("group", dist.TCPStore(host, port, None, is_master=False, timeout=_TIMEOUT))
 
 
 def _own_part(store: Any, rank: int, world_size: int) -> str:
-    """The name of the part of a store that is these very processes' alone; each must call it.
-
-    torchrun's agent keeps one store for all processes that it starts one after the other, so that a restarted process finds what dead
-    ones wrote: an old plan, or in torch's own process group the addresses of processes that are gone ("Gloo connectFullMesh failed:
-    connection refused", seen at one of three restarts; torch 2.13's ``DynamicRendezvousHandler.next_rendezvous`` keeps its
-    ``_bootstrap_store_info``, while ``_create_c10d_store`` counts on a new one). Where the number of nodes changed, they aren't told
-    that they are restarted. So each rank says a word of its own, which nobody can have answered before.
+    """The name of the part of a store that only these processes use; each must call it. torchrun's agent keeps one store for all processes
+    that it starts one after the other, so that a restarted process finds the keys of dead ones: an old plan, or in torch's own process
+    group the addresses of processes that are gone ("Gloo connectFullMesh failed: connection refused", seen at one of three restarts; torch
+    2.13's ``DynamicRendezvousHandler.next_rendezvous`` keeps its ``_bootstrap_store_info``, while ``_create_c10d_store`` counts on a new
+    one). Where the number of nodes changed, they aren't told that they are restarted. So each rank writes a new random word, to which no
+    dead process can have replied.
     """
     own = uuid.uuid4().hex
     if rank:
@@ -299,7 +297,7 @@ def _own_part(store: Any, rank: int, world_size: int) -> str:
     missing, until = set(range(1, world_size)), time.monotonic() + _TIMEOUT.total_seconds()
     while missing:
         for each in sorted(missing):
-            if store.check([f"autopar/hello/{each}"]):  # of this rank as it is now, or of a dead one, which won't listen
+            if store.check([f"autopar/hello/{each}"]):  # from this rank's live process, or from a dead one, which won't reply
                 store.set(f"autopar/welcome/{store.get(f'autopar/hello/{each}').decode()}", part)
         missing -= {each for each in missing if store.check([f"{part}/here/{each}"])}
         if time.monotonic() > until:
@@ -309,16 +307,15 @@ def _own_part(store: Any, rank: int, world_size: int) -> str:
 
 
 def rerun_script(strategy: RunHost, world_size: int) -> Peers:
-    """Start this very script once for each further rank, and become rank 0.
-
-    For the case that this process has initialised CUDA, after which a forked child can't use it. The children run the user's code up to
-    this very run, with those before it. This process's leases are for them too.
+    """Start this script once for each further rank, and become rank 0. Used when this process has initialised CUDA, after which a forked
+    child can't use it. The children run the user's code up to this run, including the runs before it. This process's leases cover them,
+    too.
 
     Args:
         world_size: how many processes the plan takes.
 
     Raises:
-        RuntimeError: in a rerun, whose earlier runs came to take several processes.
+        RuntimeError: in a rerun, if an earlier run would take several processes.
     """
     if STORE in os.environ:
         raise RuntimeError(
@@ -345,7 +342,7 @@ def rerun_script(strategy: RunHost, world_size: int) -> Peers:
 
 
 def _watch(peers: Peers) -> None:
-    """End everything when one child fails in a run: a rank that waits for it in a collective would wait for ever."""
+    """End everything when one child fails in a run: ranks that wait for it in a collective would wait for ever."""
     failed = threading.Event()
 
     def wait(child: subprocess.Popen[bytes]) -> None:
@@ -356,17 +353,17 @@ def _watch(peers: Peers) -> None:
     for waiter in waiters:
         waiter.start()
     failed.wait()
-    peers.running.wait()  # one that failed after the run is missed by the next run only
+    peers.running.wait()  # a child that failed after the run is missing only in the next run
     _LOG.error("a rerun of the script for a further rank failed; this run ends with it")
     for child in peers.children:
         child.kill()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_GRACE_SECONDS)  # Lightning leaves at a batch boundary, which a rank that waits for a dead one never reaches
+    time.sleep(_GRACE_SECONDS)  # Lightning leaves at a batch boundary, which a rank that waits for a dead rank never reaches
     os._exit(1)
 
 
 def _see_off(children: list[subprocess.Popen[bytes]]) -> None:
-    """At the end of this process: let the others finish what they do after the run, unless this one failed."""
+    """At the end of this process: let the others finish their work after the run, unless this one failed."""
     deadline = time.monotonic() + (0.0 if hasattr(sys, "last_value") else _FAREWELL_SECONDS)
     for child in children:
         with suppress(subprocess.TimeoutExpired):
@@ -376,7 +373,7 @@ def _see_off(children: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _pickled(message: Any) -> bytes:
-    """The message; an exception that can't be pickled by its words."""
+    """The pickled message; of an exception that can't be pickled, its text."""
     try:
         data = pickle.dumps(message)
         if isinstance(message, BaseException):

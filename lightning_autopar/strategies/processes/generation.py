@@ -40,27 +40,27 @@ from lightning_autopar.strategies.processes.worker import WorkerJob, work
 GRACE_SECONDS = 3.5
 #: How long a worker may take over the hooks of its exception (they may write a checkpoint) and over handing its state back.
 _HOOKS_SECONDS = 300.0
-#: A crash shows in no pipe while something that the worker started still holds it open, so we look ourselves so often.
+#: How often the parent looks for crashed workers: a pipe doesn't show a crash while a child of the worker holds it open.
 LOOK_SECONDS = 0.05
-#: A killed process that is in the kernel, with a driver or a disk that hangs, stays there; nobody waits for it any longer than this.
+#: How long to wait for a killed process: one that is in the kernel, in a driver or a disk that hangs, doesn't end.
 _KILL_SECONDS = 10.0
 _LOCK_NAME = "in-use"
-#: How a worker may crash because another one has ended: torch's watchdogs abort, and libraries read what is no longer there.
+#: The signals by which a worker may crash because another one has ended: torch's watchdogs abort, and libraries read freed memory.
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
-#: Deaths so near to each other may be found in another order: a process whose sockets are closed already can take a while to end.
+#: Deaths this close together may be seen in the wrong order: a process whose sockets are closed can take a while to end.
 _TOGETHER_SECONDS = 1.0
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What came out of a generation.
+    """The outcome of a generation.
 
     Args:
-        results: each rank's, in rank order; after a failure those that could be had, if they hold all of the state, else none.
+        results: each rank's, in rank order; after a failure those that were written, if together they hold the whole state, else none.
         tuner_exit: whether the run ended as Lightning's tuner ends it.
         error: the exception that ended the run, if one did.
         hooks_ran: whether the workers have run the hooks that belong to ``error``.
-        saved: whether the run lies in a snapshot that its next start goes on from.
+        saved: whether a snapshot holds the run, from which its next start goes on.
     """
 
     results: list[handover.Results]
@@ -72,9 +72,8 @@ class Outcome:
 
 @contextmanager
 def run_folder(needed_bytes: int) -> Iterator[Path]:
-    """A folder for what passes between workers and parent: in memory where there is room for it twice, else on disk; removed on leaving.
-
-    A lock in it, which the kernel lets go of when this process and its workers are gone, tells the folders of dead runs; they are removed.
+    """A folder for files between workers and parent: in memory if that has twice the room, else on disk; removed on leaving. It holds a
+    lock, which the kernel releases when this process and its workers are gone: so the folders of dead runs are found, and removed.
     """
     shared = Path("/dev/shm")
     roomy = shared.is_dir() and os.access(shared, os.W_OK) and psutil.disk_usage(str(shared)).free > 2 * needed_bytes
@@ -94,7 +93,7 @@ def run_folder(needed_bytes: int) -> Iterator[Path]:
 def _remove_dead(home: Path) -> None:
     """Remove the folders of runs that were killed: in memory they would stay until the machine restarts."""
     for path in home.glob(f"autopar-*/{_LOCK_NAME}"):
-        with suppress(OSError):  # another user's, or somebody is quicker
+        with suppress(OSError):  # another user's, or another process removes it first
             lock = os.open(path, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,7 +120,7 @@ class _Worker:
     ended_by_us: bool = False
 
     def listen(self) -> None:
-        """Take in what it has said; its words are shorter than what a pipe passes on in one piece."""
+        """Read its message; messages are short enough for a pipe to pass on in one piece."""
         try:
             while self.open and self.pipe.poll():
                 word = self.pipe.recv()
@@ -133,7 +132,7 @@ class _Worker:
             self.open = False
 
     def look(self) -> None:
-        """Notice that it has ended. Data loader workers, in its process group, are ended before its id may be given to somebody else."""
+        """Notice that it has ended. Data loader workers, in its process group, are ended before its id can be reused."""
         pid = self.process.pid
         if self.gone or pid is None:
             return
@@ -149,7 +148,7 @@ class _Worker:
             self.gone, self.open = True, False
 
     def end(self) -> None:
-        """Kill it, with everything that it started."""
+        """Kill it, and everything that it started."""
         self.look()
         if not self.gone and self.process.pid is not None:
             self.ended_by_us = True
@@ -169,15 +168,14 @@ class _Worker:
 
     @property
     def silent(self) -> bool:
-        """Whether it has ended by itself without a last word."""
+        """Whether it has ended by itself without a last message."""
         return self.gone and not self.words and not self.ended_by_us
 
 
 def run_generation(job: WorkerJob, look: Callable[[], None] | None = None) -> Outcome:
-    """Fork one worker per rank, wait until all are gone, and return what they left, with the exception that ended the run, if one did.
-
-    That is the exception which a worker raised first, with that worker's traceback as its cause; :class:`WorkerFailed` if a worker died
-    without a word before; KeyboardInterrupt or SIGTERMException if this process was interrupted. A second interruption isn't waited for.
+    """Fork one worker per rank, wait until all are gone, and return their results, with the exception that ended the run, if one did. That
+    is the exception that a worker raised first, with that worker's traceback as its cause; :class:`WorkerFailed` if a worker died before
+    that without a message; KeyboardInterrupt or SIGTERMException if this process was interrupted. A second interruption is raised at once.
 
     Args:
         job: what each worker is to do.
@@ -226,17 +224,17 @@ class Generation:
 
     @property
     def ready(self) -> bool:
-        """Whether all workers wait for the word to begin."""
+        """Whether all workers wait for permission to begin."""
         return all(worker.ready for worker in self._workers)
 
     @property
     def paused(self) -> bool:
-        """Whether all workers have left at a boundary, with a snapshot behind them."""
+        """Whether all workers have left at a boundary, after a snapshot."""
         return all("paused" in worker.words for worker in self._workers)
 
     @property
     def failed(self) -> bool:
-        """Whether some worker has failed, ended without a word, or keeps the others waiting for good."""
+        """Whether some worker has failed, has ended without a message, or keeps the others waiting for ever."""
         return bool(self._stalled) or any(worker.silent or "error" in worker.words for worker in self._workers)
 
     @property
@@ -246,7 +244,7 @@ class Generation:
 
     @property
     def progress(self) -> int:
-        """How many batches have begun, of all ranks and loops."""
+        """How many batches have begun, over all ranks and loops."""
         return sum(self._stop_rendezvous.begun)
 
     def pid(self, rank: int) -> int:
@@ -256,14 +254,14 @@ class Generation:
         return pid
 
     def pids(self) -> list[int]:
-        """Those of the workers that still run, in rank order."""
+        """The process ids of the workers that still run, in rank order."""
         return list(self._living().values())
 
     def _living(self) -> dict[int, int]:
         return {worker.rank: self.pid(worker.rank) for worker in self._workers if not worker.gone}
 
     def round(self, noted: list[type[BaseException]], *, timeout_seconds: float = LOOK_SECONDS) -> None:
-        """Listen once. A failure, an interruption or the end of the work sets a time after which workers that linger are killed."""
+        """Listen once. A failure, an interruption or the end of the work sets a time after which workers that still live are killed."""
         workers = self._workers
         connection.wait([worker.pipe for worker in workers if worker.open], timeout=timeout_seconds)
         for worker in workers:
@@ -274,7 +272,7 @@ class Generation:
             if worker.gone:
                 worker.gone_seconds = min(worker.gone_seconds, now)
         if all(worker.gone or not worker.open for worker in workers):
-            time.sleep(1e-3)  # they are on their last steps
+            time.sleep(1e-3)  # the workers are about to end
         self._look_for_stalls()
         now = time.monotonic()
         if noted and not self._stop_rendezvous.stopping:
@@ -290,7 +288,7 @@ class Generation:
                 worker.end()
 
     def _look_for_stalls(self) -> None:
-        """End a worker that keeps the others waiting for good; and where one is gone, have the others say where that left them."""
+        """End a worker that keeps the others waiting for ever; where one is gone, ask the others where they wait."""
         if self.failed:
             if not self._asked:
                 self._asked = True
@@ -309,7 +307,7 @@ class Generation:
             worker.pipe.close()
 
     def outcome(self, noted: list[type[BaseException]]) -> Outcome:
-        """What to make of the workers' last words, when all are gone."""
+        """The generation's outcome, from the workers' last messages, when all are gone."""
         job, workers = self.job, self._workers
         if not noted and all("done" in worker.words or "tuner" in worker.words for worker in workers):
             return Outcome(results=_results(job, workers), tuner_exit=any("tuner" in worker.words for worker in workers))
@@ -317,7 +315,7 @@ class Generation:
         failures.sort(key=lambda failure: failure.at_seconds)
         silent = [worker for worker in workers if worker.silent]
         died_seconds = min((worker.gone_seconds for worker in silent), default=float("inf"))
-        # Of two that died together, one that was killed or left may have made the other crash, never the other way round.
+        # Of two that died together, one that was killed or exited may have made the other crash, but not the other way round.
         together_seconds = died_seconds + _TOGETHER_SECONDS
         silent.sort(key=lambda worker: (worker.gone_seconds > together_seconds, worker.process.exitcode in _CRASHES, worker.gone_seconds))
         culprits = [failure for failure in failures if not failure.echo and failure.at_seconds <= died_seconds]
@@ -347,7 +345,7 @@ class Generation:
         return Outcome(results=left, error=error, hooks_ran=hooks_ran)
 
     def _others(self, dead: int) -> str:
-        """Where the workers were that needed one which has died: those that an exception told of it, and those that waited on."""
+        """Where the workers were that needed a dead one: those that raised because of it, and those that went on waiting."""
         told = {worker.rank: raised_at(self._failure(worker).text) for worker in self._workers if "error" in worker.words}
         words = [f"{self._stalls.name(rank)} failed in {place}" for rank, place in told.items() if place is not None]
         crashed = {worker.rank: worker.process.exitcode for worker in self._workers if worker.silent and worker.rank != dead}
@@ -369,7 +367,7 @@ def _start(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous) -> _Worke
         warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
         process.start()
     assert process.pid is not None
-    with suppress(OSError):  # it does so itself; whoever is first, the group is there when we need it
+    with suppress(OSError):  # the worker does so itself, too: whoever is first, the group exists when we need it
         os.setpgid(process.pid, process.pid)
     theirs.close()
     return _Worker(rank=rank, process=process, pipe=ours)
@@ -391,9 +389,8 @@ def _describe(code: int | None) -> str:
 
 @contextmanager
 def noted_interrupts() -> Iterator[list[type[BaseException]]]:
-    """While open, Ctrl-C and SIGTERM are noted, so that the workers are ended in order, wherever this process is; the second one is raised.
-
-    Handlers that the user has set are called, too; a user's handler of SIGINT instead.
+    """While open, Ctrl-C and SIGTERM are recorded, so that the workers are ended in order, wherever this process is; the second one is
+    raised. The user's own handlers are called, too; a user's handler of SIGINT replaces this.
     """
     noted: list[type[BaseException]] = []
     if threading.current_thread() is not threading.main_thread():

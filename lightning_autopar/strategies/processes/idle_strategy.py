@@ -14,14 +14,14 @@ from lightning_autopar.strategies.processes.external import is_alone
 
 
 class IdleStrategy(ParallelStrategy):
-    """One process, before and after a run."""
+    """The strategy before and after a run: one process, nothing runs."""
 
     def make_engine(self, run_plan: RunPlan, *, forked: bool = True) -> EngineMixin:
-        """The Lightning strategy that executes a plan, called in each process that trains; a subclass may make another one.
+        """The Lightning strategy that executes a plan, called in each process that trains; a subclass may override it.
 
         Args:
             run_plan: the plan, and the devices it is for.
-            forked: whether this process is a worker, forked for the plan; else a launcher or the user has started it.
+            forked: whether this process is a worker, forked for the plan; if not, a launcher or the user has started it.
         """
         engine: EngineMixin = engines.of(run_plan.plan).strategy(run_plan, forked=forked)
         return engine
@@ -33,7 +33,7 @@ class IdleStrategy(ParallelStrategy):
 
     @property
     def global_rank(self) -> int:
-        """This process's."""
+        """This process's rank."""
         return 0 if self.cluster_environment is None or is_alone(self.cluster_environment) else super().global_rank
 
     @property
@@ -52,15 +52,15 @@ class IdleStrategy(ParallelStrategy):
         """One process waits for nobody."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """One process knows it already."""
+        """One process has the object already."""
         return obj
 
     def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
-        """One process has all there is."""
+        """One process has all values."""
         return tensor
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """One process's value is everybody's."""
+        """One process's value is the result."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -68,4 +68,4 @@ class IdleStrategy(ParallelStrategy):
         return decision
 
     def teardown(self) -> None:
-        """Called after a failed run; the engine has cleaned up behind itself."""
+        """Called after a failed run; the engine has cleaned up already."""

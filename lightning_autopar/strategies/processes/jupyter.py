@@ -32,7 +32,7 @@ class _Outlet:
         self._context, self._pipe = thread._setup_pipe_out()
 
     def send(self, message: list[bytes], *args: Any, **kwargs: Any) -> None:
-        """In place of the thread's own way to send. A process that this one forked, such as a data loader's worker, goes that way."""
+        """Replaces the thread's send. A process that this one forked, such as a data loader's worker, still uses that."""
         if os.getpid() != self._pid:
             type(self._thread)._really_send(self._thread, message, *args, **kwargs)
             return
@@ -40,14 +40,14 @@ class _Outlet:
             self._pipe.send_multipart([self._thread._pipe_uuid, *message])
 
     def close(self) -> None:
-        """Wait until what was said is on its way, for the time that ipykernel gives it."""
+        """Wait until all messages are sent, as long as ipykernel allows."""
         with self._lock:
             self._pipe.close()
             self._context.term()
 
 
 def speak_through_kernel() -> None:
-    """In a forked process, once: from here on its displays and widgets are the parent kernel's. Nothing where there is no kernel."""
+    """In a forked process, once: from here on, send its displays and widgets through the parent's kernel. Does nothing without a kernel."""
     global _outlet
     kernels = sys.modules.get("ipykernel.kernelbase")
     if kernels is None or not kernels.Kernel.initialized():
@@ -56,14 +56,14 @@ def speak_through_kernel() -> None:
     thread = getattr(kernel.iopub_socket, "io_thread", None)
     known = ("_setup_pipe_out", "_really_send", "_pipe_uuid", "_is_master_process")
     if thread is None or not all(hasattr(thread, name) for name in known) or thread._is_master_process():
-        return  # an ipykernel that does it otherwise: its streams work as they do there
+        return  # an ipykernel that works differently: its streams stay as they are
     _outlet = _Outlet(thread)
     thread._really_send = _outlet.send
     kernel.session.check_pid = False
 
 
 def fall_silent() -> None:
-    """Before this process ends without Python's own clean-up: let what it said arrive."""
+    """Before this process ends without Python's clean-up, let its messages arrive."""
     global _outlet
     if _outlet is not None and _outlet._pid == os.getpid():
         _outlet.close()

@@ -27,17 +27,17 @@ from lightning_autopar.strategies.processes.whereabouts import GpuQueue, where
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.mixin import EngineMixin
 
-#: Between two looks.
+#: Seconds between two looks.
 _LOOK_SECONDS = 1.0
-#: This process's own GPU is looked at when no batch has begun for so long, and then so often.
+#: When no batch has begun for so long, this process's own GPU is looked at, and from then on this often.
 _QUEUE_SECONDS = 5.0
-#: A launcher that ends the others when a process has failed has done so by then.
+#: By then, a launcher that ends the others when a process has failed has done so.
 _GONE_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Process:
-    """A process as the others find it."""
+    """What the others know of a process."""
 
     rank: int
     host: str
@@ -47,15 +47,15 @@ class _Process:
 
 @contextmanager
 def watch(store: Any, rank: int, devices: Sequence[str], run: int, *, own_device: torch.device, engine: EngineMixin) -> Iterator[None]:
-    """While open, this process ends by a sentence when another one of the run on this host is stopped for long, or gone, or all GPUs hang.
+    """While open, this process ends with a message when another one of the run on this host is stopped for long or gone, or all GPUs hang.
 
     Args:
         store: where the processes meet.
         rank: of this one.
         devices: of the ranks.
-        run: its number among these processes' runs.
+        run: the run's number among these processes' runs.
         own_device: this rank's, as torch names it here.
-        engine: whose batches show that this rank comes along.
+        engine: whose batches show that this rank makes progress.
     """
     own = psutil.Process()
     here = _Process(rank=rank, host=socket.gethostname(), pid=own.pid, created=own.create_time())
@@ -87,7 +87,7 @@ def watch(store: Any, rank: int, devices: Sequence[str], run: int, *, own_device
                 _end(f"{lost}, and this rank waited for it{'' if place is None else f' in {place}'}")
             stands = standstill.look()
             if stands is not None and not ended.is_set():
-                _end(stands, after_seconds=2 * _LOOK_SECONDS)  # so that each rank says its own
+                _end(stands, after_seconds=2 * _LOOK_SECONDS)  # so that each rank reports its own
 
     threading.Thread(target=body, daemon=True, name="autopar-peers").start()
     try:
@@ -104,7 +104,7 @@ class Watch:
     Args:
         processes: which.
         devices: of all ranks.
-        left: whether a rank has come to the end of the run.
+        left: says whether a rank has come to the end of the run.
         clock: in seconds.
     """
 
@@ -116,9 +116,9 @@ class Watch:
     _lost: dict[int, float] = field(default_factory=dict)
 
     def look(self) -> str | None:
-        """What is wrong with one of them, for so long that it won't come again; to be called again and again."""
+        """What is wrong with one of them, if it has lasted so long that it won't recover; to be called again and again."""
         now = self.clock()
-        # What this process itself was stopped for doesn't count: then everything may have been.
+        # Time for which this process itself was stopped doesn't count: everything may have been stopped then.
         took = 0.0 if self._looked is None else min(now - self._looked, 2 * _LOOK_SECONDS)
         self._looked = now
         for process in self.processes:
@@ -134,15 +134,15 @@ class Watch:
 
 @dataclass(kw_only=True)
 class Standstill:
-    """Sees that no rank comes along: each stands at one place, before a GPU that does nothing or in a collective, and has said so.
+    """Detects that no rank makes progress: each waits at one place, for a GPU that does nothing or in a collective, and has reported that.
 
     Args:
         rank: of this process.
         devices: of all ranks.
         begun: how many batches have begun here.
-        look_at: where this process's main thread is, and its GPU's :meth:`~whereabouts.GpuQueue.count`.
-        tell: says to the others what this rank stands before: "gpu", "collective" or "".
-        told: what a rank has said.
+        look_at: gives where this process's main thread is, and its GPU's :meth:`~whereabouts.GpuQueue.count`.
+        tell: reports to the others what this rank waits for: "gpu", "collective" or "".
+        told: gives what a rank has reported.
         clock: in seconds.
     """
 
@@ -161,7 +161,7 @@ class Standstill:
     _word: str = ""
 
     def look(self) -> str | None:
-        """The sentence, once all ranks stand; to be called again and again."""
+        """The message, once no rank makes progress; to be called again and again."""
         now, begun = self.clock(), self.begun()
         if begun != self._begun:
             self._longest_seconds = max(self._longest_seconds, now - self._moved) if self._begun > 1 else 0.0  # the first takes longer
@@ -189,7 +189,7 @@ def _told(store: Any, key: str) -> str:
 
 
 def _state(process: _Process) -> tuple[str | None, float]:
-    """What is wrong with it, in words, and how long that may last; None where nothing is."""
+    """What is wrong with a process, in words, and how long that may last; None where nothing is wrong."""
     with suppress(psutil.Error):
         found = psutil.Process(process.pid)
         if found.create_time() == process.created and (status := found.status()) != psutil.STATUS_ZOMBIE:
@@ -198,7 +198,7 @@ def _state(process: _Process) -> tuple[str | None, float]:
 
 
 def _end(words: str, after_seconds: float = 0.0) -> NoReturn:
-    """End this process, whatever its threads wait for: its launcher sees that it failed."""
+    """End this process, whatever its threads wait for, so that its launcher sees a failure."""
     sys.stderr.write(f"autopar: {words}; this one ends\n")
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or nobody reads any more

@@ -22,30 +22,30 @@ from typing import Literal
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.strategies.base.plan_log import PlanChange, PlanChanges
 
-#: What the agent may ask for: a snapshot, after which training goes on, or one after which the workers leave.
+#: The agent may ask for a snapshot after which training goes on, or for one after which the workers leave.
 Ask = Literal["snapshot", "pause"]
 _ASKS: tuple[Ask, ...] = ("snapshot", "pause")
 _INTERRUPTS: tuple[type[BaseException], ...] = (KeyboardInterrupt, SIGTERMException)
-#: Numbers of all ranks together, and of each rank: first those of any rendezvous, then those of its kind.
+#: The shared numbers of all ranks together, and of each rank: first those of any rendezvous, then those of a kind of rendezvous.
 _HOLD, _STOP_AT, _ASK, _NUMBER, _FINAL, _WORDS = range(6)
 _COUNT, _BATCH_NS, _AT_NS, _DONE, _STEP, _LEFT, _SAVE_NS, _BYTES, _LOSS, _LOSS_STEP, _CELLS = range(11)
-#: Longer than a store takes to become visible to another core, by orders of magnitude.
+#: By orders of magnitude longer than a write to memory takes to become visible to another core.
 _SETTLE_SECONDS = 0.01
-#: A rank's figure that isn't known.
+#: Stands for a rank's figure that isn't known.
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationProgress:
-    """How a generation comes along, as its rank 0 sees it.
+    """The progress of a generation, as its rank 0 sees it.
 
     Args:
         boundaries: how many boundaries it has come to.
         step: the trainer's global step; -1 before the first boundary.
         batches_left: training batches to go; None where that isn't known.
         batch_seconds: the latest time from one boundary to the next.
-        save_seconds: what the latest snapshot took; None before there was one.
-        at: when it was at its latest boundary, on the host's monotonic clock; None before the first.
+        save_seconds: what the latest snapshot took; None before the first.
+        at: when it was at its latest boundary, by the host's monotonic clock; None before the first.
     """
 
     boundaries: int
@@ -81,7 +81,7 @@ class _Rendezvous:
         return [int(self._cells[self._place(rank, cell)]) for rank in range(self._world_size)]
 
     def _come(self, rank: int) -> bool:
-        """This rank is at a boundary, and waits until it is decided at which all stop; whether they do here, or were to earlier."""
+        """This rank is at a boundary; it waits for the parent's decision where all stop. Whether that is here, or was earlier."""
         cells, now = self._cells, time.monotonic_ns()
         last = cells[self._place(rank, _AT_NS)]
         if last != _UNKNOWN:
@@ -93,7 +93,7 @@ class _Rendezvous:
         return bool(cells[_HOLD]) and cells[self._place(rank, _COUNT)] >= cells[_STOP_AT]
 
     def _hold(self) -> None:
-        """Have all ranks stop at the next boundary that all of them can reach."""
+        """Make all ranks stop at the next boundary that all of them can reach."""
         self._cells[_STOP_AT] = 0
         self._cells[_HOLD] = 1
         time.sleep(_SETTLE_SECONDS)
@@ -101,10 +101,9 @@ class _Rendezvous:
 
 
 class StopRendezvous(_Rendezvous):
-    """Has all ranks leave at the same batch, of whatever loop.
-
-    Lightning's own way (``received_sigterm``) is a flag in each process, read at places that ranks reach at different times: one
-    rank leaves while another waits for it in a collective, and a checkpoint written then is no rank's truth.
+    """Makes all ranks leave at the same batch, in any loop. Lightning itself (``received_sigterm``) has a flag in each process, which ranks
+    read at different times: one rank leaves while another waits for it in a collective, and a checkpoint written then matches no rank's
+    state.
     """
 
     # -- in a worker -------------------------------------------------------------------------------------------------------------------
@@ -137,22 +136,23 @@ class StopRendezvous(_Rendezvous):
 
     @property
     def longest_seconds(self) -> float:
-        """The longest of the ranks' latest batches: how far away a boundary may be."""
+        """Seconds of the longest of the ranks' latest batches: the next boundary may take that long."""
         return max(0, *self._everyones(_BATCH_NS)) * 1e-9
 
 
 class SnapshotRendezvous(_Rendezvous):
-    """Has all ranks of an elastic generation write a snapshot at the same boundary between two batches of training."""
+    """Makes all ranks of an elastic generation write a snapshot at the same boundary between two training batches."""
 
     # -- in a worker -------------------------------------------------------------------------------------------------------------------
 
     def arrive(self, rank: int, *, step: int, batches_left: int | None, in_window: bool) -> Ask | None:
-        """This rank is at a boundary; returns what all ranks are to do here, if anything.
+        """This rank is at a boundary; returns what all ranks must do here, if anything.
 
         Args:
             step: the trainer's global step.
             batches_left: training batches to go, None where unknown.
-            in_window: whether gradients of earlier batches wait for their step here: then nothing is done before it. The same on all ranks.
+            in_window: whether gradients of earlier batches wait for their optimizer's step: then nothing is done here. The same on all
+                ranks.
         """
         cells = self._cells
         cells[self._place(rank, _STEP)] = step
@@ -163,27 +163,27 @@ class SnapshotRendezvous(_Rendezvous):
 
     @property
     def number(self) -> int:
-        """Of the latest request, from 1."""
+        """The number of the latest request, from 1."""
         return int(self._cells[_NUMBER])
 
     def answer(self, rank: int, *, done: bool, save_seconds: float) -> None:
-        """This rank has done what the latest request asks for, or couldn't; what that took is no part of the next batch's time."""
+        """This rank has done what the latest request asks for, or couldn't; the time for it doesn't count in the next batch's."""
         self._cells[self._place(rank, _SAVE_NS)] = int(save_seconds * 1e9)
         self._cells[self._place(rank, _AT_NS)] = time.monotonic_ns()
         self._cells[self._place(rank, _DONE)] = self.number if done else -self.number
 
     def tell_bytes(self, rank: int, used_bytes: int) -> None:
-        """What this rank's device holds for this run now."""
+        """Report the bytes that this rank's device holds for this run now."""
         self._cells[self._place(rank, _BYTES)] = used_bytes
 
     def tell_loss(self, rank: int, step: int, loss: float) -> None:
-        """The latest loss that was logged."""
+        """Report the latest logged loss."""
         self._cells[self._place(rank, _LOSS)] = struct.unpack("q", struct.pack("d", loss))[0]
         self._cells[self._place(rank, _LOSS_STEP)] = step
 
     @property
     def final(self) -> bool:
-        """Whether a failure ends the run, so that hooks that belong to one are to be run."""
+        """Whether a failure ends the run, so that the hooks for exceptions must run."""
         return bool(self._cells[_FINAL])
 
     # -- in the agent ------------------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class SnapshotRendezvous(_Rendezvous):
         self._cells[_FINAL] = int(value)
 
     def ask(self, what: Ask) -> int:
-        """Ask all ranks for something at their next common boundary; returns the request's number."""
+        """Request something from all ranks at their next common boundary; returns the request's number."""
         cells = self._cells
         assert not cells[_HOLD], "one request at a time"
         cells[_ASK] = _ASKS.index(what)
@@ -202,7 +202,7 @@ class SnapshotRendezvous(_Rendezvous):
         return self.number
 
     def answered(self) -> bool | None:
-        """Whether every rank has done the latest request, or couldn't; None as long as one hasn't said. Then ranks aren't held any more."""
+        """Whether every rank could do the latest request; None until all have answered. Then ranks are held no longer."""
         cells = self._cells
         answers = self._everyones(_DONE)
         if any(abs(answer) != self.number for answer in answers):
@@ -211,11 +211,11 @@ class SnapshotRendezvous(_Rendezvous):
         return all(answer > 0 for answer in answers)
 
     def withdraw(self) -> None:
-        """The latest request is void: its ranks have ended."""
+        """Cancel the latest request: its ranks have ended."""
         self._cells[_HOLD] = 0
 
     def progress(self) -> GenerationProgress:
-        """How the generation comes along."""
+        """The generation's progress."""
 
         def value(cell: int) -> int:
             return int(self._cells[self._place(0, cell)])
@@ -230,11 +230,11 @@ class SnapshotRendezvous(_Rendezvous):
         )
 
     def furthest_step(self) -> int:
-        """Where a rank that failed was: none of the others could go past it, but rank 0 may not have come there. -1 before all of them."""
+        """The furthest step of any rank: where a failed one was, which none could pass; rank 0 may be behind. -1 before all."""
         return max(self._everyones(_STEP))
 
     def used_bytes(self) -> list[int]:
-        """What each rank's device holds for this run, as it last said."""
+        """The bytes that each rank's device holds for this run, by its last report."""
         return self._everyones(_BYTES)
 
     def loss(self) -> tuple[int, float] | None:
@@ -248,11 +248,11 @@ _START, _REQUEST, _REFUSAL, _BEGIN = "start.pkl", "request", "refusal", "begin"
 
 @dataclass(kw_only=True)
 class GenerationFiles:
-    """What a worker of an elastic run has besides its job.
+    """Where agent and workers of a generation of an elastic run exchange what isn't in the job.
 
     Args:
         gate: where its generation's ranks meet.
-        begin: set when the generation is to begin; what with lies in the folder then.
+        begin: set when the generation may begin; then the folder holds what it begins with.
         folder: the generation's.
         changes: how the run came to this generation's plan; known in a worker once it begins.
     """
@@ -265,12 +265,12 @@ class GenerationFiles:
     # -- in the agent ------------------------------------------------------------------------------------------------------------------
 
     def let_begin(self, snapshot: Path | None, changes: Sequence[PlanChange] = ()) -> None:
-        """Let the generation begin, from a snapshot or as the user's call says, after these changes of plan."""
+        """Let the generation begin, from a snapshot or as the user's call says; ``changes`` are the plan's changes so far."""
         (self.folder / _START).write_bytes(pickle.dumps((snapshot, tuple(changes))))
         self.begin.set()
 
     def request(self, target: Path) -> None:
-        """Where the next snapshot goes; to be said before the rendezvous asks."""
+        """Say where the next snapshot goes; to be called before the rendezvous asks for it."""
         (self.folder / _REQUEST).write_text(str(target), encoding="utf-8")
 
     def refusal(self) -> str:
@@ -281,17 +281,17 @@ class GenerationFiles:
     # -- in a worker -------------------------------------------------------------------------------------------------------------------
 
     def beginning(self) -> Path | None:
-        """Wait for the word; the snapshot to begin from."""
+        """Wait until the generation may begin; returns the snapshot to begin from."""
         self.begin.wait()
         snapshot, changes = pickle.loads((self.folder / _START).read_bytes())
         self.changes = PlanChanges(changes=changes, folder=self.folder.parent)
         return None if snapshot is None else Path(snapshot)
 
     def target(self) -> Path:
-        """Where the snapshot goes that the rendezvous asks for."""
+        """Where to write the snapshot that the rendezvous asks for."""
         return Path((self.folder / _REQUEST).read_text(encoding="utf-8"))
 
     def refuse(self, error: BaseException) -> None:
-        """Say why a snapshot couldn't be written; a rank at a time, as the last word is as good as the first."""
-        with suppress(OSError):  # the disk that was full may be this one
+        """Report why a snapshot couldn't be written. If several ranks do, the last report stays."""
+        with suppress(OSError):  # this may be the disk that is full
             (self.folder / _REFUSAL).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")

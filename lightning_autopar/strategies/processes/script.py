@@ -23,7 +23,7 @@ class Script:
     Args:
         target: the path of a Python file, or a module's name.
         arguments: its command-line arguments.
-        is_module: whether ``target`` is a module's name, as behind ``python -m``.
+        is_module: whether ``target`` is a module's name, as after ``python -m``.
 
     Raises:
         ValueError: if there is no such file.
@@ -39,11 +39,11 @@ class Script:
 
     @property
     def name(self) -> str:
-        """For sentences: ``"train.py"``."""
+        """Its name in messages: ``"train.py"``."""
         return self.target if self.is_module else Path(self.target).name
 
     def run(self) -> None:
-        """Run it; what it raises comes out, :class:`SystemExit` as well.
+        """Run it; what it raises is raised here, also :class:`SystemExit`.
 
         Raises:
             ValueError: if there is no such module.
@@ -57,7 +57,7 @@ class Script:
 
     @contextmanager
     def _as_main(self) -> Iterator[None]:
-        """``sys.argv`` and ``sys.path`` as a script finds them: its folder stands in place of this program's own."""
+        """While open, ``sys.argv`` and ``sys.path`` are those of the script: its folder replaces this program's own."""
         before = sys.argv[:], sys.path[:]
         own = {"", os.getcwd(), str(Path(sys.argv[0]).resolve().parent)}
         folder = os.getcwd() if self.is_module else str(Path(self.target).resolve().parent)
@@ -75,14 +75,14 @@ def _check_module(name: str) -> None:
         found = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that the module's package imports
+            raise  # a module that its package imports
         found = None
     if found is None:
-        raise ValueError(f"there is no module {name!r}; give its name as behind python -m, from a folder from which it can be imported")
+        raise ValueError(f"there is no module {name!r}; give its name as after python -m, in a folder from which it can be imported")
 
 
 def own_traceback(error: BaseException) -> TracebackType | None:
-    """The script's part of the traceback of what :meth:`Script.run` raised."""
+    """The script's part of the traceback of an exception from :meth:`Script.run`."""
     around = {__file__, runpy.__file__, "<frozen runpy>"}
     found, inside = error.__traceback__, False
     while found is not None:
@@ -100,7 +100,7 @@ NO_WORKERS = (
     "this process has used a GPU (or run a backward pass) already, so that no workers can be forked from it, and it runs no script that "
     "could be started again for them; to use several devices, restart the kernel and call fit before anything else"
 )
-#: What stands before the script's own arguments in the command that started it here; empty where Python runs the script by itself.
+#: The words before the script's own arguments in the command that started it here; empty where Python runs the script directly.
 _command: tuple[str, ...] = ()
 
 
@@ -120,7 +120,7 @@ def started_by(command: Sequence[str]) -> Iterator[None]:
 
 
 def runs_script() -> bool:
-    """Whether this process runs a script that can be started again; else a notebook, an interactive session, or what was piped to it."""
+    """Whether this process runs a script that can be started again, not a notebook, an interactive session or piped code."""
     return bool(_command) or (not hasattr(sys, "ps1") and getattr(sys.modules["__main__"], "__file__", "<stdin>") != "<stdin>")
 
 

@@ -30,18 +30,18 @@ import psutil
 
 from lightning_autopar.strategies.processes import whereabouts
 
-#: A stopped process is let go on for so long: who pauses a run may do so by mistake, or look at one rank.
+#: A stopped process is tolerated for so long: a user may stop it by mistake, or to look at one rank.
 STOPPED_SECONDS = 30.0
-#: For so long all ranks are seen to stand still, in looks that begin `SEARCH_SECONDS` after the last batch has.
+#: How long all ranks must stand still, in looks that begin `SEARCH_SECONDS` after the last batch began.
 STOOD_SECONDS = 35.0
-#: A GPU that others use as well may take so many times as long as the longest batch has.
+#: A GPU that others use, too, may take so many times as long as the longest batch took.
 PATIENCE = 10
-#: How long it may take before that is known: kernels are loaded and tried out, and the first batch of all may be a long one.
+#: How long a GPU may take before that is known: kernels are loaded and tried out, and the first batch may be a long one.
 FIRST_SECONDS, _KNOWN_BATCHES = 120.0, 3
-#: Between two looks at processes' states. When no batch has begun for the second time, they include a search through all processes, and
-#: stacks, the third time apart.
+#: Seconds between two looks at processes' states; without a batch for the second time, looks also search all processes, and read stacks, at
+#: the third interval.
 LOOK_SECONDS, SEARCH_SECONDS, AGAIN_SECONDS = 1.0, 10.0, 5.0
-#: Less than so much of a core: what waiting threads and the interpreter take, and a transfer of data doesn't do with.
+#: The share of a core that waiting threads and the interpreter take at most; a transfer of data takes more.
 _IDLE_SHARE = 0.02
 
 
@@ -50,7 +50,7 @@ class Stall:
     """Why a generation can't go on.
 
     Args:
-        ranks: whose workers are to blame.
+        ranks: whose workers are the cause.
         sentence: what is to be told.
     """
 
@@ -60,10 +60,8 @@ class Stall:
 
 @dataclass(kw_only=True)
 class Stand:
-    """For how long one rank has been seen to stand still.
-
-    Only time between two looks that found the same counts, and of that no more than looks are apart: where the looking process was stopped,
-    or had no core, so may the others have been.
+    """How long one rank has been seen to stand still. Only time between two looks that found the same counts, and no more than the looks'
+    interval: if the looking process was stopped or had no core, the others may have been, too.
     """
 
     place: str | None = None
@@ -84,7 +82,7 @@ class Stand:
         self.place, self.queue = place, queue
 
     def before(self, gpu_bound_seconds: float) -> Literal["gpu", "collective", ""]:
-        """What it has stood before for long enough; nothing while its GPU may still do what it was given."""
+        """What the rank has waited for long enough; nothing while its GPU may still work."""
         if self.place_seconds < STOOD_SECONDS:
             return ""
         if self.gpu_seconds:
@@ -93,11 +91,11 @@ class Stand:
 
 
 def hung_seconds(longest_batch_seconds: float, batches: int) -> float:
-    """How long a GPU that hasn't done what it was given isn't taken for hung.
+    """How long a GPU may leave its work undone before it counts as hung.
 
     Args:
         longest_batch_seconds: from one batch's begin to the next one's.
-        batches: how many of a rank's have begun.
+        batches: how many batches of a rank have begun.
     """
     return max(STOOD_SECONDS, PATIENCE * longest_batch_seconds, 0.0 if batches >= _KNOWN_BATCHES else FIRST_SECONDS)
 
@@ -129,10 +127,10 @@ class Stalls:
     _idle_seconds: float = 0.0
 
     def look(self, pids: Mapping[int, int], batches: Sequence[int]) -> Stall | None:
-        """Whether the workers can't go on; to be called again and again.
+        """Why the workers can't go on, or None; to be called again and again.
 
         Args:
-            pids: process ids of those that live, by rank.
+            pids: process ids of the live workers, by rank.
             batches: how many batches have begun, in rank order.
         """
         now = self.clock()
@@ -155,13 +153,13 @@ class Stalls:
                 self._stopped.pop(rank, None)
             elif (stall := self._count(rank, pid, stopped, took, pids)) is not None:
                 return stall
-        if self._stopped:  # nobody answers for it
+        if self._stopped:  # nobody answers for a stopped process
             self._asked_for_stands = False
         elif self._asked_for_stands:
             self._asked_for_stands = False
             return self._standstill(pids, now)
         elif search and len(pids) == len(self.devices) > 1:
-            self._asked_for_stands = True  # the answers are read at the next look: a machine under load may take its time
+            self._asked_for_stands = True  # the answers are read at the next look: a machine under load may be slow
             self.ask(pids)
         return None
 
@@ -170,7 +168,7 @@ class Stalls:
         return f"rank {rank} on {self.devices[rank]}"
 
     def ask(self, pids: Mapping[int, int]) -> None:
-        """Have workers say where they are."""
+        """Ask workers to report where they are."""
         whereabouts.ask(self.folder, pids)
 
     def places(self, ranks: Sequence[int]) -> str:
@@ -179,7 +177,7 @@ class Stalls:
         return "; ".join(f"{self.name(rank)} waited in {place}" for rank, place in found.items() if place is not None)
 
     def _count(self, rank: int, pid: int, stopped: int, took: float, pids: Mapping[int, int]) -> Stall | None:
-        """A process of this rank's is stopped."""
+        """Count how long a process of this rank has been stopped."""
         seconds = self._stopped[rank] = self._stopped.get(rank, 0.0) + (took if rank in self._stopped else 0.0)
         others = {each: process for each, process in pids.items() if each != rank}
         if seconds < STOPPED_SECONDS:
@@ -196,7 +194,7 @@ class Stalls:
         return Stall(ranks=(rank,), sentence=f"{words}: {waited}" if waited else words)
 
     def _standstill(self, pids: Mapping[int, int], now: float) -> Stall | None:
-        """Whether no rank comes along, by what they have answered; where one hasn't, nothing is known."""
+        """Whether no rank makes progress, by their answers; None if one hasn't answered."""
         answers = {rank: answer for rank in pids if (answer := whereabouts.answer(self.folder, rank)) is not None}
         if len(answers) < len(self.devices):
             return None
@@ -222,7 +220,7 @@ class Stalls:
 
 
 def _stopped_process(pid: int, *, search: bool) -> int | None:
-    """The id of a process that a signal has stopped: this one or, where they are to be searched, one that it started."""
+    """The id of a process that a signal has stopped: this one or, if children are searched, one that it started."""
     with suppress(psutil.Error):  # it has just ended
         process = psutil.Process(pid)
         family = [process, *(process.children(recursive=True) if search else ())]

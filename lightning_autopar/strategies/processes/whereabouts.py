@@ -21,25 +21,23 @@ from types import FrameType
 import lightning
 import torch
 
-#: Asks for the stack. The last of the real-time signals, which no library and no launcher uses; macOS has none of them.
+#: The signal that asks for the stack: the last real-time signal, which no library and no launcher uses; macOS has none.
 _ASK = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 #: A frame in a traceback.
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-#: Whose frames are around what the user knows as the collective.
+#: Names of functions whose frames surround the collective that the user knows.
 _WRAPPERS = ("c10d_logger.py", "contextlib.py")
-#: How a function that does nothing but this is better known.
+#: Better-known names of functions that do only one thing.
 _NAMES = {"_engine_run_backward": "backward"}
-#: Where code lies that is neither the user's nor this package's.
+#: Folders of code that is neither the user's nor this package's.
 _STRANGERS = (*(os.path.dirname(package.__file__ or "") for package in (torch, lightning)), sysconfig.get_paths()["stdlib"], "<")
-#: Whose frames are on the stack while a CUDA graph is captured: then another thread's wait would spoil it.
+#: Functions that are on the stack while a CUDA graph is captured, which another thread's wait would spoil.
 _CAPTURES = (os.path.join("torch", "cuda", "graphs.py"), "cudagraph_trees.py")
 
 
 class GpuQueue:
-    """Whether a GPU does what it is given.
-
-    A look starts a thread that waits for the GPU. That thread ends when all that had been enqueued is done; while it lives, nobody looks
-    anew. It enqueues nothing itself, as it would wait with Python's lock held where the queue is full.
+    """Whether a GPU does its queued work. A look starts a thread that waits for the GPU. That thread ends when all work that was queued is
+    done; while it lives, no new look begins. It queues nothing itself: with a full queue it would wait with Python's lock held.
 
     Args:
         device: the GPU, or a device that has no queue.
@@ -51,15 +49,14 @@ class GpuQueue:
         self._looks = 0
 
     def count(self, thread: int) -> int:
-        """A number that grows from look to look while the GPU does what it is given, and stays the same while it doesn't.
-
-        It is no time: a process that was stopped, or had no core for an hour, comes to the same number as one that wasn't.
+        """A number that grows from look to look while the GPU does its queued work, and stays the same while it doesn't. It isn't a time: a
+        process that was stopped, or had no core for an hour, comes to the same number as one that wasn't.
 
         Args:
             thread: whose work is looked at.
 
         Returns:
-            0 where nothing can be said: there is no GPU, it isn't in use yet, or a CUDA graph is being captured.
+            0 where nothing is known: there is no GPU, it isn't in use yet, or a CUDA graph is being captured.
         """
         if self._device.type != "cuda" or not torch.cuda.is_initialized() or self._captures(thread):
             return 0
@@ -84,7 +81,7 @@ class GpuQueue:
             return bool(torch.cuda.is_current_stream_capturing())
 
     def _drain(self) -> None:
-        with suppress(RuntimeError):  # the GPU has failed: that ends the run by itself
+        with suppress(RuntimeError):  # the GPU has failed, which ends the run by itself
             torch.cuda.synchronize(self._device)  # all of its streams: an engine may wait in one of its own
 
 
@@ -93,13 +90,13 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def tell_when_asked(folder: Path, rank: int, thread: int, device: torch.device) -> None:
-    """In a worker's main thread: from now on write to a file in the folder where a thread is whenever the parent asks.
+    """In a worker's main thread: from now on, whenever the parent asks, write to a file in the folder where a thread is.
 
     Args:
         folder: the generation's.
         rank: the worker's.
         thread: the thread's id.
-        device: what it computes on; of a GPU it says :meth:`GpuQueue.count` as well.
+        device: what it computes on; for a GPU it also writes :meth:`GpuQueue.count`.
     """
     queue = GpuQueue(device)
     path = _file(folder, rank)
@@ -111,7 +108,7 @@ def tell_when_asked(folder: Path, rank: int, thread: int, device: torch.device) 
             os.write(file, f"{where(thread) or ''}\n{queue.count(thread)}\n".encode())
 
     signal.signal(_ASK, tell)
-    hidden.rename(path)  # whoever asks before that would end this process by the signal
+    hidden.rename(path)  # before that, the asking signal would end this process
 
 
 def where(thread: int) -> str | None:
@@ -134,20 +131,20 @@ def _frames(thread: int) -> list[tuple[str, str, str]]:
 
 
 def ask(folder: Path, pids: Mapping[int, int]) -> None:
-    """In the parent: have workers write anew where they are; they do so within some milliseconds, unless they are stopped.
+    """In the parent: ask workers to write anew where they are; they do so within some milliseconds, unless they are stopped.
 
     Args:
         folder: the generation's.
         pids: the workers' process ids by rank.
     """
     for rank, pid in pids.items():
-        with suppress(OSError):  # it has just ended, or isn't so far yet
+        with suppress(OSError):  # it has just ended, or hasn't started yet
             os.truncate(_file(folder, rank), 0)
             os.kill(pid, _ASK)
 
 
 def answer(folder: Path, rank: int) -> tuple[str | None, int] | None:
-    """In the parent: where a worker was, in words, and its :meth:`GpuQueue.count`; None where it hasn't answered since it was asked."""
+    """In the parent: where a worker was, in words, and its :meth:`GpuQueue.count`; None where it hasn't answered yet."""
     try:
         words, queue, _ = _file(folder, rank).read_text(encoding="utf-8", errors="replace").split("\n")
     except (OSError, ValueError):
@@ -156,18 +153,18 @@ def answer(folder: Path, rank: int) -> tuple[str | None, int] | None:
 
 
 def place(folder: Path, rank: int) -> str | None:
-    """In the parent: where a worker was when it was asked, in words; None where it hasn't said."""
+    """In the parent: where a worker was when it was asked, in words; None where it hasn't answered."""
     found = answer(folder, rank)
     return None if found is None else found[0]
 
 
 def raised_at(traceback_text: str) -> str | None:
-    """Where an exception was raised, in the same words."""
+    """Where an exception was raised, in the same form."""
     return _in_words(list(reversed(_FRAME.findall(traceback_text))))
 
 
 def _in_words(frames: Sequence[tuple[str, str, str]]) -> str | None:
-    """A function of torch's together with who called it, or the function itself.
+    """A place in words: a function of torch's with its caller, or the function itself.
 
     Args:
         frames: file, line and function, the innermost first.

@@ -54,15 +54,15 @@ from lightning_autopar.strategies.processes.whereabouts import tell_when_asked
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-#: How long taking leave of the process group may take: NCCL may wait for work that a rank which is gone has no part in any more.
+#: How long leaving the process group may take: NCCL may wait for work of a rank that is gone.
 _ABORT_SECONDS = 10.0
-#: Of the 107 bytes of a UNIX socket's name, less what multiprocessing appends.
+#: The bytes left of a UNIX socket's name, which has 107, after what multiprocessing appends.
 _LONGEST_SOCKET_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 
 
 @dataclass(kw_only=True)
 class WorkerJob:
-    """What each worker is to do."""
+    """What each worker does."""
 
     run_plan: RunPlan
     make_engine: Callable[[RunPlan], EngineMixin]
@@ -77,7 +77,7 @@ class WorkerJob:
 
 
 def make_job(run_plan: RunPlan, trainer: Trainer, function: Callable[..., Any], args: Any, kwargs: Any, folder: Path) -> WorkerJob:
-    """What workers are told to run the trainer's function by."""
+    """The job by which workers run the trainer's function."""
     return WorkerJob(
         run_plan=run_plan,
         make_engine=trainer.strategy.make_engine,  # type: ignore[attr-defined]  # the user's AutoParallelStrategy
@@ -91,10 +91,7 @@ def make_job(run_plan: RunPlan, trainer: Trainer, function: Callable[..., Any], 
 
 
 def work(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: connection.Connection, parent_pid: int) -> None:
-    """The main thread of a worker: environment and signals here, the run in a thread of its own.
-
-    Why in a thread of its own, see :mod:`lightning_autopar._fork`.
-    """
+    """A worker's main thread: it sets up environment and signals; the run has a thread of its own, see :mod:`lightning_autopar._fork`."""
     with suppress(OSError):
         os.setpgid(0, 0)
     die_with(parent_pid)
@@ -102,7 +99,7 @@ def work(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave_it_to_the_parent)
     for number in (signal.SIGTTIN, signal.SIGTTOU):
-        signal.signal(number, signal.SIG_IGN)  # a process group of its own must not be stopped by the terminal
+        signal.signal(number, signal.SIG_IGN)  # the terminal must not stop a process group of its own
     _make_scratch(job.folder)
     device = job.run_plan.devices[rank]
     jupyter.speak_through_kernel()
@@ -111,12 +108,12 @@ def work(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
     os.environ[RENDEZVOUS_FILE] = str(job.folder / "rendezvous")
     if device.kind == "cpu" and device.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(device.threads)
-    if device.index is None:  # a MIG instance: CUDA shows a process one of them at most, and only by name
+    if device.index is None:  # a MIG instance: CUDA shows a process at most one, and only by name
         os.environ["CUDA_VISIBLE_DEVICES"] = device.id
     default_device = torch.get_default_device()
 
     def body() -> None:
-        if default_device.type != "cpu":  # torch keeps it per thread
+        if default_device.type != "cpu":  # torch keeps this setting per thread
             torch.set_default_device(default_device)
         _run(rank, job, stop_rendezvous, pipe)
 
@@ -129,7 +126,7 @@ def work(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
 
 
 def _end() -> NoReturn:
-    """End this process; whatever it has started is its parent's to end."""
+    """End this process; its parent ends whatever it has started."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or nobody reads any more
             stream.flush()
@@ -138,9 +135,8 @@ def _end() -> NoReturn:
 
 
 def _make_scratch(folder: Path) -> None:
-    """Give multiprocessing, in this process and its data loader workers, a place for sockets that goes with the run's folder.
-
-    Its own, in the system's temporary folder, stays behind when a process is killed. A socket's name must be short: not under a long path.
+    """Give multiprocessing, in this process and its data loader workers, a folder for sockets that is removed with the run's. Its default,
+    in the system's temporary folder, is left behind when a process is killed. A socket's name must be short, so its path must be.
     """
     if len(str(folder)) > _LONGEST_SOCKET_FOLDER:
         return
@@ -153,7 +149,7 @@ def _make_scratch(folder: Path) -> None:
 
 
 def _leave_it_to_the_parent(number: int, frame: Any) -> None:
-    """The parent says when to stop. No SIG_IGN: a program that the user's code starts would inherit that."""
+    """Ignore interruptions: the parent says when to stop. Not by SIG_IGN, which a program that the user's code starts would inherit."""
 
 
 def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: connection.Connection) -> None:
@@ -168,7 +164,7 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
     job.before.survey.begin()
     try:
         engine = job.make_engine(job.run_plan)
-        if job.progress is not None and (rank == 0 or device.kind == "cuda"):  # a CPU's rank has nothing to tell but of the run
+        if job.progress is not None and (rank == 0 or device.kind == "cuda"):  # ranks on CPU devices have no GPU memory to show
             engine.at_batch.append(partial(job.progress.at_batch, trainer, rank, job.run_plan.torch_devices[rank]))
         engine.at_batch.append(partial(stop_rendezvous.boundary, rank))
         with installed(trainer, engine, module, job.run_plan.torch_devices, keep_sampler=job.run_plan.batch == "per_device"):
@@ -179,7 +175,7 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
                 if job.elastic is not None:
                     boundary = Boundary(trainer, job.elastic, job.before, rank)
                     args, kwargs = _begin(job, job.elastic, engine, boundary, pipe)
-                with without_word_of_signals(trainer):  # the parent has them, and stops all ranks at one batch
+                with without_word_of_signals(trainer):  # the parent handles signals, and stops all ranks at one batch
                     value = job.function(*args, **kwargs)
             except TunerExit:
                 word = "tuner"
@@ -187,7 +183,7 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
                 assert boundary is not None
                 boundary.close_bars()
                 pipe.send("paused")
-                _end()  # at once: the next generation waits for the memory, and to take shards apart takes a second
+                _end()  # at once: the next generation waits for the memory, and taking shards apart takes a second
             except BaseException as error:
                 engine.explain(error)
                 _leave(error, rank, job, stop_rendezvous, pipe)
@@ -203,7 +199,7 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
 def _begin(
     job: WorkerJob, elastic: GenerationFiles, engine: EngineMixin, boundary: Boundary, pipe: connection.Connection
 ) -> tuple[Any, dict[str, Any]]:
-    """Get ready, wait for the word, and take up where the generation before left; the arguments to call the trainer's function with."""
+    """Get ready, wait for the generation's beginning, and resume; returns the arguments for the trainer's function."""
     engine.prepare()
     pipe.send("ready")
     snapshot = elastic.beginning()
@@ -215,24 +211,24 @@ def _begin(
 
 
 def _leave(error: BaseException, rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: connection.Connection) -> None:
-    """The run ends by an exception: tell the parent, run the trainer's hooks, and leave the state as it is, where it can be had."""
+    """The run ends by an exception: tell the parent, run the trainer's hooks, and write the state as it is, if possible."""
     trainer = job.trainer
     if (
         job.elastic is not None
         and not job.elastic.rendezvous.final
         and not (stop_rendezvous.stopping and type(error) in (KeyboardInterrupt, SIGTERMException))
     ):
-        _report(error, rank, job, pipe)  # the agent goes on from a snapshot, as if nothing had happened: no hook is to see it
+        _report(error, rank, job, pipe)  # the agent goes on from a snapshot, as if nothing had happened: no hook may see it
         return
     if stop_rendezvous.stopping and type(error) in (KeyboardInterrupt, SIGTERMException):
         pipe.send("stopped")  # all ranks are here, so that hooks may use collectives
     else:
         _report(error, rank, job, pipe)
         if dist.is_initialized() and not _abort_group():
-            return  # any hook could wait for the device as this did
-    with suppress(Exception):  # a hook that fails while the run is failing must not hide the failure itself
+            return  # a hook could wait for the device, as this did
+    with suppress(Exception):  # a hook that fails now must not hide the failure itself
         call_on_exception(trainer, error, finalize=True)
-    with suppress(Exception):  # sharded weights can't be gathered when ranks have failed; the parent says so
+    with suppress(Exception):  # sharded weights can't be gathered when ranks have failed; the parent warns of it
         left = handover.collect(trainer, None, job.before, job.folder, rank, apart=True)
         (job.folder / f"rank{rank}.pkl").write_bytes(placed.dumps(left))
         if stop_rendezvous.stopping and dist.is_initialized():
@@ -243,9 +239,8 @@ def _leave(error: BaseException, rank: int, job: WorkerJob, stop_rendezvous: Sto
 
 
 def _abort_group() -> bool:
-    """Take leave of the others, who are somewhere else: what a hook tried to do with them would hang, or pair with what they do.
-
-    Returns whether that came to an end: it can wait for NCCL's work on the device, which waits for a rank that is gone.
+    """Leave the process group, as the other ranks are elsewhere: a hook's collective would hang, or meet another collective of theirs.
+    Returns whether that ended in time: it can wait for NCCL's work on the device, which waits for a rank that is gone.
     """
     thread = threading.Thread(target=abort_process_group, daemon=True, name="autopar-abort")
     thread.start()
@@ -254,14 +249,14 @@ def _abort_group() -> bool:
 
 
 def _report(error: BaseException, rank: int, job: WorkerJob, pipe: connection.Connection) -> None:
-    """Say what happened; as a file, since a pipe takes long words piece by piece, and a worker may be killed in between."""
+    """Report what happened, in a file: a pipe passes long messages on in pieces, and a worker may be killed in between."""
     with suppress(OSError):  # the parent may be gone
         (job.folder / f"error{rank}.pkl").write_bytes(pickle.dumps(Failure.of(error)))
         pipe.send("error")
 
 
 def die_with(parent_pid: int) -> None:
-    """Ask Linux to kill this process when its parent dies, however that comes about; elsewhere the closed pipe tells it too late."""
+    """Ask Linux to kill this process when its parent dies, for whatever reason; elsewhere the closed pipe tells it too late."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)

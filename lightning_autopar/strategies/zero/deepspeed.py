@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_autopar.strategies.zero.gradient_reduction import Reduction
 
-#: What the package imports when a run begins.
+#: Modules that the package imports when a run begins.
 _LATE = (
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -28,17 +28,16 @@ _LATE = (
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """The package, which computes on this kind of device in this process from now on; it takes seconds, once.
+    """Import DeepSpeed for this kind of device, which it keeps for the rest of the process; it takes seconds, once.
 
     Args:
-        device_type: ``"cpu"`` or ``"cuda"``. DeepSpeed would look for itself, by asking CUDA, which a process that is going to fork must
-            not do.
+        device_type: ``"cpu"`` or ``"cuda"``. DeepSpeed itself would call CUDA to find out, which a process that will fork must not do.
     """
     before = os.environ.get("DS_ACCELERATOR")
     os.environ["DS_ACCELERATOR"] = device_type
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what it uses of torch
+            warnings.simplefilter("ignore")  # of what DeepSpeed uses of torch
             import deepspeed
             from deepspeed.accelerator import get_accelerator, real_accelerator
             from deepspeed.utils import logging as loggers
@@ -53,26 +52,26 @@ def import_deepspeed(device_type: str) -> Any:
             del os.environ["DS_ACCELERATOR"]
         else:
             os.environ["DS_ACCELERATOR"] = before
-    loggers.logger.setLevel(logging.ERROR)  # it tells what it is doing at every step of its start
+    loggers.logger.setLevel(logging.ERROR)  # it logs every step of its start
     if device_type == "cpu":
-        # Its transport through shared memory would be compiled for more than a minute; gloo carries the same tensors.
+        # Compiling its transport through shared memory would take more than a minute; gloo transfers the same tensors.
         # (``deepspeed.comm.torch`` as an attribute is torch itself.)
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     return deepspeed
 
 
 def refuse_build(self: Any, verbose: bool = True) -> Any:
-    """A compiler takes minutes, and where one was killed its lock has the next wait for ever."""
+    """Refuse to compile: that takes minutes, and if a compiler was killed, the next one waits for its lock for ever."""
     raise RuntimeError(f"DeepSpeed wants to compile its {self.name}, which no plan needs")
 
 
 def start(backend: str) -> None:
-    """Make the process group that there is DeepSpeed's."""
+    """Let DeepSpeed use the existing process group."""
     from deepspeed.comm import comm
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     OpBuilder.jit_load = refuse_build
-    # It calls collectives by names that torch 2.13 has others for.
+    # It calls collectives by names that torch 2.13 has replaced.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
     comm.cdb = None  # an earlier run's group is gone
     comm.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
@@ -93,11 +92,11 @@ def initialize(module: nn.Module, optimizer: Optimizer | None, config: dict[str,
     from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
     from deepspeed.runtime.zero import partition_parameters as partitioning
 
-    # Sending weights to ranks that have them would copy every page that forked workers share; and it can't send those without dimensions.
+    # Sending weights to ranks that have them would copy every page that forked workers share; and it can't send tensors without dimensions.
     runtime.DeepSpeedEngine._broadcast_model = lambda self: None
     partitioning.Init._zero_init_param = _partition
     partitioning.zero3_linear_wrap = _linear()
-    # It looks for parameters in what each module returns, by ``vars``, which numbers and objects with slots don't have.
+    # It searches each module's output for parameters by ``vars``, which fails for numbers and objects with slots.
     parameter_offload.vars = _attributes
     copying = device_type == "cpu" and "offload_param" in config["zero_optimization"]
     for name in ("NoGatherHandle", "NoGatherCoalescedHandle"):
@@ -107,13 +106,13 @@ def initialize(module: nn.Module, optimizer: Optimizer | None, config: dict[str,
 
     def configured(engine: Any, model: nn.Module) -> None:
         if engine.zero_optimization_partition_weights():
-            # It would move the whole module to the device, before it takes it apart there, parameter by parameter.
+            # It would move the whole module to the device, before it partitions it there, parameter by parameter.
             model._apply(lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.to(engine.device))
             engine.dont_change_device = True
         configure(engine, model)
 
     runtime.DeepSpeedEngine._configure_distributed_model = configured
-    # It counts the parameters that a backward pass will reach, by a view of each, to know its end where it doesn't run backward itself.
+    # To find the end of a backward pass that it doesn't run itself, it counts the parameters that the pass will reach, by a view of each.
     for stages in (stage3, stage_1_and_2):
         stages.count_used_parameters_in_backward = lambda parameters: 0
     # It would switch Lightning's autocast off inside.
@@ -130,12 +129,12 @@ def initialize(module: nn.Module, optimizer: Optimizer | None, config: dict[str,
     return engine
 
 
-#: DeepSpeed's own classes of what we put others in the place of.
+#: DeepSpeed's own classes and functions that we replace.
 _ORIGINALS: dict[str, Any] = {}
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What ``vars`` gives, and slots; of what has neither, nothing."""
+    """An object's attributes by ``vars`` and slots; empty for an object with neither."""
     slots = (name for kind in type(value).__mro__ for name in vars(kind) if isinstance(vars(kind)[name], MemberDescriptorType))
     return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
 
@@ -147,10 +146,9 @@ def _partition(self: Any, parameter: nn.Parameter) -> None:
 
 
 def _linear() -> Callable[..., Tensor]:
-    """What DeepSpeed puts in the place of ``torch.nn.functional.linear`` at stage 3, such that it saves what torch's saves.
-
-    DeepSpeed's saves the parameter, which may be gone until backward, rather than a view that keeps it. But it saves the input of a frozen
-    weight, which no gradient is made of, and under autocast the input as it was, rather than its cast (0.19.8, ``runtime/zero/linear.py``).
+    """A replacement for DeepSpeed's version of ``torch.nn.functional.linear`` at stage 3, which saves what torch's saves. DeepSpeed's saves
+    the parameter, which may be freed until backward, rather than a view that keeps it. But it also saves the input of a frozen weight,
+    which no gradient needs, and under autocast the input itself rather than its cast (0.19.8, ``runtime/zero/linear.py``).
     """
     from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3 as Theirs
 
@@ -161,7 +159,7 @@ def _linear() -> Callable[..., Tensor]:
             x, weight, *bias = inputs
             ctx.save_for_backward(x if weight.requires_grad else None, weight, *(bias or [None]))
 
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # its names are torch's
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # the argument names are torch's
         kind = weight.device.type
         if torch.is_autocast_enabled(kind) and input.is_floating_point() and input.dtype != torch.float64:
             input = input.to(torch.get_autocast_dtype(kind))
@@ -172,9 +170,8 @@ def _linear() -> Callable[..., Tensor]:
 
 
 def _copying(handle: Any) -> Any:
-    """What fetches offloaded parameters where one rank has all of them: on a CPU device DeepSpeed would use them where they lie.
-
-    Host memory is the device's there, too; a copy keeps apart what is the device's and what is offloaded.
+    """Fetches offloaded parameters by a copy where one rank has all of them: on a CPU device DeepSpeed would use them where they lie. Host
+    memory is the device's there, too; the copy separates the device's memory from what is offloaded.
     """
 
     class Copying(handle):  # type: ignore[misc]
@@ -187,10 +184,9 @@ def _copying(handle: Any) -> Any:
 
 
 def share_partitions(optimizer: Any) -> None:
-    """Have the optimizer step the module's own parameters' parts, where they lie where the step runs; else copies of the same type.
-
-    DeepSpeed 0.19.8 makes copies in 32 bits all the same. What somebody writes into the parameters between two steps is lost with them, a
-    module of 16 bits is trained in 32, and they take memory.
+    """Make the optimizer step the parts of the module's own parameters, or copies of the same type if the parts lie elsewhere. DeepSpeed
+    0.19.8 always makes copies in 32 bits. With them, writes to the parameters between two steps are lost, a module of 16 bits is trained in
+    32, and they take memory.
     """
     apart = _is_apart(optimizer)
     for stepped, own in _pairs(optimizer):
@@ -201,20 +197,20 @@ def share_partitions(optimizer: Any) -> None:
 
 
 def copied_partitions(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """What the optimizer steps, and the module's own parts, where the former are copies of the latter."""
+    """The tensors that the optimizer steps, each with the module's part of which it is a copy; none if it steps the parts."""
     if _is_apart(optimizer):
         yield from _pairs(optimizer)
 
 
 def forget_order(engine: Any) -> None:
-    """Stage 3 gathers ahead in the order of an earlier step: have it look anew, as this step needs other parameters."""
+    """Make stage 3, which gathers ahead in the order of an earlier step, learn the order anew, as this step needs other parameters."""
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     if coordinator is not None and coordinator.is_complete_trace():
         coordinator._invalidate_trace()
 
 
 def places(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Parameters that stages 1 and 2 have put into flat buffers, each with the view that is its place there."""
+    """The parameters that stages 1 and 2 have put into flat buffers, each with its view of the buffer."""
     for flat, group in zip(getattr(optimizer, "bit16_groups_flat", ()), getattr(optimizer, "round_robin_bit16_groups", ()), strict=False):
         yield from zip(group, optimizer.unflatten(flat, group), strict=True)
 
@@ -229,7 +225,7 @@ def _pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _is_apart(optimizer: Any) -> bool:
-    """Whether the optimizer steps in host memory what isn't there."""
+    """Whether the optimizer steps in host memory, and the parameters lie elsewhere."""
     return _offloads(optimizer) and not getattr(optimizer, "offload_param", False)
 
 
@@ -239,7 +235,7 @@ def _offloads(optimizer: Any) -> bool:
 
 
 def reduce_by(optimizer: Any, reduction: Reduction) -> None:
-    """Have gradients reduced in one order on all ranks; their norm isn't taken, and they aren't scaled any more.
+    """Make DeepSpeed reduce gradients in one order on all ranks, without taking their norm and without scaling them.
 
     Args:
         optimizer: DeepSpeed's.
@@ -261,7 +257,7 @@ def reduce_by(optimizer: Any, reduction: Reduction) -> None:
             gather(module)
 
         gathering.pre_sub_module_forward_function = gather_and_note
-        # Of an offloaded gradient it takes the norm by a copy in 64 bits, twice what the gradient takes.
+        # It takes the norm of an offloaded gradient by a copy in 64 bits, twice the gradient's size.
         optimizer._constant_buffered_norm2 = lambda gradient: torch.zeros(())
         optimizer._get_norm_groups = lambda: [torch.zeros(())]
         optimizer.unscale_and_clip_grads = lambda *_: None

@@ -33,33 +33,33 @@ from torch.optim import Optimizer
 
 from lightning_autopar.text import format_bytes
 
-#: States of smaller parameters stay in memory: a mapping of its own costs a page, and a few µs.
+#: States of parameters smaller than this stay in memory: a mapping of its own costs a page, and a few µs.
 SMALL_BYTES = 1 << 20
-#: Large ones are stepped by so many elements at a time: 4 MiB of each state. A whole number of pages.
+#: Large ones are stepped in pieces of so many elements: 4 MiB of each state, a whole number of pages.
 _PIECE_ELEMENTS = 1 << 20
-#: So many pieces are read ahead.
+#: How many pieces are read ahead.
 _READ_AHEAD = 4
-#: So many pieces of states may wait to be written: what they hold is in memory.
+#: How many pieces of states may wait to be written: until then they take memory.
 _WRITTEN_BESIDE = 8
 #: A folder on a local disk for the states; without it they lie under the Trainer's ``default_root_dir``.
 VARIABLE = "AUTOPAR_DISK"
-#: File systems that are memory themselves, and those behind a network, where each page would be a message.
+#: File systems in memory, and those behind a network, where each page would be a message.
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse")
-#: Left free beside the states, for everybody else's files.
+#: Bytes to leave free besides the states, for other files.
 _SPARE_BYTES = 1 << 30
 
 
 def disk_folder(default: str | Path) -> Path:
-    """Where states go: the folder that AUTOPAR_DISK names, or the default."""
+    """The folder for states: the one that AUTOPAR_DISK names, or the default."""
     return Path(os.environ.get(VARIABLE, "").strip() or default).expanduser()
 
 
 def no_disk(folder: Path, needed_bytes: int) -> str | None:
-    """Why so many bytes of states can't lie in files of this folder, with what to do; None if they can.
+    """Why files in this folder can't hold so many bytes of states, and what to do; None if they can.
 
     Args:
-        folder: it, or the nearest one above it that exists, is asked.
+        folder: it, or its nearest parent that exists, is checked.
         needed_bytes: those of all ranks on this host together.
     """
     if _sync_file_range is None:
@@ -85,7 +85,7 @@ def no_disk(folder: Path, needed_bytes: int) -> str | None:
 
 
 class DiskStates:
-    """Takes over an optimizer's steps, and where its states lie.
+    """Replaces an optimizer's step, and keeps its states on disk.
 
     Args:
         optimizer: one that updates each element by itself, and whose parameters lie on the CPU (see ``host_optimizers``).
@@ -104,16 +104,16 @@ class DiskStates:
         self._step = optimizer.step
         self._file = tempfile.TemporaryFile(dir=folder, prefix="autopar-states-")  # noqa: SIM115  # as long as the states
         self._end = 0
-        #: Of each parameter, by its id, the states that lie in the file, by their names.
+        #: The states that lie in the file, by name, for each parameter by its id.
         self._rooms: dict[int, dict[str, _Room]] = {}
-        #: Of states that were loaded and that nobody has stepped yet, by their address.
+        #: Loaded states that no step has used yet, by their address.
         self._taken: dict[int, _Room] = {}
-        #: What the kernel is writing.
+        #: The pieces that the kernel is writing.
         self._writing: deque[tuple[_Room, int, int]] = deque()
-        #: The state of the parameter that is being stepped, as it was before.
+        #: The state, before the step, of the parameter that is being stepped.
         self._before: dict[str, Any] = {}
 
-        @wraps(self._step)  # a scheduler has left a mark there
+        @wraps(self._step)  # a scheduler has set an attribute on it
         def step(_: Optimizer, closure: None = None) -> None:
             self.step(closure)
 
@@ -121,11 +121,11 @@ class DiskStates:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """The file's size in bytes."""
         return self._end
 
     def step(self, closure: None = None) -> None:
-        """One step of each parameter that has a gradient: small ones together, large ones in pieces that are read and written beside."""
+        """One step of each parameter that has a gradient: small ones together, large ones in pieces that are read and written meanwhile."""
         assert closure is None, "a closure is called once, before the parameters are stepped one by one"
         groups = self._optimizer.param_groups
         pieces: list[_Piece] = []
@@ -149,7 +149,7 @@ class DiskStates:
         self._await(0)
 
     def _step_piece(self, piece: _Piece) -> None:
-        """What is true of each element is true of any piece; of a state's other values, such as a count, each piece begins with a copy."""
+        """Step a parameter by pieces, as elements are independent; each piece has a copy of other state, such as a count."""
         parameter, start, end = piece.parameter, piece.start, piece.end
         rooms = self._rooms[id(parameter)]
         assert parameter.grad is not None
@@ -181,7 +181,7 @@ class DiskStates:
         self._await(_WRITTEN_BESIDE)
 
     def _step_only(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """A step of these, with the group's options."""
+        """Step these parameters, with the group's options."""
         its = group["params"]
         self._optimizer.param_groups = [group]
         group["params"] = parameters
@@ -191,7 +191,7 @@ class DiskStates:
             group["params"] = its
 
     def take(self, value: Tensor) -> Tensor:
-        """A copy of a state that is being loaded, in the file; what is small is copied in memory."""
+        """A copy, in the file, of a state that is being loaded; a small state is copied in memory."""
         if value.nbytes < SMALL_BYTES:
             return value.clone()
         room = self._room(value, value.dtype)
@@ -203,7 +203,7 @@ class DiskStates:
         return room.tensor
 
     def settle(self, parameter: Tensor) -> None:
-        """Move those states of a large parameter into the file that were put beside it, by loading them."""
+        """Move states of a large parameter that were loaded outside of the file into it."""
         if parameter.nbytes < SMALL_BYTES:
             return
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
@@ -222,7 +222,7 @@ class DiskStates:
                 state[name] = room.tensor
 
     def close(self) -> None:
-        """Give the optimizer its own step back; the states stay in the file, which is gone when nobody holds them."""
+        """Give the optimizer its own step back; the states stay in the file, which disappears when nothing refers to them."""
         self._file.close()
         self._optimizer.step = self._step  # type: ignore[method-assign]
 
@@ -251,14 +251,14 @@ class DiskStates:
         return room
 
     def _await(self, left: int) -> None:
-        """All is written but so many of the last pieces."""
+        """Wait until all pieces but the last few are written."""
         while len(self._writing) > left:
             room, start, end = self._writing.popleft()
             room.let_go(start, end)
 
 
 class _Piece(NamedTuple):
-    """Of a parameter what is stepped at a time."""
+    """The piece of a parameter that is stepped at a time."""
 
     group: dict[str, Any]
     parameter: Tensor
@@ -274,19 +274,19 @@ class _Room:
         self._mapping, self._descriptor, self._start = mapping, descriptor, start
 
     def read_ahead(self, start: int, end: int) -> None:
-        """Have the kernel read those pages of these elements that aren't in memory."""
+        """Ask the kernel to read those pages of these elements that aren't in memory."""
         first, length = self._pages(start, end)
         if length:
             os.posix_fadvise(self._descriptor, self._start + first, length, os.POSIX_FADV_WILLNEED)
 
     def begin_to_write(self, start: int, end: int) -> None:
-        """Have the kernel write the pages of these elements."""
+        """Ask the kernel to write the pages of these elements."""
         first, length = self._pages(start, end)
-        self._mapping.madvise(mmap.MADV_DONTNEED, first, length)  # of a shared mapping: what was written is in the file's pages
+        self._mapping.madvise(mmap.MADV_DONTNEED, first, length)  # in a shared mapping, written values are in the file's pages
         _sync(self._descriptor, self._start + first, length, _WRITE)
 
     def let_go(self, start: int, end: int) -> None:
-        """Wait until they are written, and let the kernel have them.
+        """Wait until the pages are written, and let the kernel reuse them.
 
         A kernel that limits a group's memory (cgroup v1) would end a process whose pages are all waiting to be written.
         """
@@ -307,7 +307,7 @@ _sync_file_range: Any = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_ra
 
 
 def _sync(descriptor: int, start: int, length: int, flags: int) -> None:
-    """Write bytes of a file. Nobody needs them after a crash, so that the disk's own cache isn't flushed for them, as fsync would.
+    """Write bytes of a file. They aren't needed after a crash, so the disk's own cache isn't flushed, as fsync would do.
 
     Raises:
         OSError: if they can't be written.
@@ -318,7 +318,7 @@ def _sync(descriptor: int, start: int, length: int, flags: int) -> None:
 
 
 def _cuts(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """Where its pieces begin and end."""
+    """Where a parameter's pieces begin and end."""
     return pairwise([*range(0, tensor.numel(), _PIECE_ELEMENTS), tensor.numel()])
 
 

@@ -19,9 +19,9 @@ from lightning_autopar.strategies.zero.timing import ZeroStep
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step import Step
 
-#: Lightning's names of those with which a ZeRO run is the plain one.
+#: The precisions, by Lightning's names, with which a ZeRO run equals the plain run.
 _PRECISIONS = ("None", "32", "32-true", "bf16", "bf16-mixed", "bf16-true")
-#: Under which name stage 3 is ruled out.
+#: The name that rules out stage 3.
 _STAGE_3 = "zero_3"
 _STAGE_REASONS: Mapping[int, str] = {
     1: "DeepSpeed partitions the optimizer's state: each device updates its part of the parameters",
@@ -35,7 +35,7 @@ class Zero(Engine):
     """Partitions on each device.
 
     Args:
-        settings: DeepSpeed's, where somebody else's run is predicted; those of our engine, unless given.
+        settings: DeepSpeed's, where another program's run is predicted; those of our engine, unless given.
     """
 
     settings: ZeroSettings | None = None
@@ -43,10 +43,10 @@ class Zero(Engine):
     whole = False
     builds_on_each = True
     another_library = True
-    loop = "single"  # what DeepSpeed adds is known by its calls
+    loop = "single"  # DeepSpeed's share is predicted from its calls
 
     def check(self, plan: Plan) -> None:
-        """The stage, and what it can offload."""
+        """Raise unless the stage exists and can offload what the plan says."""
         if isinstance(plan.zero_stage, bool) or not isinstance(plan.zero_stage, int) or plan.zero_stage not in ZERO_STAGES:
             raise ValueError(f"a zero plan needs zero_stage 1, 2 or 3, but it is {plan.zero_stage!r}")
         if plan.optimizer_on_disk and "optimizer" not in plan.offload:
@@ -59,13 +59,13 @@ class Zero(Engine):
             )
 
     def words(self, plan: Plan) -> dict[str, str]:
-        """With the stage, and where the state lies."""
+        """The title's words, with the stage, and where the state lies."""
         told = super().words(plan)
         told["devices"] = told["devices"].replace(self.name, f"{self.name}-{plan.zero_stage}", 1)
         return {**told, "offload": f"{told['offload']}, state on disk"} if plan.optimizer_on_disk else told
 
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
-        """Each stage, with and without offload."""
+        """Plans of each stage, with and without offload."""
         kinds: list[tuple[int, tuple[Offload, ...]]] = [(stage, ()) for stage in ZERO_STAGES]
         if feature_refusal("offload", question.footprint, question.constraints) is None:
             kinds += [(2, ("optimizer",)), (3, ("optimizer",)), (3, OFFLOADS)]
@@ -74,11 +74,11 @@ class Zero(Engine):
                 yield self._plan(question, devices, stage, offload)
 
     def example(self, question: Question, devices: Sequence[Device]) -> Plan:
-        """Stage 2 stands for all."""
+        """A plan of stage 2, for all stages."""
         return self._plan(question, devices, 2, ())
 
     def refused_parts(self, question: Question, devices: Sequence[Device]) -> Iterable[tuple[Plan, str]]:
-        """Stage 3, which may be ruled out by itself."""
+        """Plans of stage 3, which may be ruled out by itself."""
         if (reason := question.constraints.excluded.get(_STAGE_3)) is not None:
             yield replace(self.example(question, devices), zero_stage=3), reason
 
@@ -87,7 +87,7 @@ class Zero(Engine):
         return _STAGE_3 if plan.zero_stage == 3 else self.name
 
     def refusal(self, question: Question) -> str | None:
-        """What DeepSpeed asks for."""
+        """Refuse what DeepSpeed can't run."""
         footprint, constraints = question.footprint, question.constraints
         if not footprint.training:
             asked_for = constraints.pinned is not None or set(constraints.allow) == {self.name}
@@ -108,7 +108,7 @@ class Zero(Engine):
         return rank_bytes(rank, self.settings)
 
     def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
-        """Gradients are reduced by the bucket; at stage 3 parameters come ahead of what computes with them."""
+        """A step that reduces gradients by the bucket; at stage 3 it gathers parameters ahead of the modules that use them."""
         return ZeroStep(footprint, plan, inventory, precision, rates, self.settings)
 
     def strategy(self, run: Any, *, forked: bool) -> Any:
@@ -118,14 +118,14 @@ class Zero(Engine):
         return ZeroEngine(run, forked=forked)
 
     def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
-        """By precision, callbacks, hooks and parameters; of a fit alone."""
+        """Refuse by precision, callbacks, hooks and parameters; only for a fit."""
         from lightning_autopar._lightning_compat import TrainerFn
         from lightning_autopar.strategies.zero.refusals import unpartitioned_run
 
         return unpartitioned_run(trainer, kinds) if trainer.state.fn == TrainerFn.FITTING else None
 
     def look(self, first: FirstStep) -> Finding:
-        """By what the module, its optimizer and its hooks are, which parts of it the samples call, and the disk."""
+        """Looks at the module, its optimizer and hooks, the submodules that the samples call, and the disk."""
         from lightning_autopar.strategies.zero.disk import disk_folder, no_disk
         from lightning_autopar.strategies.zero.refusals import routed, unpartitioned, unseen_gradients
 
@@ -140,28 +140,28 @@ class Zero(Engine):
         return Finding(refusals={self.name: whole, _STAGE_3: routed(module, uneven), "disk": disk})
 
     def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
-        """Planning tries none of its plans, as few are chosen."""
+        """True: planning tries none of these plans, as few are chosen."""
         return footprint.training
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
-        """Its stage, what it offloads and what it recomputes, on two ranks at most."""
+        """Tries its stage, offload and recomputation, on at most two ranks."""
         from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
 
         told: dict[str, Any] = {"flops": first.footprint.flops, "conduct": first.footprint.conduct}
         return rehearse_zero(first.trainer.lightning_module, first.trainer, first.batch, plan, **told)
 
     def before_fork(self, devices: Sequence[Device]) -> None:
-        """Import DeepSpeed once, rather than in each worker; for GPUs it asks CUDA, which nobody must before a fork."""
+        """Import DeepSpeed once, rather than in each worker; not for GPUs, where it calls CUDA, which mustn't happen before a fork."""
         if devices[0].kind == "cpu":
             from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
 
             import_deepspeed("cpu")
 
     def communicators(self, plan: Plan) -> tuple[int, ...]:
-        """DeepSpeed makes another one of all ranks (``groups.py``, ``_clone_world_group``)."""
+        """One more than the default's: DeepSpeed makes another communicator of all ranks (``groups.py``, ``_clone_world_group``)."""
         return plan.world_size, plan.world_size
 
     def host_bytes(self, footprint: Footprint, plan: Plan, *, precision: str, on_cpu: bool) -> tuple[int, int]:
-        """The optimizer's copy of the parameters, its gradients and its state, and parameters between uses."""
+        """The optimizer's copy of the parameters, its gradients and its state; and parameters between uses."""
         pageable, locked = zero_host_bytes(footprint, plan, precision=precision, on_cpu=on_cpu, settings=self.settings)
         return pageable * plan.world_size, locked * plan.world_size

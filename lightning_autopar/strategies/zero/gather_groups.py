@@ -14,19 +14,19 @@ from lightning_autopar.memory.parts import parts_of
 
 @dataclass(frozen=True)
 class GatherGroup:
-    """Elements of a part's parameters.
+    """Numbers of elements of a part's parameters.
 
     Args:
         elements: all of them.
-        passing: those that are gathered for their use only.
+        passing: those that are gathered only for their use.
         persistent: those that stay gathered.
         gradients: of each parameter that is trained.
-        leaf: of the passing ones those of the one module that has most; a module is gathered with what it holds directly.
+        leaf: of the passing ones, those of the module that has most; a module is gathered with the parameters that it holds directly.
         several: the same among modules with several such parameters, which are gathered into one buffer and copied out of it.
-        around: passing ones of modules that have others in them, and are gathered as long as those run.
-        again: passing ones that are there while each of the gradients is made, if the part's forward runs again in its backward: what that
-            forward gathers stays until its module's backward is over.
-        arrivals: in which order the gradients come at stage 3, where a linear's weight comes before its bias: the last module's first.
+        around: passing ones of modules that contain others, and are gathered while those run.
+        again: passing ones that are gathered while each gradient is made, if the part's forward runs again in its backward: that forward's
+            gathers last until the module's backward is over.
+        arrivals: the order of the gradients at stage 3: the last module's first, a linear's weight before its bias.
     """
 
     elements: int
@@ -58,7 +58,7 @@ def _layers(footprint: Footprint, persistence: int) -> list[GatherGroup]:
     for block, after in zip(footprint.blocks, footprint.outer[1:], strict=True):
         order += [block, after]
     element = max(1, footprint.parameter_bytes // max(1, footprint.parameters))
-    found: dict[tuple[object, ...], GatherGroup] = {}  # blocks that are alike differ in the numbers of their modules
+    found: dict[tuple[object, ...], GatherGroup] = {}  # equal blocks differ in the numbers of their modules
     layers = []
     for layer in order:
         modules = layer.parameter_modules or ((0, False),) * len(layer.parameter_rows)
@@ -83,7 +83,7 @@ def _layer(layer: LayerFootprint, modules: tuple[tuple[int, bool], ...], element
         else:
             leaves.setdefault(number, []).append(size)
     passing = sum(size for size, _ in sizes if size > persistence)
-    # Modules are taken to run in the order in which they were made.
+    # Modules are assumed to run in the order in which they were made.
     there = {number: sum(sum(leaf) for other, leaf in leaves.items() if other <= number) for number, _ in modules}
     numbers = [number for (_, trained), (number, _) in zip(sizes, modules, strict=True) if trained]
     return GatherGroup(
@@ -133,9 +133,9 @@ def course_of(
         footprint: of the module, at the whole batch.
         share: of the batch that runs at once.
         recomputed: numbers of parts that keep what enters them only.
-        casts: whether what has a fixed size in forward is there until backward: autocast's casts of parameters.
-        shrink: what a byte of fixed size in backward, gradients in the making, comes to.
-        random_bytes: of the state of random numbers that a recomputed part keeps, and that is kept aside while its forward runs again.
+        casts: whether tensors of fixed size in forward, autocast's casts of parameters, last until backward.
+        shrink: the factor on bytes of fixed size in backward, which are gradients being made.
+        random_bytes: of the random state that a recomputed part keeps, and of the one that is saved while its forward runs again.
     """
     key = share, recomputed, casts, shrink, random_bytes
     return _COURSES.get(footprint, key, lambda: list(_course(footprint, share, recomputed, 1.0 if casts else 0.0, shrink, random_bytes)))
@@ -174,7 +174,7 @@ def _course(
         begin = held + given
         held -= until[number] + inner[number]
         sizes = (part.backward_again if number in recomputed else part.backward)[True, True].sizes
-        # Without casts that are kept, what has a fixed size is at least the gradient that is made, and the cast that it is made by.
+        # Without kept casts, the bytes of fixed size are at least the gradient being made and the cast that it needs.
         less = round(part.inner.fixed * (1 - fixed))
         making = _making(footprint, number)
         most = max(round(size.scaled * share + max(size.fixed - less, min(size.fixed, making)) * shrink) for size in sizes)
@@ -190,7 +190,7 @@ def _course(
 
 
 def _making(footprint: Footprint, number: int) -> int:
-    """Bytes of the largest gradient of a part, and of what it is made by: a cast of its parameter and that cast's gradient."""
+    """Bytes of a part's largest gradient, and of what making it needs: a cast of its parameter and that cast's gradient."""
     layer = footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]
     return 2 * max((count * row_bytes for count, row_bytes, learns in layer.parameter_rows if learns), default=0)
 

@@ -23,9 +23,8 @@ Norm = Callable[[], Iterator[Tensor]]
 
 
 class Reduction:
-    """Keeps an order of the trained parameters in which gradients are reduced; a part is put off until those before it are there.
-
-    The order is at first that of the module, backwards; then that of rank 0's first backward pass.
+    """Keeps an order of the trained parameters in which gradients are reduced; a gradient waits until those before it have arrived. The
+    order is at first that of the module, backwards; then that of rank 0's first backward pass.
 
     Args:
         parameters: those that are trained.
@@ -41,11 +40,11 @@ class Reduction:
         self._learnt = len(parameters) < 2
         self._course = 0
         self._used = torch.zeros(len(parameters), dtype=torch.uint8)
-        #: What the ranks have said together, on its way to a GPU's host.
+        #: The ranks' combined answer, on its way from the GPU to the host.
         self._said: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def note(self, parameter: nn.Parameter) -> None:
-        """A gradient has arrived that isn't reduced yet."""
+        """A gradient has arrived, and isn't reduced yet."""
         self._used[self._numbers[id(parameter)]] = 1
 
     def arrive(self, reduce: Callable[..., Any], parameter: nn.Parameter, *more: Any) -> None:
@@ -77,19 +76,19 @@ class Reduction:
         self.begin()
 
     def begin(self) -> None:
-        """Nothing of a backward pass has arrived yet."""
+        """A backward pass begins: no gradient has arrived yet."""
         self._arrived.clear()
         self._next = 0
 
     def ran(self, number: int) -> None:
-        """This rank has gathered a module's parameters, which all ranks do together: note which."""
+        """Record that this rank has gathered a module's parameters, which all ranks must do together."""
         self._course = hash((self._course, number))
 
     def settle(self, device: torch.device) -> set[int]:
-        """Which parameters some rank has had a gradient of since the last time, by id; a collective, once a step.
+        """The ids of the parameters of which some rank had a gradient since the last call; a collective, once a step.
 
         Raises:
-            RuntimeError: if the ranks have gathered different modules, each others' parameters mixed up; on GPUs maybe a step later.
+            RuntimeError: if the ranks have gathered different modules, which mixes up their parameters; on GPUs possibly one step later.
         """
         if dist.get_world_size() > 1:
             course = torch.tensor(list((self._course % 2**64).to_bytes(8, "big")), dtype=torch.uint8)
@@ -103,7 +102,7 @@ class Reduction:
         return used
 
     def _hear(self, everyones: Tensor) -> None:
-        """Take in what the ranks have said together. Where this rank has had all gradients, a GPU's host looks later, without waiting."""
+        """Read the ranks' combined answer. If this rank had all gradients, a GPU's host reads it later, without waiting."""
         if everyones.is_cuda and bool(self._used.all()):
             said = torch.empty(everyones.shape, dtype=everyones.dtype, pin_memory=True)
             said.copy_(everyones, non_blocking=True)
@@ -126,7 +125,7 @@ class Reduction:
             )
 
     def _learn(self) -> None:
-        """Take rank 0's order for everybody's."""
+        """Take rank 0's order on all ranks."""
         seen = [self._seen]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(seen, src=0)
@@ -138,12 +137,12 @@ class Reduction:
 
 
 def _fill(parameter: nn.Parameter) -> None:
-    """Give the parameter a gradient of zeros, if it has none. One that is partitioned is lent its shape for that."""
+    """Give the parameter a gradient of zeros, if it has none. A partitioned parameter gets its shape for that time."""
     if parameter.grad is not None:
         return
     shape = getattr(parameter, "ds_shape", parameter.shape)
     data = parameter.data
-    with torch._C.DisableTorchFunctionSubclass():  # it isn't the user who writes
+    with torch._C.DisableTorchFunctionSubclass():  # this isn't a write by the user
         if data.shape != shape:
             parameter.data = data.new_zeros(1).expand(shape)
         parameter.grad = torch.zeros(shape, dtype=data.dtype, device=data.device)
@@ -151,7 +150,7 @@ def _fill(parameter: nn.Parameter) -> None:
 
 
 class Clipping:
-    """Gradients clipped as ``torch.nn.utils`` does, over all ranks' parts.
+    """Clips gradients as ``torch.nn.utils`` does, over all ranks' parts.
 
     Args:
         parts: this rank's parts of all gradients, when the step is about to begin.
@@ -161,7 +160,7 @@ class Clipping:
         self._parts = parts
         self._value: float | None = None
         self._norm: float | None = None
-        #: On each device that has asked for it.
+        #: The factor, by the device that needs it.
         self._coefficient: dict[torch.device, Tensor] = {}
 
     def ask(self, bound: float, *, by_value: bool) -> None:
@@ -169,7 +168,7 @@ class Clipping:
         self._value, self._norm = (bound, None) if by_value else (None, bound)
 
     def measure(self, device: torch.device) -> None:
-        """Take the norm, if that is what is clipped by; a collective."""
+        """Take the norm, if gradients are clipped by norm; a collective."""
         self._coefficient.clear()
         if self._norm is None:
             return
@@ -189,6 +188,6 @@ class Clipping:
             gradient.mul_(self._coefficient[gradient.device])
 
     def done(self) -> None:
-        """The step is over: the next one is asked for anew."""
+        """The step is over: the next step's clipping must be requested anew."""
         self._value = self._norm = None
         self._coefficient.clear()

@@ -45,7 +45,7 @@ def zero_bytes(
     on_cpu: bool = False,
     settings: ZeroSettings | None = None,
 ) -> DeviceBytes:
-    """What a rank's device holds at the fullest moment of start or step: that of the rank with most.
+    """The bytes that the fullest rank's device holds at the fullest moment of start or step.
 
     Args:
         footprint: of the module, at the whole batch.
@@ -62,14 +62,14 @@ def zero_bytes(
     zero = _Zero(footprint, plan, precision, on_cpu, settings or settings_of(footprint, plan, on_cpu=on_cpu))
     micro = share / plan.micro_batches
     moments = [zero.fullest(micro)]
-    if on_cpu:  # A GPU that lacks the room makes the flat buffer on the host.
+    if on_cpu:  # If a GPU lacks the room, the flat buffer is made on the host.
         moments.append(zero.start())
     fullest = max(moments, key=_total)
     return zero.with_states(fullest, round(footprint.input_bytes * share))
 
 
 def rank_bytes(rank: Rank, settings: ZeroSettings | None = None) -> Iterator[DeviceBytes]:
-    """A rank's fullest moments, of start or step and of a validation between two steps.
+    """A rank's fullest moments: of start or step, and of a validation between two steps.
 
     Args:
         rank: of a ZeRO plan.
@@ -79,8 +79,8 @@ def rank_bytes(rank: Rank, settings: ZeroSettings | None = None) -> Iterator[Dev
     step = zero_bytes(footprint, plan, share=rank.share, precision=rank.precision, on_cpu=rank.on_cpu, settings=settings)
     yield step
     if (runs := rank.evaluation_bytes) is not None:
-        # The bucket of stage 3 stays. At stages 1 and 2 buckets and gradients are of a backward, but for the buffer through which one
-        # gradient goes to the host.
+        # Stage 3's bucket stays. At stages 1 and 2 buckets and gradients last for a backward, except the buffer through which one gradient
+        # goes to the host.
         passed = footprint.largest_parameter_bytes if "optimizer" in plan.offload else 0
         held = step if plan.zero_stage == 3 else replace(step, gradients=0, communication=passed)
         yield replace(held, activations=0, temporary=runs, input=0, occasion="validation")
@@ -89,7 +89,7 @@ def rank_bytes(rank: Rank, settings: ZeroSettings | None = None) -> Iterator[Dev
 def zero_host_bytes(
     footprint: Footprint, plan: Plan, *, precision: str = "32-true", on_cpu: bool = False, settings: ZeroSettings | None = None
 ) -> tuple[int, int]:
-    """What one rank offloads to host memory, and how much more of it is page-locked.
+    """The bytes of one rank in host memory: pageable and page-locked.
 
     Args:
         footprint: of the module.
@@ -105,7 +105,7 @@ def zero_host_bytes(
 
 
 class _Moment(NamedTuple):
-    """What there is at a moment of a step beside the states: hundreds of them for each plan, of which one becomes bytes of a device."""
+    """The bytes at one moment of a step, without the states: a plan has hundreds of moments, of which one becomes ``DeviceBytes``."""
 
     parameters: int = 0
     gradients: int = 0
@@ -139,28 +139,28 @@ class _Zero:
         self.accumulates = plan.micro_batches > 1 or (footprint.tape is not None and footprint.tape.batches > 1)
         self.offload = "optimizer" in plan.offload
         self.offload_parameters = "parameters" in plan.offload
-        #: Whether parameters are used where they lie: one rank has all of them, and they are on its device.
+        #: Whether parameters are used where they lie: one rank has all of them, on its device.
         self.whole = plan.world_size == 1 and not self.offload_parameters
         self.recomputed = frozenset(2 * known[fqn] + 1 for fqn in plan.recompute)
         converted = precision.endswith("mixed") and settings.converts
         self.element = _FP32_BYTES if precision.startswith("32") or (precision.endswith("mixed") and not converted) else 2
-        #: Autocast's casts of parameters until backward. They aren't made where the parameters themselves are of 16 bits, nor are they kept
-        #: at stage 3 (``zero_deepspeed._linear``), where each is there while its module runs.
+        #: Autocast's casts of parameters until backward. They aren't made where the parameters themselves have 16 bits, and not kept at
+        #: stage 3 (``deepspeed._linear``), where each lasts while its module runs.
         self.casts = not converted and self.stage < 3
         self.passing_casts = self.stage == 3 and precision.endswith("mixed") and not converted
         self.parameters = footprint.parameters
         self.trainable = footprint.trainable_parameters
         self.layers = layers_of(footprint, settings.persistence_elements)
-        #: Of an element of what the optimizer steps, of its gradient and its state: DeepSpeed's own copy is in 32 bits; our engine steps
-        #: the parameters' own part, or a copy of it on the host where that isn't on the host already.
+        #: Bytes an element of what the optimizer steps, of its gradient and its state. DeepSpeed's own copy is in 32 bits; our engine steps
+        #: the parameters' own part, or with a step on the host a copy of it there, unless it lies there already.
         self.stepped = _FP32_BYTES if settings.converts else self.element
         self.copies = settings.converts or (self.offload and not self.offload_parameters)
         self.on_disk = plan.optimizer_on_disk
-        #: Elements that modules around all others hold.
+        #: Elements of modules that contain all others.
         self.around = sum(layer.around for layer in self.layers[::2])
-        #: Elements of parameters that are gathered for their use only, of the parts before each one and of all.
+        #: Elements of parameters that are gathered only for their use: of the parts before each part, and of all.
         self.passing = [*accumulate((layer.passing for layer in self.layers), initial=0)]
-        #: From which part on a parameter stays gathered for backward: what runs in between has few enough parameters, counted twice.
+        #: The part from which on a parameter stays gathered for backward: the parts in between have few enough parameters, counted twice.
         after = [*accumulate((layer.elements for layer in reversed(self.layers)), initial=0)][::-1]
         self.reused = next((index for index, elements in enumerate(after[1:]) if 2 * elements < settings.max_reuse_elements), len(after))
         self.largest = max((elements for layer in self.layers for elements in layer.gradients), default=0)
@@ -169,7 +169,7 @@ class _Zero:
         self.shrink = self.element * footprint.parameters / max(1, footprint.parameter_bytes)
 
     def part(self, element: int) -> int:
-        """A rank's part of the trainable parameters, in elements of so many bytes."""
+        """Bytes of a rank's part of the trainable parameters, in elements of so many bytes."""
         return -(-self.trainable // self.ranks) * element
 
     @property
@@ -178,7 +178,7 @@ class _Zero:
         return self.settings.reduce_bucket_elements * self.element
 
     def states(self) -> dict[str, int]:
-        """What is on the device from the first step to the last."""
+        """The bytes on the device from the first step to the last."""
         optimizer = 0 if self.offload else self.state + (self.part(self.stepped) if self.copies else 0)
         if self.stage < 3:
             return {"parameters": self.parameters * self.element, "optimizer": optimizer, "gradients": 0}
@@ -186,7 +186,7 @@ class _Zero:
         return {"parameters": parameters, "optimizer": optimizer, "gradients": 0 if self.offload else self.part(self.element)}
 
     def with_states(self, moment: _Moment, input_bytes: int) -> DeviceBytes:
-        """A moment, with what is there at any."""
+        """A moment's bytes, with those that are there at every moment."""
         held = self.states()
         return DeviceBytes(
             parameters=held["parameters"] + moment.parameters,
@@ -201,24 +201,24 @@ class _Zero:
         )
 
     def _resident(self) -> int:
-        """Buffers that are always there."""
+        """Buffers that always stay."""
         if self.stage == 3:
             return self.bucket + self._persistent()
         return self.largest * self.element if self.offload else 0
 
     def start(self) -> _Moment:
-        """The parameters as they were built, beside those that are flattened already."""
+        """The moment of the start: parameters as they were built, besides those that are flattened already."""
         again = (self.parameters if self.settings.converts else self.trainable) * self.element
         return _Moment(parameters=again if self.stage < 3 else 0, occasion="start")
 
     def fullest(self, share: float) -> _Moment:
-        """The first of the fullest moments of a step, beside the states. There are hundreds: only those fuller than all before are made."""
+        """The first of a step's fullest moments, without the states. Of hundreds, only those fuller than all before are built."""
         most, fullest = -1, _Moment()
         bucket = self.settings.reduce_bucket_elements
         flushed = 0  # elements of gradients that have been reduced
         filled = 0  # elements that wait for their reduction
-        several = 0  # gradients that these are of
-        beside = 0  # of those the ones in a gradient that is larger than the bucket, and stays where it is
+        several = 0  # the gradients to which these belong
+        beside = 0  # of those, the ones in a gradient that is larger than the bucket, and stays where it is
         kept = self.part(self.element) if self.accumulates and self.stage == 2 and not self.offload else 0
         waiting = self.trainable if self.accumulates and self.stage == 1 else 0  # elements of gradients of earlier micro-batches
         buckets = 0
@@ -253,7 +253,7 @@ class _Zero:
                     progress = done / (sum(layer.gradients) or 1)
                     moment = _Moment(
                         gradients=kept + self._own(flushed) + (waiting + beside) * self.element,
-                        # What has just arrived still lies where backward made it.
+                        # The gradient that has just arrived still lies where backward made it.
                         temporary=min(
                             step_phase.most,
                             round(step_phase.without * (1 - progress) + step_phase.end * progress) + elements * self.element,
@@ -263,7 +263,7 @@ class _Zero:
                     if _total(moment) > most:
                         most, fullest = _total(moment), moment
                     filled = beside = several = 0
-                buckets = size  # they are made for the first gradient
+                buckets = size  # the buffers are made for the first gradient
                 filled += elements
                 several += 1
                 beside += elements if elements > bucket and not self.settings.converts else 0
@@ -274,16 +274,15 @@ class _Zero:
         return max((fullest, last, *self._update(kept)), key=_total)
 
     def _flat(self, elements: int, gradients: int) -> int:
-        """Copies through which a bucket of so many gradients is reduced.
-
-        Stage 3 makes one of several gradients, or of one that has to be padded, though there be but one rank; gloo makes another.
+        """Copies through which a bucket with so many gradients is reduced. Stage 3 makes one of several gradients, or of one that must be
+        padded, even on a single rank; gloo makes another.
         """
         if self.stage < 3:
             return elements * self.element if self.ranks > 1 else 0
         return elements * self.element * ((gradients > 1 or elements % self.ranks > 0) + self.on_cpu)
 
     def _own(self, flushed: int) -> int:
-        """The rank's own part of the gradients, under stages 1 and 2: there from the first reduction that brings any of it."""
+        """The rank's own part of the gradients, at stages 1 and 2: held from the first reduction that gives some of it."""
         return self.part(self.element) if flushed and self.stage < 3 and not self.offload else 0
 
     def _update(self, kept: int) -> Iterator[_Moment]:
@@ -296,10 +295,10 @@ class _Zero:
         yield _Moment(gradients=kept + own, temporary=flat + cast)
         fixed = max((moment.fixed_bytes for moment in self.footprint.moments if moment.phase == "optimizer"), default=0)
         largest_bytes = max(1, self.footprint.largest_parameter_bytes)
-        at_once = fixed > 4 * largest_bytes  # it was traced for all parameters at once, else one by one
+        at_once = fixed > 4 * largest_bytes  # the update was traced for all parameters at once, or one by one
         ratio = fixed / (max(1, self.footprint.gradient_bytes) if at_once else largest_bytes)
         scratch = ratio * self.part(self.stepped)
-        if not self.settings.converts and not at_once:  # one by one here, too; to DeepSpeed's own the part is one parameter
+        if not self.settings.converts and not at_once:  # one by one here, too; DeepSpeed's own optimizer sees the part as one parameter
             scratch = min(scratch, fixed // (self.ranks if self.stage == 3 else 1))
         yield _Moment(temporary=round(self.part(self.stepped) + scratch))
 
@@ -310,7 +309,7 @@ class _Zero:
         return sum(layer.persistent for layer in self.layers) * self.element
 
     def _gathering(self, number: int) -> int:
-        """Gathered parameters, and what that takes, while a part begins: where nothing is gathered ahead."""
+        """Gathered parameters and buffers while a part begins, where nothing is gathered ahead."""
         if self.stage < 3 or self.whole or not self._one_by_one:
             return 0
         layer = self.layers[number]
@@ -332,7 +331,7 @@ class _Zero:
         Args:
             phase: of the step.
             number: of the part.
-            gradient: the one of the part's that is just made, if any.
+            gradient: the part's gradient that is being made, if any.
         """
         if self.stage < 3 or self.whole:
             return 0
@@ -351,7 +350,7 @@ class _Zero:
         ahead = min(coming, max(0, settings.max_live_elements - live)) if settings.prefetch_elements else 0
         flat = 0
         if ahead and self.ranks > 1:
-            # Where there is room for all, what is used now lies in a buffer of its own gather; else gathers are as small as what was freed.
+            # With room for all, the parameters in use lie in their own gather's buffer; else gathers are as small as what was freed.
             flat = ahead if ahead < coming else min(before[-1], ahead + settings.prefetch_elements)
         return (live + ahead + flat) * self.element
 
@@ -363,7 +362,7 @@ class _Zero:
         if self.offload:
             # The optimizer's copy of the parameters, its gradients, its state, and in 16 bits a buffer between them.
             master, part = self.part(self.stepped), self.part(self.element)
-            # Of states on disk those of one parameter are in memory while they are made.
+            # Of states on disk, those of one parameter are in memory while they are made.
             pageable.append(round(self.state * self.largest / max(1, self.trainable)) if self.on_disk else self.state)
             if self.copies:
                 (pinned if self.stage < 3 else pageable).append(master)

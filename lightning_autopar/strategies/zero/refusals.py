@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Precisions that are plain Lightning's to the last rounding under DeepSpeed as our engine drives it.
+#: Precisions with which DeepSpeed, as our engine runs it, computes the same as plain Lightning, to the last rounding.
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 #: Callbacks that copy, regroup or judge the module's own parameters and gradients.
 _WHOLE_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning", "BaseFinetuning")
-#: Hooks that clip gradients, or run backward and the optimizer's step, in another way. Of those that may look at gradients or not see
+#: Hooks that clip gradients, or run backward and the optimizer's step, in another way. For hooks that may look at gradients see
 #: :func:`unseen_gradients`.
 _GRADIENT_HOOKS = ("configure_gradient_clipping", "backward")
 _OPTIMIZER_HOOKS = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
@@ -42,11 +42,11 @@ _NONE = "DeepSpeed leaves no gradients in the parameters to look at"
 
 
 def unpartitioned_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
-    """Why this fit can't be one under ZeRO, by the trainer's options and the module as it is; None where nothing is known against it.
+    """Why this fit can't run under ZeRO, by the trainer's options and the module as it is; None where nothing is known against it.
 
     Args:
         trainer: its options, callbacks and module are read.
-        kinds: of the callbacks: the name of each class that one is of, and the callback's own.
+        kinds: the classes of its callbacks, bases included: each class's name, and the name of the callback that is of it.
     """
     module = trainer.lightning_module
     present: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
@@ -68,7 +68,7 @@ def unpartitioned_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
 
 
 def unpartitioned(module: LightningModule, trainer: Trainer) -> str | None:
-    """What of the module as it will be built, and of its optimizer, DeepSpeed can't partition; a fake copy is built."""
+    """What DeepSpeed can't partition of the module as it will be built, or of its optimizer; a fake copy is built to see it."""
     mode = fake_mode()
     try:
         with drawing_nothing(), as_if_real(None, "cpu"):
@@ -77,13 +77,13 @@ def unpartitioned(module: LightningModule, trainer: Trainer) -> str | None:
                 rehearsal = rehearsed(copy, trainer)
                 rehearsal.build()
                 return unpartitioned_module(copy, str(trainer.precision)) or unpartitioned_optimizer(copy, rehearsal.optimizers)
-    except Exception:  # tracing says why; what comes of it in a run, a rehearsal finds out
+    except Exception:  # tracing says why; a rehearsal finds out what a run does
         log.debug("the optimizer can't be looked at", exc_info=True)
         return None
 
 
 def routed(module: LightningModule, uneven_calls: Sequence[str]) -> str | None:
-    """Why stage 3, which gathers parameters in the order in which a rank comes to them, can't run what the samples decide about.
+    """Why stage 3, which gathers parameters in the order of a rank's calls, can't run a module whose samples decide what is called.
 
     Args:
         module: any.
@@ -99,9 +99,8 @@ def routed(module: LightningModule, uneven_calls: Sequence[str]) -> str | None:
 
 
 def unseen_gradients(module: LightningModule, conduct: Conduct | None) -> str | None:
-    """Why the module's hooks can't be called when gradients are in parts; None where they look at none.
-
-    What they look at in a later step is the precision plugin's to notice; see :func:`.strategy.refuse_looks`.
+    """Why the module's hooks can't be called while gradients are in parts; None where they look at no gradients. The precision plugin
+    notices if they do so in a later step; see :func:`.strategy.refuse_looks`.
 
     Args:
         module: whose hooks they are.
@@ -118,7 +117,7 @@ def unseen_gradients(module: LightningModule, conduct: Conduct | None) -> str | 
 
 
 def _precision(trainer: Trainer) -> str | None:
-    """Why the precision can't be had."""
+    """Why ZeRO can't run with the Trainer's precision; None where it can."""
     if trainer.precision not in PRECISIONS:
         return f"precision {trainer.precision!r} isn't plain Lightning's under DeepSpeed; ZeRO takes {', '.join(PRECISIONS)}"
     plugin = trainer.precision_plugin
@@ -128,11 +127,11 @@ def _precision(trainer: Trainer) -> str | None:
 
 
 def unpartitioned_module(module: nn.Module, precision: str) -> str | None:
-    """What in a module DeepSpeed can't partition, or not without a change of the run; None if there is nothing.
+    """What DeepSpeed can't partition in a module, or not without changing the run; None if there is nothing.
 
     Args:
         module: any.
-        precision: Lightning's name of it. True 16 bits make one dtype of all parameters; otherwise they stay as they are.
+        precision: Lightning's name of it. With true 16 bits all parameters have one dtype; otherwise they stay as they are.
     """
     for name, parameter in module.named_parameters():
         dtype = str(parameter.dtype).removeprefix("torch.")
@@ -155,9 +154,8 @@ def unpartitioned_module(module: nn.Module, precision: str) -> str | None:
 
 
 def unpartitioned_optimizer(module: LightningModule, optimizers: Iterable[Optimizer]) -> str | None:
-    """Why the optimizer's step can't be partitioned; None where a part of a parameter steps as the whole does.
-
-    How many there are is planning's question.
+    """Why the optimizer's step can't be partitioned; None where a part of a parameter steps as the whole does. The number of optimizers
+    isn't checked here.
 
     Args:
         module: the one that configured them.

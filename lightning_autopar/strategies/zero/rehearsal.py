@@ -29,7 +29,7 @@ from lightning_autopar.strategies.zero.strategy import ZeroEngine, plugin
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-#: The rehearsal is on CPU devices in 32 bits, whatever the plan's devices and the run's precision are.
+#: The rehearsal runs on CPU devices in 32 bits, whatever the plan's devices and the run's precision are.
 _DEVICE, _PRECISION = "cpu:1GiB", "32-true"
 
 
@@ -42,9 +42,9 @@ def rehearse_zero(
         module: the user's module, set up; it stays as it is.
         trainer: the trainer that it was passed to, read only.
         first: the first training batch.
-        plan: of engine ``"zero"``; its stage, what it offloads and what it recomputes is tried, on two ranks at most.
+        plan: of engine ``"zero"``; its stage, offload and recomputation are tried, on at most two ranks.
         flops: of a step on the whole batch.
-        conduct: what the traced step does with parameters by themselves; None where it wasn't traced.
+        conduct: what the traced step itself does to parameters; None where it wasn't traced.
     """
     world_size = min(2, plan.world_size)
     name = f"ZeRO-{plan.zero_stage}"
@@ -60,7 +60,7 @@ def rehearse_zero(
 
 
 def _traced(plan: Plan, conduct: Conduct) -> str | None:
-    """What the traced step does that partitions don't survive."""
+    """What the traced step does that fails on partitions."""
     if conduct.exchanged and plan.zero_stage == 3:
         return (
             f"the step puts another parameter in the place of {conduct.exchanged[0]!r}, which ZeRO-3 has partitioned; write to the "
@@ -75,7 +75,7 @@ def _traced(plan: Plan, conduct: Conduct) -> str | None:
 
 
 class _Rehearsed(ZeroEngine):
-    """The engine without a run around it: who joins which group, and what a batch's shares are, is the rehearsal's."""
+    """The engine without a run: the rehearsal itself decides on groups and on the shares of a batch."""
 
     def __init__(self, plan: Plan, module: LightningModule) -> None:
         devices = parse_spec(f"{plan.world_size}x{_DEVICE}").devices
@@ -96,8 +96,8 @@ class _Rehearsed(ZeroEngine):
 
 
 def _steps(plan: Plan, module: LightningModule, trainer: Trainer | None, batch: Batch, keep: bool) -> Run:
-    """A few training steps under DeepSpeed."""
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # DeepSpeed asks for it; this process is the rehearsal's own
+    """Runs a few training steps under DeepSpeed."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # DeepSpeed needs it; this process belongs to the rehearsal
     engine = _Rehearsed(plan, module)
     rehearsal = rehearsed(module, trainer)
     rehearsal.__dict__["_step_optimizer"] = partial(_step, engine)
@@ -105,7 +105,7 @@ def _steps(plan: Plan, module: LightningModule, trainer: Trainer | None, batch: 
         precision_plugin=engine.precision_plugin,
         strategy=engine,
         precision=_PRECISION,
-        default_root_dir=gettempdir(),  # where whole weights go on their way
+        default_root_dir=gettempdir(),  # where whole weights are put together
     )
     rehearsal.build()
     engine.start(rehearsal.optimizers)
@@ -124,7 +124,7 @@ def _steps(plan: Plan, module: LightningModule, trainer: Trainer | None, batch: 
 
 
 def _step(engine: ZeroEngine, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-    """The optimizer's step, as the engine's precision plugin does it."""
+    """Runs the optimizer's step as the engine's precision plugin does."""
     result = closure()
     engine.step_parts()
     return result
@@ -134,7 +134,7 @@ def _through(outer: Any, module: LightningModule, function: Callable[[], Any]) -
     """Call the function as if it were the module's ``forward``, so that DeepSpeed's hooks are around it; as Lightning does."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        del module.__dict__["forward"]  # what the step itself calls is the module's own
+        del module.__dict__["forward"]  # within the step, ``forward`` is the module's own
         return function()
 
     module.__dict__["forward"] = forward

@@ -13,11 +13,11 @@ from typing import Any
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
 
-#: A sixteenth of the gradients goes in a bucket: as in DDP, all but the last are reduced while backward goes on.
+#: A bucket has a sixteenth of the gradients: as in DDP, all but the last are reduced while backward goes on.
 _BUCKETS = 16
 #: Buckets smaller than this are sent no faster (DDP's own first one is of 1 MiB), and each costs a call.
 _LEAST_BUCKET = 1 << 16
-#: Stage 3 has an eighth of the parameters gathered at once, and gathers a quarter of that ahead.
+#: Stage 3 keeps an eighth of the parameters gathered at once, and gathers a quarter of that ahead.
 _LIVE_SHARE = 8
 _PREFETCH_SHARE = 32
 #: Norms and biases aren't worth a gather: of a transformer's parameters, some ``12 width² depth``, this is above four times its width.
@@ -26,7 +26,7 @@ _PERSISTENT_SHARE = 2_500
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroSettings:
-    """Of DeepSpeed's configuration what takes memory. Elements, not bytes; the defaults are those of Lightning and DeepSpeed.
+    """The settings of DeepSpeed that take memory, in elements, not bytes; the defaults are those of Lightning and DeepSpeed.
 
     Args:
         reduce_bucket_elements: of a bucket of gradients (``reduce_bucket_size``).
@@ -36,8 +36,8 @@ class ZeroSettings:
         max_reuse_elements: how far ahead a use keeps a parameter gathered (``stage3_max_reuse_distance``).
         persistence_elements: up to which a parameter always stays gathered (``stage3_param_persistence_threshold``).
         pin_memory: whether host memory is page-locked. Parts of offloaded parameters always are.
-        converts: whether DeepSpeed makes the module one of 16 bits under mixed precision, too, as Lightning's strategy has it do. Our
-            engine leaves parameters in 32 bits there, and computes under torch's autocast.
+        converts: whether DeepSpeed converts the module to 16 bits under mixed precision, too, as with Lightning's strategy. Our engine
+            leaves parameters in 32 bits then, and computes under torch's autocast.
     """
 
     reduce_bucket_elements: int = 200_000_000
@@ -54,21 +54,20 @@ _DEFAULT = ZeroSettings()
 
 
 def zero_settings(plan: Plan, *, parameters: int, trainable: int, on_cpu: bool) -> ZeroSettings:
-    """The settings under which our engine runs a plan, and by which it is predicted.
-
-    The engine counts the module's parameters, planning has the footprint's count of the same; nothing else goes in, so that both agree.
+    """The settings with which our engine runs a plan, and planning predicts it. The engine counts the module's parameters, planning takes
+    the footprint's count; nothing else is used, so that both agree.
 
     Args:
         plan: a ZeRO plan.
         parameters: elements of all parameters, shared ones once.
         trainable: of those that require a gradient.
-        on_cpu: whether its devices are CPUs. There a collective overlaps with nothing, and nothing is gained by gathering ahead.
+        on_cpu: whether its devices are CPUs. There a collective overlaps with nothing, so gathering ahead gains nothing.
     """
-    # One rank sends nothing, and a bucket would be filled and copied for that (up to three times its size); larger gradients pass it by.
+    # One rank sends nothing, but would still fill and copy a bucket (up to three times its size); larger gradients bypass it.
     share = trainable // _BUCKETS if plan.world_size > 1 else 0
     return ZeroSettings(
         reduce_bucket_elements=min(_DEFAULT.reduce_bucket_elements, max(_LEAST_BUCKET, share)),
-        # Without, stage 1 reduces nothing before backward is over, and all gradients are there.
+        # Without this, stage 1 reduces nothing before backward is over, and memory holds all gradients.
         overlap_comm=plan.zero_stage == 1 or (not on_cpu and plan.world_size > 1),
         prefetch_elements=0 if on_cpu else min(_DEFAULT.prefetch_elements, parameters // _PREFETCH_SHARE),
         max_live_elements=min(_DEFAULT.max_live_elements, parameters // _LIVE_SHARE),
@@ -90,17 +89,17 @@ def settings_of(footprint: Footprint, plan: Plan, *, on_cpu: bool) -> ZeroSettin
     return zero_settings(plan, parameters=footprint.parameters, trainable=footprint.trainable_parameters, on_cpu=on_cpu)
 
 
-#: So many elements are never in one place: the optimizer's part of a group is stepped in one piece.
+#: More elements than any group has, so that the optimizer's part of a group is stepped in one piece.
 _UNBOUNDED = 10**12
 
 
 def deepspeed_config(plan: Plan, settings: ZeroSettings, *, element: str = "fp32") -> dict[str, Any]:
-    """What ``deepspeed.initialize`` is given.
+    """The configuration for ``deepspeed.initialize``.
 
     Args:
         plan: a ZeRO plan.
         settings: sizes of DeepSpeed's buffers.
-        element: what parameters and gradients are made of, ``"fp32"`` or ``"bf16"``.
+        element: the type of parameters and gradients, ``"fp32"`` or ``"bf16"``.
     """
     zero: dict[str, Any] = {
         "stage": plan.zero_stage,
@@ -126,7 +125,7 @@ def deepspeed_config(plan: Plan, settings: ZeroSettings, *, element: str = "fp32
     if "parameters" in plan.offload:
         zero["offload_param"] = {"device": "cpu", "pin_memory": settings.pin_memory}
     return {
-        # Lightning's loop accumulates and Lightning's loaders make batches: to DeepSpeed each backward pass is a batch of one.
+        # Lightning's loop accumulates, and its loaders make batches: for DeepSpeed, each backward pass is a batch of one.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,  # see zero_gradients
@@ -134,7 +133,7 @@ def deepspeed_config(plan: Plan, settings: ZeroSettings, *, element: str = "fp32
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
-        # Its own bf16 would keep and step a copy of 32 bits, which a plain run at bf16-true doesn't.
+        # DeepSpeed's own bf16 would keep and step a copy in 32 bits, which a plain run at bf16-true doesn't.
         "communication_data_type": element,
         "data_types": {"grad_accum_dtype": element},
     }

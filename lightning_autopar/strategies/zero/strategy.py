@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class _ByDeepSpeed(Precision):
-    """What DeepSpeed's engine does by itself."""
+    """A precision plugin for DeepSpeed, whose engine runs backward and step itself."""
 
     clipping: Clipping
 
@@ -85,7 +85,7 @@ class _ByDeepSpeed(Precision):
 
 @contextmanager
 def refuse_looks(module: pl.LightningModule, hook: str) -> Iterator[None]:
-    """Around a hook that looked at no gradients on the traced step, which may do so now.
+    """The context of a hook that looked at no gradients in the traced step, but may do so now.
 
     Raises:
         ValueError: if it does, as there are none in the parameters.
@@ -130,7 +130,7 @@ def plugin(precision: str, device_type: str) -> Precision:
 
 
 class _ZeroStrategy(DeepSpeedStrategy):
-    """Lightning's DeepSpeedStrategy without what it leaves out of a plain run, on CPU devices as well, and with plain checkpoints."""
+    """Lightning's DeepSpeedStrategy, changed to do all that a plain run does, also on CPU devices, and with plain checkpoints."""
 
     run_plan: RunPlan
     _relay: OptimizerBridge | None = None
@@ -143,7 +143,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
     _backward_ran = False
 
     def _configure_launcher(self) -> None:
-        """The processes are there already."""
+        """The processes exist already."""
 
     def setup_environment(self) -> None:
         """Join the group, without re-seeding: every rank goes on from the parent's RNG state."""
@@ -153,7 +153,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
         self.setup_distributed()
 
     def setup_distributed(self) -> None:
-        """As Lightning's, but for its demand that devices have indices, which CPUs haven't, and its new seeds."""
+        """Like Lightning's, without new seeds, and without its demand that devices have indices, which CPUs haven't."""
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         doorway.import_deepspeed(self.root_device.type)
@@ -186,9 +186,8 @@ class _ZeroStrategy(DeepSpeedStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where ``configure_model`` builds the module: what is to be partitioned in host memory, by the device's draws.
-
-        Lightning's leaves that to ``zero.Init``, which isn't used here (``model_sharded_context``).
+        """Where ``configure_model`` builds the module: in host memory if it will be partitioned, with the device's draws. Lightning leaves
+        that to ``zero.Init``, which isn't used here (``model_sharded_context``).
         """
         if not self.zero_stage_3:
             with super().tensor_init_context(empty_init):
@@ -203,11 +202,11 @@ class _ZeroStrategy(DeepSpeedStrategy):
         return self.lightning_module
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """As plain Lightning does: optimizer and schedulers are the user's own objects and stay so."""
+        """Like plain Lightning: optimizer and schedulers are, and stay, the user's own objects."""
         Strategy.setup_optimizers(self, trainer)
 
     def _take_weights_of_rank_0(self) -> None:
-        """Processes that were started one by one may have built different modules."""
+        """Give all ranks rank 0's weights: processes that were started one by one may have built different modules."""
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             moved = tensor.data.to(self.root_device)
             dist.broadcast(moved, src=0)
@@ -234,7 +233,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
         self._config_initialized = True
         users = bare_optimizer(self.optimizers[0]) if self.optimizers else None
         if users is not None and "optimizer" in plan.offload and self.root_device.type != "cpu":
-            on_host(users)  # a CPU device's host is itself: there the update stays the one that the plan without offload has
+            on_host(users)  # a CPU device is its own host: there the update stays that of the plan without offload
         relay = self._relay = None if users is None else OptimizerBridge(users)
         device = self.root_device
         self.model = doorway.initialize(module, relay, self.config, device_type=device.type, device_rank=device.index or 0)
@@ -257,12 +256,12 @@ class _ZeroStrategy(DeepSpeedStrategy):
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """Lightning's own loop does, the ragged last window as well."""
+        """False: Lightning's own loop accumulates, also in a shorter last window."""
         return False
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around a backward pass that no step follows: gradients are kept, and those of stage 1 not yet reduced."""
+        """The context of a backward pass without a following step: gradients are kept, and at stage 1 not yet reduced."""
         engine = self.deepspeed_engine
         engine.set_gradient_accumulation_boundary(False)
         try:
@@ -277,7 +276,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
 
     def step_parts(self) -> None:
         """Step this rank's parts, and gather the parameters, unless they stay in parts."""
-        if not self._backward_ran:  # no step of the window had a loss
+        if not self._backward_ran:  # no batch of the window had a loss
             return
         self._backward_ran = False
         assert self._relay is not None
@@ -289,7 +288,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
         self._clipping.done()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """DeepSpeed partitioned the gradients of those parameters alone that were to be trained when it was set up."""
+        """Refuse newly trained parameters: DeepSpeed partitioned only gradients of parameters that were trained when it was set up."""
         for name, parameter in self._module.named_parameters() if self._frozen else ():
             if parameter.requires_grad and id(parameter) in self._frozen:
                 raise ValueError(
@@ -306,11 +305,11 @@ class _ZeroStrategy(DeepSpeedStrategy):
         return [] if self._relay is None else self._relay.pieces
 
     def weights_changed(self) -> None:
-        """Something has written into the module's parameters (at stage 3 their parts): the optimizer's copies of them follow."""
+        """To be called after writes to the module's parameters (at stage 3, their parts): updates the optimizer's copies."""
         self.deepspeed_engine.optimizer.refresh_fp32_params()
 
     def teardown(self) -> None:
-        """Leave module and optimizer as they are, for whoever collects them; Lightning would move them, or what is left of them."""
+        """Leave module and optimizer as they are, for the code that collects them; Lightning would move them, or what is left of them."""
         assert self.accelerator is not None
         if self._disk is not None:
             self._disk.close()
@@ -321,26 +320,26 @@ class _ZeroStrategy(DeepSpeedStrategy):
 
 
 class ZeroEngine(SplitMixin, ZeroFiles, _ZeroStrategy):
-    """Executes a ZeRO plan: each rank a part of the optimizer's state, from stage 2 on of the gradients, at stage 3 of the parameters.
+    """Executes a ZeRO plan: each rank has a part of the optimizer's state, from stage 2 on of the gradients, at stage 3 of the parameters.
 
     Args:
         run_plan: with a plan of engine ``"zero"``.
-        forked: whether the ranks were forked off one process, so that they hold the same weights.
+        forked: whether the ranks were forked from one process, so that they have the same weights.
     """
 
     def __init__(self, run_plan: RunPlan, *, forked: bool = True) -> None:
-        doorway.import_deepspeed(run_plan.devices[0].kind)  # before Lightning does, and has it look for devices
+        doorway.import_deepspeed(run_plan.devices[0].kind)  # before Lightning does, which makes it look for devices
         super().__init__(config={}, parallel_devices=run_plan.torch_devices, logging_level=logging.ERROR)
         self._forked = forked
         self.attach(run_plan)
 
     @property
     def _partitioned(self) -> bool:
-        """Whether DeepSpeed's engine is there, which holds what is trained."""
+        """Whether DeepSpeed's engine exists, which holds what is trained."""
         return bool(self.optimizers)
 
     def held_tensors(self) -> dict[str, Iterable[Tensor]]:
-        """As DeepSpeed has it."""
+        """The tensors that DeepSpeed holds, by kind."""
         found = super().held_tensors()
         if self._partitioned:
             for kind, theirs in held_by_zero(self.model, self._module).items():
@@ -349,13 +348,13 @@ class ZeroEngine(SplitMixin, ZeroFiles, _ZeroStrategy):
         return found
 
     def held_gradients(self) -> Iterator[Tensor]:
-        """DeepSpeed keeps them to itself."""
+        """The gradients, which DeepSpeed holds."""
         if self._partitioned:
             yield from held_by_zero(self.model, self._module)["gradients"]
         yield from super().held_gradients()
 
     def held_on_host(self) -> Iterator[Tensor]:
-        """Its copies and buffers; it has them all along."""
+        """DeepSpeed's copies and buffers in host memory, which it always has."""
         if not self._partitioned:
             yield from super().held_on_host()
             return
@@ -366,7 +365,7 @@ class ZeroEngine(SplitMixin, ZeroFiles, _ZeroStrategy):
     def hand_over(
         self, module: Any, optimizers: list[Any], *, keep: bool, affordable: Callable[[int], bool]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Made whole on rank 0; DeepSpeed is taken off the module."""
+        """The states, made whole on rank 0; DeepSpeed is removed from the module."""
         state = self.lightning_module_state_dict()
         wanted = affordable(self.run_plan.plan.world_size)
         states = [self.optimizer_state(optimizer) for optimizer in optimizers] if wanted else []

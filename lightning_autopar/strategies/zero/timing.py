@@ -21,7 +21,7 @@ from lightning_autopar.timing.rates import Collective, Rates
 from lightning_autopar.timing.roofline import Layout
 from lightning_autopar.timing.step import Step
 
-#: Bytes a second of a disk that wasn't measured: a slow one, on which everybody else's files are, too.
+#: Bytes a second of a disk that wasn't measured: a slow one, which others use, too.
 _DISK_RATE = 1e9
 
 
@@ -42,7 +42,7 @@ class Calls:
     bucket: int
 
 
-#: By ZeRO's stage, and by whether the optimizer is offloaded.
+#: The calls by ZeRO's stage, and by whether the optimizer is offloaded.
 ZERO: Mapping[tuple[int, bool], Calls] = {
     (1, False): Calls(step=1100, parameter=200, module=25, bucket=300),
     (2, False): Calls(step=1100, parameter=185, module=25, bucket=300),
@@ -56,7 +56,7 @@ class ZeroStep(Step):
     """One step of partitions.
 
     Args:
-        settings: DeepSpeed's, where somebody else has chosen them; None for our engine's. The others are as a :class:`Step`'s.
+        settings: DeepSpeed's, where another program's run is predicted; None for our engine's. The others are those of :class:`Step`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ZeroStep(Step):
         return self.plan.world_size
 
     def calls(self) -> int:
-        """What our engine's and DeepSpeed's Python does in a step."""
+        """Calls of our engine's and DeepSpeed's Python in a step."""
         if not self.ours:
             return 0
         layers = self.layout.layers
@@ -83,7 +83,7 @@ class ZeroStep(Step):
         return zero_calls(self.plan, parameters=parameters, modules=modules, buckets=buckets)
 
     def played(self, run: RankWork, events: list[LaneSpan] | None = None) -> LaneSeconds:
-        """Stage 3 gathers parameters as FSDP2 does; the others reduce gradients by the bucket."""
+        """Play the step: stage 3 gathers parameters as FSDP2 does; the others reduce gradients by the bucket."""
         plan = self.plan
         if plan.zero_stage == 3:
             units, root = zero_units(self.footprint, self.layout, plan, self.links(), run.device, width=self.width, settings=self.zero)
@@ -95,15 +95,15 @@ class ZeroStep(Step):
         return play_partitions(self.layout, run, self.links(), self.width, events, bucket=bucket, collective=collective)
 
     def width(self, size_bytes: int) -> float:
-        """Bytes on the wire under DeepSpeed, which may have converted the model to the precision's dtype, also of a mixed one."""
+        """Bytes on the wire under DeepSpeed, which may have converted the model to the precision's dtype, even under mixed precision."""
         if not self.zero.converts:
             return float(size_bytes)
         stored = self.footprint.parameter_bytes / max(1, self.footprint.parameters)
         return size_bytes * 2 / stored if self.half and stored > 2 else float(size_bytes)
 
     def after(self) -> float:
-        """With nothing to hide behind: every rank's updated part of the parameters goes to all others, at stage 3 of those that
-        stay gathered. Our engine asks all ranks which parameters had a gradient.
+        """Communication that overlaps with nothing: every rank's updated part of the parameters goes to all others, at stage 3 of those
+        that stay gathered. Our engine also asks all ranks which parameters had a gradient.
         """
         if not self.training:
             return 0.0
@@ -122,14 +122,14 @@ class ZeroStep(Step):
         part = round(self.width(self.footprint.gradient_bytes) / plan.world_size)
         copied = 2 * (copy_seconds(rates, run.device, 2 * part) if self.on_cpu else rates.host_copy_seconds(run.device, part))
         seconds = super().offload(run) + copied
-        if plan.optimizer_on_disk:  # read and written, with nothing to hide behind
+        if plan.optimizer_on_disk:  # read and written, without overlap
             share = round(self.footprint.optimizer_bytes / plan.world_size * max(self.ranks_on_nodes().values()))
             seconds += sum(rates.disk_seconds(share, write=write) or share / _DISK_RATE for write in (False, True))
         return seconds
 
 
 def gathered_modules(footprint: Footprint, layout: Layout, persistence: int) -> list[tuple[int, ...]]:
-    """For each layer of a layout the bytes of each gather: a module is gathered with what it holds directly.
+    """For each layer of a layout, the bytes of each gather: a module is gathered with the parameters that it holds directly.
 
     Args:
         footprint: of the module.
@@ -149,14 +149,14 @@ def _modules(part: LayerFootprint, persistent_bytes: float) -> tuple[int, ...]:
     found: dict[int, int] = {}
     for index, (rows, row_bytes, _) in enumerate(part.parameter_rows):
         if rows * row_bytes > persistent_bytes:
-            # Where it isn't known which module holds a parameter, one with a weight has a bias besides.
+            # Where it isn't known which module holds a parameter, each weight is assumed to have a bias with it.
             module = part.parameter_modules[index][0] if part.parameter_modules else index // 2
             found[module] = found.get(module, 0) + rows * row_bytes
     return tuple(found.values())
 
 
 def persistent_bytes(footprint: Footprint, persistence: int) -> int:
-    """Of those parameters that stay gathered.
+    """Bytes of the parameters that stay gathered.
 
     Args:
         footprint: of the module.
@@ -186,7 +186,7 @@ def zero_units(
     width: Callable[[int], float],
     settings: ZeroSettings,
 ) -> tuple[list[UnitSeconds | None], UnitSeconds]:
-    """ZeRO-3: every module's parameters are gathered by themselves, but for small ones that stay so; gradients are reduced by the bucket.
+    """ZeRO-3: each module's parameters are gathered alone, but small ones stay gathered; gradients are reduced by the bucket.
 
     Args:
         footprint: of the module.
@@ -194,7 +194,7 @@ def zero_units(
         plan: a zero plan.
         links: between the ranks.
         device: on which buffers are copied.
-        width: bytes that so many bytes at rest have as they are computed with and sent.
+        width: gives the bytes that so many bytes at rest have when they are computed with and sent.
         settings: DeepSpeed's.
     """
     offloaded, rates = "parameters" in plan.offload, links.rates
@@ -244,8 +244,8 @@ def play_partitions(
         layout: of the step.
         run: the rank's own work.
         links: between the ranks.
-        width: bytes that so many bytes at rest have as they are sent.
-        events: where what happens is written down.
+        width: gives the bytes that so many bytes at rest have when they are sent.
+        events: where spans are recorded.
         bucket: its elements.
         collective: how a bucket is reduced. DeepSpeed 0.19.8 gives every rank all of it (``use_multi_rank_bucket_allreduce``); earlier ones
             reduced each rank's part to it.
@@ -260,7 +260,7 @@ def play_partitions(
         size += width(sum(layout.layers[number].gradients))
         if size and (size >= most or number == 0):
             seconds = links.over_shards(collective, size)
-            if run.device.kind == "cpu":  # into the bucket, divided, and laid flat; a GPU does so beside computing
+            if run.device.kind == "cpu":  # into the bucket, divided, and laid flat; a GPU does so while computing
                 seconds += 3 * copy_seconds(links.rates, run.device, 2 * size)
             link = note(events, max(link, before + done[index]), seconds, "communication", collective.replace("_", "-"), "communication")
             carried, size = carried + seconds, 0.0

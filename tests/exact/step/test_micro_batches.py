@@ -321,7 +321,7 @@ def test_a_batch_that_is_no_rows_is_refused() -> None:
     def collate(samples: Any) -> Any:
         return {"x": torch.stack([x for x, _ in samples]), "pairs": torch.zeros(3, 2)}
 
-    with pytest.raises(ValueError, match=r"micro-batches 2' works a batch off in parts, but .*micro_batches=1"):
+    with pytest.raises(ValueError, match=r"micro-batches 2' runs a batch in parts, but .*micro_batches=1"):
         trained(Fitted, DataLoader(numbers(), batch_size=8, collate_fn=collate), parts("single", 2))
 
 
@@ -344,7 +344,7 @@ def test_a_step_that_writes_to_parameters_is_refused_and_a_hook_that_does_is_not
     def in_parts() -> Any:
         return AutoParallelStrategy(devices="1xcpu:4GiB", plan=parts("single", 2))
 
-    with pytest.raises(ValueError, match=r"training_step writes to the parameter 'target\.0\.weight', which each part of a batch would do"):
+    with pytest.raises(ValueError, match=r"training_step writes to the parameter 'target\.0\.weight', so each part of a batch would write"):
         fitted(InPlace, in_parts())
     torch.testing.assert_close(fitted(Following, in_parts()), fitted(Following, "auto"), rtol=1e-5, atol=1e-5)
 

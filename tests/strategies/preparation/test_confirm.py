@@ -66,4 +66,4 @@ def test_a_plans_stages_are_tried_in_a_process_of_their_own(tmp_path: Path, monk
     assert int(pids.read_text()) != os.getpid()
     monkeypatch.setattr(stage_probe, "confirm_stages", lambda *args, **kwargs: os._exit(3))
     lost = confirm.rehearse(trainer, footprint, pinned("blocks.2"), Finding())
-    assert "couldn't be checked, as trying it came to no end" in str(lost.refusal)
+    assert "couldn't be checked, as its trial didn't finish" in str(lost.refusal)

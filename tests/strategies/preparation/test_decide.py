@@ -288,7 +288,7 @@ def test_an_engine_that_fails_to_look_at_the_step_is_no_candidate(tmp_path: Path
     monkeypatch.setattr(stage_probe, "probe_stages", fail)
     decision = staged(Stack(), tmp_path, allow=("single", "pipeline"))
     (words,) = {each.reason for each in decision.report.candidates if each.plan.engine == "pipeline"}
-    assert words == "whether it runs the step right couldn't be checked, as looking at it came to no end (KeyError: 'stages')"
+    assert words == "whether it runs the step right couldn't be checked, as looking at it failed (KeyError: 'stages')"
     assert decision.report.footprint.traced, "what others found holds"
 
 
@@ -324,12 +324,12 @@ def test_a_block_that_no_stage_begins_with_is_no_cut(tmp_path: Path, monkeypatch
 
 
 def test_a_step_that_counts_in_a_buffer_is_not_run_in_parts(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the step counts in the buffer 'count', which each part of a batch would do"):
+    with pytest.raises(ValueError, match="the step counts in the buffer 'count', so each part of a batch would count"):
         staged(Counting(), tmp_path, plan=pinned("blocks.2"))
     assert staged(Counting(), tmp_path, plan=pinned("blocks.2", micro_batches=1)).run_plan.finding is not None
     assert staged(Counting(), tmp_path).run_plan.plan.micro_batches == 1
     alone = Plan(engine="single", devices=("cpu:0",), micro_batches=2)
-    with pytest.raises(ValueError, match="the step counts in the buffer 'count', which each part of a batch would do"):
+    with pytest.raises(ValueError, match="the step counts in the buffer 'count', so each part of a batch would count"):
         staged(Counting(), tmp_path, plan=alone, allow=("single",))
     assert staged(Stack(), tmp_path, plan=alone, allow=("single",)).run_plan.plan == alone
 

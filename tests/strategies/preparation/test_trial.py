@@ -88,7 +88,7 @@ def test_the_fastest_is_taken_and_says_why() -> None:
     assert [candidate.plan.engine for candidate in found.report.candidates] == ["ddp", "single", "fsdp"]
     reason = found.run_plan.plan.reasons[-1]
     assert reason == (
-        "of 3 plans tried on this run's batches the fastest, 900 ms a step (single 1.5 s, fsdp ×2, reshard 2 s); the trial took 4.5 s"
+        "the fastest of 3 plans tried on this run's batches, 900 ms a step (single 1.5 s, fsdp ×2, reshard 2 s); the trial took 4.5 s"
     )
     assert found.report.candidates[1].learned == ("1.5 s a step in the trial",)
 

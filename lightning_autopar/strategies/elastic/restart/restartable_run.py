@@ -38,23 +38,23 @@ if TYPE_CHECKING:
     from lightning_autopar.strategies.elastic.restart.store_rendezvous import Stop
     from lightning_autopar.strategies.processes.external import Peers
 
-#: How long ranks wait for each other at a boundary when the processes are to leave; launchers kill 30 s after SIGTERM.
+#: How long ranks wait for each other at a boundary before the processes leave; launchers kill 30 s after SIGTERM.
 _LEAVE_SECONDS = 10.0
-#: The same for a snapshot after which training goes on; a rank may be busy with what it alone does.
+#: The same before a snapshot after which training goes on; a rank may be busy with work of its own.
 _MEET_SECONDS = 600.0
-#: How long a rank that leaves without having been told waits for its own signal: torchrun's agent on another node may notice a change of
-#: nodes a moment later, and would take processes that ended before for failed ones.
+#: How long a leaving rank waits for its own signal, if it got none yet: torchrun's agent on another node may notice a change of nodes a
+#: moment later, and would take processes that ended earlier for failed ones.
 _GRACE_SECONDS = 3.0
 #: How long after the job was requeued Slurm may take to end it.
 _REQUEUED_SECONDS = 20.0
 #: How long rank 0 may take to complete a snapshot before the others leave without hearing of it.
 _DONE_SECONDS = 60.0
-#: How long the sums of a snapshot's files may take when the process is to leave.
+#: How long computing the checksums of a snapshot's files may take before the process leaves.
 _SUMS_SECONDS = 3.0
 
 
 def leaving(trainer: Trainer, peers: Peers, batch: BatchRule) -> SnapshotSettings | None:
-    """How a run in processes of a launcher is saved; None where ``CheckpointMigrate`` doesn't ask for it, or nothing is trained.
+    """How to save a run in a launcher's processes; None where ``CheckpointMigrate`` doesn't ask for it, or nothing is trained.
 
     Args:
         trainer: of the run.
@@ -69,9 +69,7 @@ def leaving(trainer: Trainer, peers: Peers, batch: BatchRule) -> SnapshotSetting
         return None
     how = snapshot_settings(trainer, batch) if asked else None
     if watchers(trainer) and peers.rank == 0:
-        what = (
-            "it leaves with a snapshot when it is told to, and goes on from there in the number of processes that it is started with next"
-        )
+        what = "it leaves with a snapshot when it is told to, and its next start goes on from there in any number of processes"
         rank_zero_warn(
             "autopar: ElasticReplan can't move this run: torchrun or Slurm started its processes, and decides how many there are; "
             + (what if asked else "with CheckpointMigrate it would save itself when it is told to leave, and go on at its next start")
@@ -88,7 +86,7 @@ class RestartableRun:
     Args:
         peers: the processes.
         how: how the run is saved.
-        run: of the same call, as if this process had it alone: what the run is known by, and the survey of what was there before.
+        run: the same call as an elastic run of this process alone, which gives the run's key and the survey of its objects before the run.
         function: the trainer's.
         args: to call it with.
         kwargs: to call it with.
@@ -123,7 +121,7 @@ class RestartableRun:
             found = peers.hear()
         if not _is_there(found[0]):
             raise ValueError(
-                f"CheckpointMigrate keeps snapshots in {found[0]}, where rank {peers.rank} on node {peers.node} doesn't find what rank 0 "
+                f"CheckpointMigrate keeps snapshots in {found[0]}, where rank {peers.rank} on node {peers.node} doesn't see what rank 0 "
                 "made there; give a folder that all nodes share: CheckpointMigrate(folder=...)"
             )
         self._home, latest = found
@@ -133,9 +131,8 @@ class RestartableRun:
 
     @contextmanager
     def going_on(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Around the run, with the engine installed; gives the arguments to call the trainer's function with.
-
-        When it ends well, its snapshots are removed; where it failed, they wait for the next start.
+        """The context of the run, with the engine installed; gives the arguments for the trainer's function. When the run ends well, its
+        snapshots are removed; when it fails, they wait for the next start.
         """
         slurm = self._peers.environment if isinstance(self._peers.environment, SLURMEnvironment) else None
         with Signals(self._trainer, slurm.requeue_signal if slurm is not None and slurm.requeue_signal else signal.SIGUSR1) as signals:
@@ -146,22 +143,22 @@ class RestartableRun:
                 else:
                     boundary.take_up(self.snapshot)
                     yield (), arguments_from(self.snapshot, self._function, self._args, self._kwargs)
-            except BaseException as error:  # a rank that is gone ends the others by an exception as well
+            except BaseException as error:  # if one rank is gone, the others end by an exception as well
                 if self._snapshots is not None:
                     self._snapshots.close(keep=not isinstance(error, TunerExit), within_seconds=_SUMS_SECONDS)
                 raise
             finally:
                 boundary.close()
-            if self._snapshots is not None:  # who was told to leave while it ended may be started anew
+            if self._snapshots is not None:  # a run that was told to leave while it ended may be started anew
                 self._snapshots.close(keep=signals.told("leave"))
 
 
 class StoreBoundary(Boundary):
-    """One rank's boundaries in such a run.
+    """One rank's boundaries in a restartable run.
 
     Args:
         run: the run.
-        signals: that came to this process.
+        signals: those that came to this process.
         requeues: whether a signal that asks for a snapshot means that Slurm is to start the job anew.
     """
 
@@ -177,7 +174,7 @@ class StoreBoundary(Boundary):
     _save_seconds: float | None
 
     def close(self) -> None:
-        """Leave the loop as it was."""
+        """Restore the loop."""
         vars(self._epoch_loop).pop("advance", None)
 
     def _refuse(self, error: BaseException) -> None:
@@ -186,7 +183,7 @@ class StoreBoundary(Boundary):
     # -- at a boundary -----------------------------------------------------------------------------------------------------------------
 
     def _meet_and_advance(self, data_fetcher: Any) -> None:
-        """``_TrainingEpochLoop.advance`` behind a boundary."""
+        """``_TrainingEpochLoop.advance``, after a boundary."""
         self._signals.arm()
         if self._journal is None and self._rank == 0:
             self._go_on_after(self._run._home / "s000000")
@@ -202,7 +199,7 @@ class StoreBoundary(Boundary):
         self._advance(data_fetcher)
 
     def _wait_for_device(self) -> None:
-        """Wait until the batch before the last one is computed: on a GPU the host runs ahead of it, past what the rendezvous counts on."""
+        """Wait until the batch before the last one is computed: on a GPU the host runs further ahead than the rendezvous allows."""
         if self._trainer.strategy.root_device.type != "cuda":
             return
         event = torch.cuda.Event()
@@ -212,7 +209,7 @@ class StoreBoundary(Boundary):
             self._events.pop(0).synchronize()
 
     def _call(self) -> None:
-        """Rank 0: have all ranks stop soon, if a process was told to leave, somebody wants a snapshot, or it is time for one."""
+        """Rank 0: call a stop of all ranks if a process was told to leave, or a snapshot is wanted or due."""
         words: set[Word] = {*self._signals.words(), *self._rendezvous.requests()}
         if not words and time.monotonic() - self._saved_at <= self._interval():
             return
@@ -230,7 +227,7 @@ class StoreBoundary(Boundary):
         return (save_seconds(self._run._run.state_bytes) if takes is None else takes) / how.overhead
 
     def _stop(self, stop: Stop) -> None:
-        """Write the snapshot, all ranks together, and leave if the processes are to."""
+        """Write the snapshot, all ranks together, and leave if the stop says so."""
         self._trainer.strategy.meter.pause(self._trainer.strategy)  # type: ignore[attr-defined]  # a snapshot is no part of a step
         started = time.monotonic()
         target = Path(stop.target)
@@ -250,7 +247,7 @@ class StoreBoundary(Boundary):
         self._signals.release()
 
     def _keep(self, stop: Stop, target: Path, saved: bool) -> None:
-        """Rank 0: the snapshot counts from here on."""
+        """Rank 0: from here on, the snapshot is the one to resume from."""
         assert self._snapshots is not None, "rank 0 has it"
         if saved:
             self._journal = CheckpointJournal(target)
@@ -263,7 +260,7 @@ class StoreBoundary(Boundary):
     # -- leaving -----------------------------------------------------------------------------------------------------------------------
 
     def _leave(self, stop: Stop, saved: bool) -> None:
-        """End this process as its launcher expects, unless Slurm was to start the job anew, and can't."""
+        """End this process as its launcher expects, unless Slurm should start the job anew and can't."""
         if self._rank == 0:
             leaves = (self._requeue and requeue()) or self._terminated
             self._rendezvous.say_done(stop, leaves)
@@ -283,7 +280,7 @@ class StoreBoundary(Boundary):
 
 
 def requeue() -> bool:
-    """Have Slurm start this job anew, as Lightning does (``_SignalConnector._slurm_sigusr_handler_fn``); whether it will."""
+    """Ask Slurm to start this job anew, as Lightning does (``_SignalConnector._slurm_sigusr_handler_fn``); returns whether it will."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     job = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
@@ -299,26 +296,26 @@ def requeue() -> bool:
 
 
 def _job() -> str | None:
-    """What every start of these processes has in common, and nobody else has."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's own default, which is no name
+    """A name that every start of this job has, and no other job."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default, which names no job
     names = [os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_ARRAY_TASK_ID", ""), "" if run == "none" else run]
     return "/".join(names) if any(names) else None
 
 
 def _is_there(folder: Path, within_seconds: float = 10.0) -> bool:
-    """Whether a folder that another process made can be seen here; what a network file system remembers may be some seconds old."""
+    """Whether this process sees a folder that another made; a network file system's cache may be some seconds old."""
     until = time.monotonic() + within_seconds
     while not folder.is_dir():
         if time.monotonic() > until:
             return False
         with suppress(OSError):
-            os.listdir(folder.parent)  # makes it look again
+            os.listdir(folder.parent)  # refreshes the cache
         time.sleep(0.1)
     return True
 
 
 def _end() -> None:
-    """End this process by SIGTERM: nobody's hooks run, as the run isn't over, and the launcher sees that it was terminated."""
+    """End this process by SIGTERM: no hooks run, as the run isn't over, and the launcher sees that the process was terminated."""
     for child in multiprocessing.active_children():  # data loaders' workers
         child.kill()
     for stream in (sys.stdout, sys.stderr):

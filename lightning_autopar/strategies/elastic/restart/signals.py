@@ -21,17 +21,17 @@ from lightning_autopar.strategies.elastic.restart.store_rendezvous import Word
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-#: A process that was told to leave and comes to no boundary for so long, and for three batches, waits for a rank that is gone.
+#: If a process that was told to leave comes to no boundary for so long, and for three batches, it waits for a rank that is gone.
 _PATIENCE_SECONDS = 20.0
 _BATCHES = 3
 
 
 class Signals:
-    """SIGTERM and the signal that asks for a snapshot, while a run goes on.
+    """Handles SIGTERM and the signal that asks for a snapshot, while a run goes on.
 
-    Lightning's own handlers aren't set meanwhile: that of SIGTERM makes collectives on a rank that may be in the middle of others, and
-    ends the run by an exception; that of Slurm's requeue signal saves wherever the process is (``_SignalConnector``, Lightning issue
-    #21406). The user's own handlers are called, as Lightning does; for the other signal one of the user's stays alone, as with Lightning.
+    Lightning's own handlers aren't set meanwhile: the one for SIGTERM starts collectives on a rank that may be in the middle of others, and
+    ends the run by an exception; the one for Slurm's requeue signal saves wherever the process is (``_SignalConnector``, Lightning issue
+    #21406). As in Lightning, the user's own handler of SIGTERM is called too, and one for the other signal is called alone.
 
     Args:
         trainer: of the run.
@@ -74,7 +74,7 @@ class Signals:
             signal.signal(number, before)
         if self._pipe is not None:
             signal.set_wakeup_fd(self._wakeup_before)
-            os.close(self._pipe[1])  # ends the thread, which closes the other end
+            os.close(self._pipe[1])  # ends the thread, which closes the other end of the pipe
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._armed and self._words[number] == "leave" and not callable(self._before[number]):
@@ -97,31 +97,31 @@ class Signals:
         self._at, self._armed = now, True
 
     def words(self) -> list[Word]:
-        """What signals have said that hasn't been asked for yet."""
+        """The requests by signals that weren't returned yet."""
         found = [self._words[number] for number, count in self._came.items() if count > self._taken.get(number, 0)]
         self._taken = dict(self._came)
         return found
 
     def told(self, word: Word) -> bool:
-        """Whether a signal has said this."""
+        """Whether a signal has asked for this."""
         return any(self._words[number] == word for number in self._came)
 
     def wait_for_leave(self, seconds: float) -> None:
-        """Wait until this process is told to leave, but no longer than this."""
+        """Wait until this process is told to leave, at most so many seconds."""
         self._leave.wait(seconds)
 
     def hold(self) -> None:
-        """A snapshot is being written: whoever wants this process to end has to end it."""
+        """A snapshot is being written: until it is, only a kill ends this process."""
         self._held = True
 
     def release(self) -> None:
-        """It is written."""
+        """The snapshot is written."""
         self._held, self._at = False, time.monotonic()
 
     # -- a process that can't come to a boundary any more ------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Let a thread see signals at once: a handler of Python's doesn't run while the main thread waits in a collective."""
+        """Let a thread see signals at once: a Python handler doesn't run while the main thread waits in a collective."""
         pipe = os.pipe()
         os.set_blocking(pipe[1], False)
         self._wakeup_before = signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)

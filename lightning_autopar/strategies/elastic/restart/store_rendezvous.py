@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-#: What a rank may tell rank 0: that its process is to leave, or that somebody wants a snapshot.
+#: What a rank may request from rank 0: that the run leaves, as its process was told to, or that it writes a snapshot.
 Word = Literal["leave", "save"]
 _WORDS: tuple[Word, ...] = ("leave", "save")
 _NOT_SAID, _SAID = "0", "1"
@@ -23,7 +23,7 @@ class Stop:
 
     Args:
         number: of the stop, from 1.
-        boundary: the first that will do; within an accumulation window, the one at its end.
+        boundary: the first at which ranks may stop; inside an accumulation window, the one at its end.
         leave: whether the processes leave afterwards.
         target: the folder for the snapshot.
     """
@@ -38,14 +38,14 @@ class StoreRendezvous:
     """One rank's side of the rendezvous.
 
     Rank 0 writes at its boundary ``c``, before it goes on, that all stop at ``c + 2 × accumulation``. No rank can have passed that boundary
-    by then: the optimizer's steps before it wait for rank 0's gradients of batch ``c`` and later ones. So each rank finds the word there
-    if it reads the store at each of its boundaries; one reading is a round trip.
+    yet: the optimizer's steps before it wait for rank 0's gradients of batch ``c`` and later ones. So each rank finds the message if it
+    reads the store at each of its boundaries; one read is a round trip.
 
     Args:
-        store: of these processes alone.
+        store: one that only these processes use.
         rank: this one.
         world_size: how many ranks there are.
-        name: of the run among this process's.
+        name: tells this run from others of the process.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, name: str) -> None:
@@ -63,11 +63,11 @@ class StoreRendezvous:
         return "/".join(["elastic", self._name, *map(str, parts)])
 
     def request(self, word: Word) -> None:
-        """Let rank 0 know."""
+        """Send a request to rank 0."""
         self._store.set(self._key(word), _SAID)
 
     def requests(self) -> list[Word]:
-        """Rank 0: what any rank has told; a request for a snapshot is heard once."""
+        """Rank 0: the ranks' requests; a request for a snapshot is returned once."""
         values = self._store.multi_get([self._key(word) for word in _WORDS])
         words = [word for word, value in zip(_WORDS, values, strict=True) if value.decode() == _SAID]
         if "save" in words:
@@ -76,11 +76,11 @@ class StoreRendezvous:
 
     @property
     def waits(self) -> bool:
-        """Rank 0: whether a stop has been called that isn't done."""
+        """Rank 0: whether it has called a stop that isn't done yet."""
         return self._stop is not None and self._stop.number > self._done
 
     def call(self, *, accumulation: int, leave: bool, target: str) -> None:
-        """Rank 0, at its boundary: have all stop at a later one.
+        """Rank 0, at its boundary: call a stop of all ranks at a later one.
 
         Args:
             accumulation: batches to an optimizer's step.
@@ -92,10 +92,10 @@ class StoreRendezvous:
         self._store.set(self._key("stop"), json.dumps(asdict(self._stop)))
 
     def arrived(self, *, in_window: bool) -> Stop | None:
-        """This rank is at its next boundary (rank 0 calls :meth:`call` afterwards); the stop that is due here.
+        """This rank is at its next boundary; returns the stop that is due here, if any. Rank 0 calls :meth:`call` afterwards.
 
         Args:
-            in_window: whether gradients of earlier batches wait for their step here. The same on all ranks.
+            in_window: whether gradients of earlier batches still wait for their optimizer's step. The same on all ranks.
         """
         self.count += 1
         if in_window:
@@ -107,10 +107,10 @@ class StoreRendezvous:
         return self._stop if due else None
 
     def gather(self, stop: Stop, within_seconds: float) -> bool:
-        """Whether all ranks are here, at the same boundary; the same answer on each, unless rank 0 isn't there.
+        """Whether all ranks have come to the same boundary; the same answer on each, unless rank 0 doesn't come.
 
         Args:
-            stop: what they are here for.
+            stop: the one that they have come for.
             within_seconds: how long rank 0 waits for the others.
         """
         self._done = stop.number
@@ -123,15 +123,15 @@ class StoreRendezvous:
         return together
 
     def say_done(self, stop: Stop, done: bool) -> None:
-        """Rank 0: whether what the stop was for is done."""
+        """Rank 0: tell the others whether the stop's snapshot is complete."""
         self._say(stop, "done", done)
 
     def hear_done(self, stop: Stop, within_seconds: float) -> bool | None:
-        """The others: the same; None where rank 0 doesn't say."""
+        """The others: what rank 0 told them; None where it tells nothing."""
         return self._hear(stop, "done", within_seconds)
 
     def leave(self, stop: Stop, within_seconds: float) -> None:
-        """The last that this rank does here; rank 0, with whose process the store may end, waits for the others."""
+        """This rank's last call. Rank 0 waits for the others, as the store may end with its process."""
         if self._rank != 0:
             self._store.set(self._key(stop.number, "left", self._rank), "")
         else:
@@ -150,6 +150,6 @@ class StoreRendezvous:
             return True
         try:
             self._store.wait(keys, timedelta(seconds=max(within_seconds, 1e-3)))
-        except RuntimeError:  # DistStoreError: one isn't, or the store is gone
+        except RuntimeError:  # DistStoreError: a key isn't there, or the store is gone
             return False
         return True

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 #: Relative difference up to which numbers count as equal.
 EQUAL = 1e-6
-#: A tensor of small entries is judged beside this part of the largest entry of all: some are zero but for rounding.
+#: A tensor with small entries is judged relative to this share of the largest entry of all: some are zero but for rounding.
 _SMALL = 1e-3
 
 
 @dataclass(kw_only=True)
 class Step:
-    """What one step gave.
+    """The results of one step.
 
     Args:
         loss: None where it gave none.
@@ -42,7 +42,7 @@ class Step:
         logged: by name.
         gradients: by the parameter's FQN; None where it got none.
         settings: numbers in the optimizers' parameter groups after it.
-        moved: by how much parameters have moved since the first step began, by FQN.
+        moved: by how much parameters have changed since the first step began, by FQN.
         buffers: after it, by FQN.
     """
 
@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What the steps of one hook gave.
+    """The results of one hook's steps.
 
     Args:
         steps: one after the other.
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def difference(ours: Outcome, theirs: Outcome) -> tuple[float, str] | None:
-    """The first thing that stages change, by how much of it, and the sentence; None where there is nothing.
+    """The first value that stages change: by how much, and the sentence; None where they change nothing.
 
     Args:
         ours: of the stages; names that aren't in it are another stage's.
@@ -86,7 +86,7 @@ def difference(ours: Outcome, theirs: Outcome) -> tuple[float, str] | None:
 
 
 def _differences(ours: Step, theirs: Step) -> Iterator[tuple[str, float]]:
-    """In the order in which they come to be: a wrong loss has wrong gradients."""
+    """The differences in the order in which they arise: a wrong loss has wrong gradients."""
     yield f"in stages the loss is {_number(ours.loss)} instead of {_number(theirs.loss)}", number_distance(ours.loss, theirs.loss)
     for name in {**theirs.logged, **ours.logged}:
         values = [step.logged[name].value if name in step.logged else None for step in (ours, theirs)]
@@ -116,7 +116,7 @@ def _largest(tensors: Mapping[str, Tensor | None]) -> float:
 
 
 def number_distance(one: float | None, other: float | None) -> float:
-    """Relative; infinite where only one is there."""
+    """The relative difference; infinite where only one number is there."""
     if one is None or other is None:
         return 0.0 if one is other else math.inf
     if math.isnan(one) or math.isnan(other):
@@ -150,7 +150,7 @@ def tensor_distance(one: Tensor | None, other: Tensor | None, largest: float) ->
 
 
 def _tree_distance(one: Any, other: Any) -> float:
-    """Of two outputs, leaf by leaf."""
+    """The difference of two outputs, leaf by leaf."""
     ours, theirs = tree_flatten(_plain(one)), tree_flatten(_plain(other))
     if ours[1] != theirs[1]:
         return math.inf
@@ -158,7 +158,7 @@ def _tree_distance(one: Any, other: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings that torch's pytree takes for leaves, such as Hugging Face's outputs, as dicts."""
+    """The value with dicts in place of mappings that torch's pytree takes for leaves, such as Hugging Face's outputs."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if type(value) in (list, tuple):
@@ -182,7 +182,7 @@ def _percent(distance: float) -> str:
     return f"{distance:.2g} of it" if math.isfinite(distance) else "all of it"
 
 
-#: Hooks that run on every rank after steps, and may read what these kept.
+#: Hooks that run on every rank after steps, and may read what the steps kept.
 _LATER = tuple(
     [f"on_{loop}_{point}_end" for loop in ("train", "validation", "test", "predict") for point in ("batch", "epoch")]
     + [f"on_{loop}_end" for loop in ("train", "validation", "test", "predict", "fit")]
@@ -194,7 +194,7 @@ _EQUAL = 1e-5
 
 
 def leftovers_apart(before: LightningModule, whole: LightningModule, stages: Sequence[LightningModule]) -> str | None:
-    """Why the stages' modules aren't alike after a step in what a later hook may read; None where they are, or where there is no such hook.
+    """Why the stages' modules differ after a step in what a later hook may read; None where they don't, or where there is no such hook.
 
     Args:
         before: the module before the step.
@@ -207,7 +207,7 @@ def leftovers_apart(before: LightningModule, whole: LightningModule, stages: Seq
     old, theirs = dict(_attributes(before)), dict(_attributes(whole))
     for name, value in theirs.items():
         if name in old and _alike(old[name], value, 0):
-            continue  # the step leaves it as it was
+            continue  # the step doesn't change it
         for stage in stages:
             ours = dict(_attributes(stage))
             if name not in ours or not _alike(ours[name], value, 0):
@@ -216,7 +216,7 @@ def leftovers_apart(before: LightningModule, whole: LightningModule, stages: Seq
 
 
 def _attributes(module: LightningModule) -> Iterator[tuple[str, Any]]:
-    """The attributes of the module and its children, but for those of blocks and metrics, by a dotted name."""
+    """The attributes of the module and its children, without those of blocks and metrics, by a dotted name."""
     blocks = tuple(f"{name}." for name in find_blocks(module))
     for prefix, child in module.named_modules():
         if f"{prefix}.".startswith(blocks) or _is_metric(child):
@@ -231,7 +231,7 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 def _alike(one: Any, other: Any, depth: int) -> bool:
-    """Whether two values are the same as far as numbers, texts, tensors and what holds them tell."""
+    """Whether two values are the same, judged by numbers, texts, tensors and their containers."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return _tensors_alike(one, other)
     kinds = [(type(each).__module__, type(each).__qualname__) for each in (one, other)]  # each mock has a class of its own
@@ -252,6 +252,6 @@ def _tensors_alike(one: Any, other: Any) -> bool:
     return torch.allclose(one.detach().double(), other.detach().double(), rtol=_EQUAL, atol=_EQUAL, equal_nan=True)
 
 
-#: What torch and Lightning keep on every module.
+#: Attributes that torch and Lightning keep on every module.
 _TORCH = frozenset((*vars(nn.Module()), "training", "log", "log_dict", "print", "all_gather", "manual_backward", "optimizers",
                     "lr_schedulers", "clip_gradients", "configure_model", "forward"))  # fmt: skip

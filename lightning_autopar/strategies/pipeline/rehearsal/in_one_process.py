@@ -27,7 +27,7 @@ from lightning_autopar.strategies.pipeline.stages.stage_module import StageModul
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-#: A part of a batch: makes it anew each time, since a step may change what it gets; and its weight in the whole batch's loss.
+#: A part of a batch: a function that makes it anew each time, since a step may change it; and its weight in the whole batch's loss.
 Part = tuple[Callable[[], Any], float]
 
 
@@ -50,11 +50,11 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What steps compute in.
+    """The precision in which steps compute.
 
     Args:
         autocast: the type of automatic mixed precision; None for none.
-        true: of parameters, buffers and the batch; None leaves them.
+        true: the type of parameters, buffers and the batch; None leaves them.
     """
 
     autocast: torch.dtype | None = None
@@ -62,7 +62,7 @@ class Precision:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Around a forward, as Lightning's plugin has it."""
+        """The context of a forward, as in Lightning's plugin."""
         with ExitStack() as stack:
             if self.autocast is not None:
                 stack.enter_context(torch.autocast("cpu", dtype=self.autocast, cache_enabled=False))
@@ -92,12 +92,12 @@ class Together:
         fn: str = "fit",
         precision: Precision | None = None,
     ) -> None:
-        #: What the last step of each hook logged, by name.
+        #: The values that the last step of each hook logged, by name.
         self.logged: dict[str, Logged] = {}
         self._batch: Any = None
         self._batch_idx = 0
         self._draws: rng.RngState = {}
-        #: Python's and NumPy's generators as the batch began.
+        #: The states of Python's and NumPy's generators when the batch began.
         self._began: rng.RngState = {}
         self._precision = precision or Precision()
         self.stages = [self._stage(module, trainer, staging, tuple(cuts), index, fn) for index in range(len(cuts) + 1)]
@@ -126,17 +126,17 @@ class Together:
         return Stage(module=copy, owned=owned, replay=replay, rehearsal=rehearsal)
 
     def _enter(self) -> None:
-        """A stage's own code begins, all that comes before the cut having run anew, as :class:`.draws.StageDraws` has it."""
+        """A stage's own code begins, after all code before the cut has run again, as in :class:`.stage_draws.StageDraws`."""
         if in_short(python_states()) != in_short(self._draws):
             raise RuntimeError("a block draws from Python's random or NumPy's, which later stages skip; draw with torch there")
         rng.restore(self._draws, {})
 
     def _leave(self) -> None:
-        """A stage's own code is over: the next one draws where it left off."""
+        """A stage's own code is over: the next stage's draws follow its draws."""
         self._draws = rng.capture({}, cuda=False)
 
     def _forward(self, hook: str, chunk: int, batch: Callable[[], Any]) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-        """Of each stage what it received and what it gave."""
+        """Run the forward; returns what each stage received and what it gave."""
         passed: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
         received: tuple[Tensor, ...] = ()
         for stage in self.stages:
@@ -176,7 +176,7 @@ class Together:
         return total
 
     def evaluation_step(self, hook: str, batch: Callable[[], Any]) -> Any:
-        """What ``hook`` returns of a batch, without gradients."""
+        """Run ``hook`` on a batch without gradients; returns its result."""
         self._batch_idx, self._began = 0, python_states()
         self.logged.clear()
         with torch.no_grad():
@@ -184,7 +184,7 @@ class Together:
         return self.stages[-1].replay.outputs.pop(0)
 
     def _taken(self, stage: Stage) -> dict[str, Tensor]:
-        """The gradients of a stage's parameters, which are None from now on."""
+        """Take the gradients of a stage's parameters, which are then set to None."""
         found = {}
         for name, parameter in stage.module.named_parameters():
             if parameter.grad is not None:
@@ -192,8 +192,8 @@ class Together:
         return found
 
     def _add_shared(self) -> None:
-        """What several stages use gets the sum of their gradients."""
-        added: set[int] = set()  # tied parameters are there under several names
+        """Give parameters that several stages use the sum of their gradients."""
+        added: set[int] = set()  # tied parameters have several names
         named = [dict(stage.module.named_parameters(remove_duplicate=False)) for stage in self.stages]
         for name, users in self.stages[0].owned.shared.items():
             parameters = [named[user][name] for user in users if name in named[user] and id(named[user][name]) not in added]
@@ -213,7 +213,7 @@ class Together:
         batch: Callable[[], Any],
         batch_idx: int,
     ) -> None:
-        """All of Lightning's step but the user's own: its loss is known, and backward only takes the gradients up."""
+        """Run Lightning's step without the user's own: its loss is known, and backward only sets the known gradients."""
         parameters = dict(stage.module.named_parameters())
         for name, gradient in earlier.items():
             parameters[name].grad = gradient
@@ -236,7 +236,7 @@ class Together:
 
 
 class _TakesUp(torch.autograd.Function):
-    """A loss that is known already, whose backward hands out gradients that are known already."""
+    """A known loss, whose backward sets known gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, take_up: Callable[[Tensor], None]) -> Tensor:
@@ -250,7 +250,7 @@ class _TakesUp(torch.autograd.Function):
 
 
 def rehearse(copy: LightningModule, trainer: Trainer | None, fn: str, precision: Precision) -> BareStep:
-    """Calls a copy's hooks, with its optimizers; clipping and gradients' scale, which are the engine's business, are left out."""
+    """Calls a copy's hooks, with its optimizers; without clipping and gradient scaling, which the engine does."""
     found = BareStep(copy, trainer, fn, autocast_dtype=precision.autocast, default_dtype=precision.true, enter=_nothing)
     found._trainer.give(gradient_clip_val=None, gradient_clip_algorithm=None)
     found.__dict__["_unscale"] = copy.__dict__["clip_gradients"] = _nothing
@@ -259,14 +259,14 @@ def rehearse(copy: LightningModule, trainer: Trainer | None, fn: str, precision:
 
 
 def _show(parameters: Mapping[str, Tensor]) -> None:
-    """Give absent tensors a gradient that can't be read, for the hooks to stumble over, as :meth:`.norms.StageGradients.show` does."""
+    """Give absent tensors a gradient that raises when a hook reads it, as :meth:`.gradient_norms.StageGradients.show` does."""
     for name, parameter in parameters.items():
         if is_absent(parameter) and parameter.requires_grad and parameter.grad is None:
             parameter.grad = absent_like(parameter.detach(), f"the gradient of the parameter {name!r}")
 
 
 def _hiding(module: LightningModule) -> Callable[..., Any]:
-    """Hides them when the closure, in which the hooks run, is over."""
+    """A closure that hides them after the given one, in which the hooks run."""
 
     def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -282,14 +282,14 @@ def _hiding(module: LightningModule) -> Callable[..., Any]:
 
 
 def _hide(module: LightningModule) -> None:
-    """The optimizer passes over absent tensors."""
+    """Hide absent tensors' gradients, so that the optimizer skips them."""
     for parameter in module.parameters():
         if is_absent(parameter):
             parameter.grad = None
 
 
 def _backward(passed: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]], weight: float, *, goes_back: bool) -> None:
-    """From the last stage's loss to the first stage's parameters."""
+    """Run backward from the last stage's loss to the first stage's parameters."""
     if not goes_back:
         return
     gradients: list[Tensor | None] = [torch.full_like(passed[-1][1][0], weight)]
@@ -304,7 +304,7 @@ def _backward(passed: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]], w
 
 @contextmanager
 def _only_where(module: LightningModule, owns: Callable[[], bool]) -> Iterator[None]:
-    """While open, what is logged by code that isn't the stage's own is dropped unread."""
+    """While open, values that code of other stages logs are dropped."""
     kept = {name: module.__dict__[name] for name in ("log", "log_dict")}
 
     def dropping(log: Callable[..., None]) -> Callable[..., None]:

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-#: Stages of one trial at most: each runs all of the step's code up to its own end.
+#: The most stages of one trial: each runs all of the step's code up to its own end.
 _MOST_STAGES = 8
-#: In single precision, where the step can't be run in double.
+#: The tolerance in single precision, where the step can't be run in double.
 _ROUNDING = 1e-5
 
 
 class CannotTry(RuntimeError):
-    """The whole module's step fails by itself, which says nothing about stages."""
+    """The whole module's step fails, which says nothing about stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Script:
     rows: int
 
     def to(self, dtype: torch.dtype | None) -> Script:
-        """With floating-point tensors of that type; as they are where there is none."""
+        """The script with floating-point tensors of that type; unchanged if None."""
         if dtype is None:
             return self
         return Script(batches=tuple(lambda make=make: _cast(make(), dtype) for make in self.batches), rows=self.rows)  # type: ignore[misc]
@@ -93,7 +93,7 @@ class Trial:
         self._double: Trial | None = None
 
     def run_whole(self) -> str | None:
-        """Run the whole module's steps; the reason where its optimizer asks for a step more than once.
+        """Run the whole module's steps; returns a reason if its optimizer runs a step more than once.
 
         Raises:
             CannotTry: if they fail.
@@ -104,7 +104,7 @@ class Trial:
             raise CannotTry(_first_line(error)) from error
 
     def record(self) -> dict[str, StepRecording]:
-        """Of each hook, for what follows."""
+        """Record each hook."""
 
         def one(hook: str, written: frozenset[str]) -> StepRecording:
             copy: LightningModule = fake_copy(self._module, None, None)
@@ -118,7 +118,7 @@ class Trial:
         return found
 
     def narrow(self, blocks: Sequence[str], uncuttable: dict[str, str]) -> str | None:
-        """Try cuts until all that are left work; those that don't go to ``uncuttable``. A reason where no single cut is to blame."""
+        """Try cuts until all that are left work; the others go to ``uncuttable``. Returns a reason if no single cut is the cause."""
         alone = False
         while possible := [block for block in blocks[1:] if block not in uncuttable]:
             failed = {cuts: words for cuts in ways_to_cut(possible) if (words := self.compare(cuts)) is not None}
@@ -135,10 +135,10 @@ class Trial:
         return None
 
     def compare(self, cuts: tuple[str, ...]) -> str | None:
-        """What stages change when they are cut so, in a sentence; None where there is nothing."""
+        """What stages with these cuts change, in a sentence; None where they change nothing."""
         try:
             ours = self._stages(cuts)
-        except Exception as error:  # the user's code on a stage, and what says that a value is missing there
+        except Exception as error:  # the user's code on a stage, or the error that a value is missing there
             _LOG.debug("the step fails in stages cut before %s", cuts, exc_info=True)
             return f"in stages the step fails ({_first_line(error)})"
         if isinstance(ours, str):
@@ -147,7 +147,7 @@ class Trial:
         if found is None:
             return None
         distance, words = found
-        if math.isfinite(distance):  # which may still be rounding
+        if math.isfinite(distance):  # this may still be rounding
             exact = self._compare_in_double(cuts)
             if exact is None or (math.isinf(exact[0]) and distance <= _ROUNDING):
                 return None
@@ -156,7 +156,7 @@ class Trial:
         return words
 
     def _compare_in_double(self, cuts: tuple[str, ...]) -> tuple[float, str] | None:
-        """The difference without single precision's rounding; infinite where the step insists on single precision."""
+        """The difference without single precision's rounding; infinite where the step only runs in single precision."""
         try:
             if self._double is None:
                 module, scripts = self._original
@@ -172,7 +172,7 @@ class Trial:
             return math.inf, f"in double precision the step fails ({_first_line(error)})"
 
     def _whole(self) -> str | None:
-        """What the whole module gives."""
+        """The whole module's results."""
         copy: LightningModule = fake_copy(self._module, None, None)
         rng.restore(self._start, {})
         rehearsal = rehearse(copy, self._trainer, self._fn, self._precision)
@@ -215,7 +215,7 @@ class Trial:
         return None
 
     def _stages(self, cuts: tuple[str, ...]) -> dict[str, Outcome] | str:
-        """What the stages give, all together; a sentence where what they keep for later hooks comes apart."""
+        """The results of all stages together; a sentence if what they keep for later hooks differs."""
         rng.restore(self._start, {})
         together = Together(self._module, self._trainer, self._staging, cuts, self._fn, self._precision)
         before = [_values(stage.module, stage.owned.names) for stage in together.stages]
@@ -241,12 +241,12 @@ class Trial:
         return leftovers_apart(self._module, self._after, [stage.module for stage in together.stages]) or found
 
     def _collect(self, step: Step, together: Together, before: Sequence[Mapping[str, Tensor]], theirs: Step) -> None:
-        """What the stages have after a step, each its part."""
+        """The stages' values after a step, each stage's part."""
         for index, (stage, values) in enumerate(zip(together.stages, before, strict=True)):
             part = Step()
             _end(part, stage.module, stage.rehearsal, values)
             for ours, found in ((step.moved, part.moved), (step.buffers, part.buffers)):
-                # A buffer that a later stage has as well, for code of which it needs the shapes alone, stays as it was there.
+                # A later stage that has a buffer only for code whose shapes it needs doesn't change that buffer.
                 counts = {name for name in found if stage.owned.primary[name] == index or name in stage.owned.shared}
                 ours.update({name: _further(found[name], ours.get(name), theirs.moved | theirs.buffers, name) for name in counts})
             if not step.settings or _apart(part.settings, theirs.settings):
@@ -259,7 +259,7 @@ class Trial:
             rehearsal.begin_evaluation()
 
     def _worst(self, ours: Mapping[str, Outcome]) -> tuple[float, str] | None:
-        """The first hook's difference that has one."""
+        """The difference of the first hook that has one."""
         for hook, outcome in ours.items():
             found = difference(outcome, self._theirs[hook])
             if found is not None:
@@ -268,11 +268,11 @@ class Trial:
 
 
 def recorded_together(hooks: Sequence[str], record_one: Callable[[str, frozenset[str]], StepRecording]) -> dict[str, StepRecording]:
-    """Recordings of a run's hooks, each of which knows what any of them writes to.
+    """Record a run's hooks, each of which must know what any of them writes to.
 
     Args:
         hooks: in order.
-        record_one: records a hook, given what others write to.
+        record_one: records a hook, given what the others write to.
     """
     found: dict[str, StepRecording] = {}
     written: frozenset[str] = frozenset()
@@ -287,7 +287,7 @@ def recorded_together(hooks: Sequence[str], record_one: Callable[[str, frozenset
 
 
 def ways_to_cut(possible: Sequence[str]) -> list[tuple[str, ...]]:
-    """Cuts to try: each block begins a stage at least once; two, three and as many stages as sensible, uneven ones among them.
+    """Cuts to try: each block begins a stage at least once; two, three and as many stages as make sense, uneven ones among them.
 
     Args:
         possible: the blocks that may begin a stage, in the order in which they run.
@@ -302,9 +302,8 @@ def ways_to_cut(possible: Sequence[str]) -> list[tuple[str, ...]]:
 
 @contextmanager
 def norms_aside() -> Iterator[None]:
-    """While open, nothing clips gradients and every norm of them is 1: over several stages it is the engine that takes norms.
-
-    The functions' code is exchanged, as their names may have been imported anywhere (as :mod:`.norms` does).
+    """While open, nothing clips gradients and every norm of them is 1: over several stages the engine takes norms. The functions' code is
+    replaced, as their names may have been imported anywhere (:mod:`.gradient_norms` does the same).
     """
     exchanged = [
         (getattr(clip_grad, name), _one) for name in ("_get_total_norm", "clip_grad_norm_", "_clip_grads_with_norm_", "clip_grad_value_")
@@ -336,7 +335,7 @@ def _unwrapped(function: Any) -> Any:
 
 
 def _end(step: Step, copy: LightningModule, rehearsal: BareStep, before: Mapping[str, Tensor]) -> None:
-    """What is to be seen after a step."""
+    """The values to compare after a step."""
     parameters = {name for name, _ in copy.named_parameters(remove_duplicate=False)}
     for name, value in _values(copy, before).items():
         if name in parameters:
@@ -357,14 +356,14 @@ def _values(module: LightningModule, names: Any = None) -> dict[str, Tensor]:
 
 
 def _further(value: Tensor, other: Tensor | None, theirs: Mapping[str, Tensor], name: str) -> Tensor:
-    """Of several stages' values the one that is further from what it should be."""
+    """The value, of several stages', that is furthest from the right one."""
     if other is None or tensor_distance(value, theirs[name], 0.0) > tensor_distance(other, theirs[name], 0.0):
         return value
     return other
 
 
 def _gradients(together: Together) -> dict[str, Tensor | None]:
-    """Each parameter's gradient, of the first stage that has it; those of later ones are the same sum."""
+    """Each parameter's gradient, of the first stage that has it; later stages' are the same sum."""
     found: dict[str, Tensor | None] = {}
     for stage in together.stages:
         for name, parameter in stage.module.named_parameters():

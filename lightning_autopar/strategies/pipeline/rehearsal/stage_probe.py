@@ -39,25 +39,25 @@ if TYPE_CHECKING:
 
 
 def untried_words(reason: str) -> str:
-    """That nothing was compared, and why."""
+    """The sentence that nothing was compared, and why."""
     return f"whether its stages compute the same is only checked as they run: no trial was made, as {reason}"
 
 
 def refused(reason: str) -> Finding:
-    """That of a module that can't run in stages."""
+    """The finding for a module that can't run in stages."""
     return Finding(value=Staging(refusal=reason))
 
 
 _LOG = logging.getLogger(__name__)
 
-#: Of all steps, forward and backward: some seconds on a CPU core.
+#: The most FLOPs of all steps, forward and backward: some seconds on a CPU core.
 _FLOPS = 1e11
-#: Recording, and the whole module beside three ways to cut it, two steps each.
+#: The steps of a probe: recording, and two steps each of the whole module and of three ways to cut it.
 _STEPS = 9
-#: The same where the cuts of a plan are tried that is about to be taken: recording, and one step of the whole module and of its stages.
+#: The steps of a trial of a plan's cuts: recording, and one step each of the whole module and of its stages.
 _CONFIRM_FLOPS = 1e12
 _CONFIRM_STEPS = 3
-#: The whole module beside its stages, each with gradients and optimizer states, may take this part of the host's free memory.
+#: The share of the host's free memory for the whole module and its stages, each with gradients and optimizer states.
 _HOST_SHARE = 0.5
 _COPIES = 10
 _TIMEOUT_SECONDS = 120.0
@@ -72,7 +72,7 @@ def probe_stages(
     precision: Precision | None = None,
     flops: int = 0,
 ) -> Finding:
-    """Record the steps that a run will call, and compare them in stages with the whole ones.
+    """Record the steps that a run will call, and compare them in stages with whole ones.
 
     The finding's value is a :class:`Staging`, with the reason where there are no stages. What is only recorded is ``untried``, as a plan's
     own cuts are before it is taken (:func:`confirm_stages`).
@@ -154,7 +154,7 @@ def confirm_stages(
 
 
 def kept_apart(first: FirstStep) -> str | None:
-    """Why what a step keeps on the module can't be kept by stages; None where it keeps nothing that its samples decide about."""
+    """Why stages can't keep what a step keeps on the module; None where nothing kept depends on its samples."""
     if first.split is None or not first.split.kept_rules:
         return None
     hook, rules = next(iter(first.split.kept_rules.items()))
@@ -163,12 +163,12 @@ def kept_apart(first: FirstStep) -> str | None:
 
 
 def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) -> Check:
-    """Whether stages cut so compute what the whole module does, where they were only recorded so far.
+    """Whether stages with these cuts, only recorded so far, compute what the whole module computes.
 
     Args:
         first: the step; meant for a forked child.
         cuts: FQNs of the blocks with which the second and each later stage begins.
-        notes: of the probe, which a plan keeps that can't be tried and does nothing that stages may do otherwise.
+        notes: the probe's, kept if the plan can't be tried and does nothing that may differ in stages.
     """
     trainer, precision = first.trainer, precision_of(str(first.trainer.precision))
     flops = first.footprint.flops
@@ -182,10 +182,10 @@ def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) ->
 
 
 def unstaged(conduct: Conduct | None, untried: str) -> Check | None:
-    """Why a pipeline whose stages can't be tried isn't taken; None where the traced step does nothing that stages may do otherwise.
+    """Why not to take a pipeline whose stages can't be tried; None where nothing in the traced step could run differently in stages.
 
     Args:
-        conduct: what the step does with parameters by themselves; None where it wasn't traced.
+        conduct: what the step itself does with parameters; None where it wasn't traced.
         untried: why they can't be tried, as the end of a sentence.
     """
     if conduct is None:
@@ -195,7 +195,7 @@ def unstaged(conduct: Conduct | None, untried: str) -> Check | None:
 
 
 def batches_of(first: FirstStep) -> dict[str, FirstBatch]:
-    """Those of the hooks that the run calls."""
+    """The hooks that the run calls."""
     batches: dict[str, FirstBatch] = {STEPS[first.stage]: first.batch}
     if (validation := first.validation()) is not None:
         batches[STEPS["validate"]] = validation
@@ -205,7 +205,7 @@ def batches_of(first: FirstStep) -> dict[str, FirstBatch]:
 def _too_large(
     module: LightningModule, batches: Mapping[str, FirstBatch], flops: int, *, steps: int = _STEPS, most: float = _FLOPS
 ) -> str | None:
-    """Why a trial is out of the question."""
+    """Why a trial isn't possible."""
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     if size_bytes * _COPIES > psutil.virtual_memory().available * _HOST_SHARE:
         return f"{_COPIES} copies of the module, which a trial may need, don't fit into the host's memory"
@@ -215,7 +215,7 @@ def _too_large(
 
 
 def _samples(batches: Mapping[str, FirstBatch], flops: int, steps: int = _STEPS, most: float = _FLOPS) -> int:
-    """How many samples to try: all, or two of them where a step is long; 0 for none."""
+    """How many samples to try: all, or two if a step is long; 0 for none."""
     whole = max(1, next(iter(batches.values())).batch_size)
     if flops * steps <= most:
         return whole
@@ -228,7 +228,7 @@ def _samples(batches: Mapping[str, FirstBatch], flops: int, steps: int = _STEPS,
 def _try(
     module: LightningModule, trainer: Trainer | None, batches: Mapping[str, FirstBatch], fn: str, precision: Precision, flops: int
 ) -> Finding | str:
-    """Record for real, and compare; a reason where the whole step can't be run, so that nothing can be said of its stages."""
+    """Record with real tensors, and compare; a reason if the whole step can't be run, so that nothing is known about its stages."""
     trial, several = _trial(module, trainer, batches, fn, precision, _samples(batches, flops))
     if isinstance(trial, str):
         return trial
@@ -250,7 +250,7 @@ def _trial(
     count: int,
     steps: int = 2,
 ) -> tuple[Trial | str, str | None]:
-    """The whole module's steps, run, or the reason why they can't be; and the reason where its optimizer asks for more than one."""
+    """Run the whole module's steps; the trial, or the reason why they fail, and the reason if its optimizer runs a step more than once."""
     if is_overridden("configure_model", module):
         module.configure_model()
         module.__dict__["configure_model"] = lambda: None
@@ -293,18 +293,18 @@ def _structure(
 
 
 def _lbfgs(module: LightningModule) -> bool:
-    """Whether it is the optimizer, as far as can be told without a trainer."""
+    """Whether the optimizer is LBFGS, as far as can be told without a trainer."""
     if not is_overridden("configure_optimizers", module) or is_overridden("configure_model", module):
         return False
     try:
-        return isinstance(module.configure_optimizers(), LBFGS)  # of a copy, in a forked child
-    except Exception:  # one that asks its trainer, say; the run will tell
+        return isinstance(module.configure_optimizers(), LBFGS)  # the optimizers of a copy, in a forked child
+    except Exception:  # it may need its trainer, say; the run will show
         _LOG.debug("the optimizer can't be made", exc_info=True)
         return False
 
 
 def merged(recordings: Mapping[str, StepRecording]) -> dict[str, str]:
-    """Blocks that can't begin a stage in one of the hooks, or that come in another order there, with the reason."""
+    """Blocks that can't begin a stage in one of the hooks, or come in another order there, with the reason."""
     first = next(iter(recordings.values()))
     found: dict[str, str] = {}
     for hook, recording in recordings.items():
@@ -324,7 +324,7 @@ def _before(recording: StepRecording, block: str) -> tuple[str, ...]:
 
 
 def nowhere(recordings: Mapping[str, StepRecording], uncuttable: Mapping[str, str]) -> str | None:
-    """Why there is no place for a cut; None where there is."""
+    """Why there is no place for a cut; None where there is one."""
     blocks = next(iter(recordings.values())).blocks
     if len(blocks) < 2:
         reasons = Counter(uncuttable.values())
@@ -336,7 +336,7 @@ def nowhere(recordings: Mapping[str, StepRecording], uncuttable: Mapping[str, st
 
 
 def _script(module: LightningModule, trainer: Trainer | None, first: FirstBatch, count: int, steps: int) -> Script:
-    """The first batch, or a few of its samples, and for a second step a part of that: stages get parts of all sizes."""
+    """The first batch, or a few of its samples, and a part of that for a second step: stages get parts of all sizes."""
     several = first.kind == "combined"
 
     def whole() -> Any:
@@ -354,13 +354,13 @@ def _script(module: LightningModule, trainer: Trainer | None, first: FirstBatch,
     rows = min(count, first.batch_size)
     try:
         half()
-    except ValueError:  # it can't be taken apart, and no plan will do so
+    except ValueError:  # the batch can't be split, and no plan will split it
         return Script(batches=(whole, whole)[:steps], rows=rows)
     return Script(batches=(whole, half if rows > 3 else whole)[:steps], rows=rows)
 
 
 def precision_of(name: str) -> Precision:
-    """Of Lightning's name of a precision."""
+    """The precision of that Lightning name."""
     types = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
     kind = next((found for word, found in types.items() if name.startswith(word)), None)
     if name in ("transformer-engine", "transformer-engine-float16"):

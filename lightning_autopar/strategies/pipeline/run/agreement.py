@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class SameBatch:
-    """Compares a batch's number over the ranks of a pipeline.
+    """Compares a batch's fingerprint over the ranks of a pipeline.
 
     Args:
         group: a gloo group of them.
@@ -30,7 +30,7 @@ class SameBatch:
         self._work: dist.Work | None = None
 
     def begin(self, number: int) -> None:
-        """A step begins; costs no wait."""
+        """A step begins; doesn't wait."""
         self._pair = torch.tensor([number, -number])
         self._work = dist.all_reduce(self._pair, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
@@ -57,16 +57,15 @@ class SameBatch:
 def agree_on_overflow(
     scaler: Any, device: torch.device, *, hidden: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Callable[[], None]:
-    """Have a GradScaler skip a step, and lower its scale, on all ranks where one finds an infinite gradient; returns what undoes it.
-
-    Each rank looks at its own stages' gradients; a step that one leaves out and another takes parts their weights for good. A rank without
-    gradients, whose parameters are frozen, has found nothing, which torch takes for a mistake. Both of the scaler's ways to the answer, its
-    own unscaling and that of fused optimizers, go through ``_unscale_grads_`` (torch 2.13, ``torch/amp/grad_scaler.py``).
+    """Make a GradScaler skip a step, and lower its scale, on all ranks if one finds an infinite gradient; returns what undoes it. Each rank
+    looks at its own stages' gradients; if one rank skips a step that another takes, their weights diverge. A rank without gradients, whose
+    parameters are frozen, has no answer, which torch reports as an error. Both of the scaler's ways to the answer, its own unscaling and
+    that of fused optimizers, use ``_unscale_grads_`` (torch 2.13, ``torch/amp/grad_scaler.py``).
 
     Args:
         scaler: a ``torch.amp.GradScaler``.
         device: where this rank's gradients are.
-        hidden: makes a context in which no parameter has a gradient that isn't here.
+        hidden: makes a context in which parameters of other ranks have no gradients.
     """
     original = scaler._unscale_grads_
 

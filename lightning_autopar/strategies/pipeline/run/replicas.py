@@ -20,21 +20,21 @@ from lightning_autopar.plans import Plan
 
 #: The mesh's dimensions. Rank ``r`` is in replica ``r // ranks``, and has place ``r % ranks`` in its pipeline.
 DIMENSIONS = ("replicas", "stages")
-#: Small gradients are averaged together, so many bytes at a time, as DDP's ``bucket_cap_mb`` has it.
+#: Small gradients are averaged together, so many bytes at a time, like DDP's ``bucket_cap_mb``.
 BUCKET_BYTES = 25 * 1024**2
-#: A gradient of as many bytes is averaged where it is, without a copy: by then it takes longer to send than to begin.
+#: A gradient of so many bytes is averaged in place, without a copy: sending it takes longer than starting to.
 LARGE_BYTES = 1024**2
 
 
 class Replicas:
     """The pipelines of a plan, and this rank's place among them.
 
-    Where parameters are whole on every replica, a stage's gradients are averaged as soon as its last backward is over: the stages that
-    finish early do so while others still run. It isn't left to DistributedDataParallel, which torch's schedules know, too, since
+    Where parameters are whole on every replica, a stage's gradients are averaged as soon as its last backward is over: stages that finish
+    early do so while others still run. DistributedDataParallel, which torch's schedules know, too, isn't used, since
 
     - a parameter that two of a rank's stages use would be averaged by both of their reducers;
-    - its buckets are a second copy of the gradients, or the gradients are views of them, which the next step overwrites where a step's
-      gradients are laid aside.
+    - its buckets are a second copy of the gradients, or the gradients are views of them, which the next step overwrites if a step's
+      gradients are kept.
 
     Args:
         plan: a pipeline.
@@ -46,7 +46,7 @@ class Replicas:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._plan = plan
         self._device = device
-        #: Of replicas and stages; None where there is one replica, whose group is the whole world.
+        #: The mesh of replicas and stages; None with one replica, whose group is the whole world.
         self.mesh: DeviceMesh | None = None
         if plan.replicas > 1:
             self.mesh = init_device_mesh(device.type, (plan.replicas, plan.devices_per_replica), mesh_dim_names=DIMENSIONS)
@@ -69,12 +69,12 @@ class Replicas:
         return self.mesh is not None and bool(self._plan.shard)
 
     def prepare(self, stages: Sequence[nn.Module], module: nn.Module, names: Sequence[Collection[str]]) -> list[StageParts]:
-        """Make what a ``PipelineStage`` takes as its submodule of each of this rank's stages; sharded where the plan says so.
+        """Make the submodule of each of this rank's stages for a ``PipelineStage``; sharded where the plan says so.
 
         Args:
-            stages: of this rank, in the order of the pipeline. They run parts of the module.
+            stages: those of this rank, in the order of the pipeline. They run parts of the module.
             module: the root, shared by the stages.
-            names: FQNs of the parameters that each stage uses, those that another rank's stage uses, too, among them.
+            names: FQNs of the parameters that each stage uses, including those that another rank's stage uses, too.
 
         Raises:
             ValueError: if parameters are to be sharded, and two of this rank's stages use one.
@@ -89,7 +89,8 @@ class Replicas:
         return self._parts
 
     def reduce(self, parts: StageParts) -> None:
-        """The last backward of a stage is over: begin to average its gradients; those of shards are torch's, ours what they lack for it.
+        """The last backward of a stage is over: begin to average its gradients. torch averages those of shards, after the missing ones were
+        added here.
 
         To be called before the ``perform_reduce_grad`` of torch's stage. All replicas must call it for their stages in the same order, as
         the schedule does.
@@ -103,7 +104,7 @@ class Replicas:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a schedule's step, or a forward without a backward: afterwards gradients are averages, parameters shards."""
+        """The context of a schedule's step, or of a forward alone: afterwards gradients are averages, parameters shards."""
         try:
             self._gather()
             yield
@@ -116,7 +117,7 @@ class Replicas:
             self._underway.clear()
 
     def _gather(self) -> None:
-        """Gather the parameters, all of them. Where a rank has several stages, torch's schedules do so when a stage's turn comes."""
+        """Gather all parameters. If a rank has several stages, torch's schedules do so when a stage's turn comes."""
         if self.shards and len(self._parts) == 1:
             handles = [unit.unshard(async_op=True) for unit in self._parts[0].modules() if isinstance(unit, FSDPModule)]
             for handle in handles:
@@ -132,7 +133,7 @@ class Replicas:
 
 
 def _refuse_shared(module: nn.Module, names: Sequence[Collection[str]]) -> None:
-    """A stage's parameters are gathered and put back as the schedule says, whoever else of the rank's stages needs them."""
+    """Refuse parameters of two stages of a rank: the schedule reshards one's, even if the other needs them."""
     users: dict[int, int] = {}
     for stage, own in enumerate(names):
         for name in sorted(own):
@@ -144,22 +145,22 @@ def _refuse_shared(module: nn.Module, names: Sequence[Collection[str]]) -> None:
 
 
 class StageParts(nn.Module):
-    """A stage as torch's schedules see it: its forward is the stage's, its parameters are those of the module that the stage uses.
+    """A stage as torch's schedules see it: it has the stage's forward, and those of the module's parameters that the stage uses.
 
-    The stages of a rank share one LightningModule, and so would be each other's children: FSDP2 would take all of a
-    rank's parameters for each stage's. Here a stage has for children, for each submodule that holds some of what it uses, one that
-    shares that one's table of parameters: what FSDP2 puts into it, the module has. The user's own modules aren't wrapped, and get no hooks:
-    gathering is left to the schedules and to :class:`Replicas`.
+    The stages of a rank share one LightningModule, and so would be each other's children: FSDP2 would take all of a rank's parameters for
+    each stage's. Here a stage has a child for each submodule that holds some of its parameters, which shares that submodule's table of
+    parameters: what FSDP2 puts into the child, the module has. The user's own modules aren't wrapped, and get no hooks: gathering is left
+    to the schedules and to :class:`Replicas`.
 
     Args:
         stage: runs a part of the module.
         module: the root.
-        names: FQNs of the parameters that the stage uses; those that are tied to one of them come along.
+        names: FQNs of the parameters that the stage uses; those that are tied to one of them are included.
     """
 
     def __init__(self, stage: nn.Module, module: nn.Module, names: Collection[str]) -> None:
         super().__init__()
-        self._hidden = (stage, module)  # no children: they hold the whole module
+        self._hidden = (stage, module)  # not registered as children, as they hold the whole module
         self._tables: dict[str, dict[str, nn.Parameter | None]] = {
             prefix: cast(dict[str, nn.Parameter | None], holder._parameters)
             for prefix, holder in module.named_modules(remove_duplicate=False)
@@ -169,7 +170,7 @@ class StageParts(nn.Module):
         self.units = nn.ModuleList([self._unit(self.names)])
 
     def _unit(self, names: Collection[str]) -> nn.Module:
-        """A module of those that hold the parameters."""
+        """The child for one of the modules that hold the parameters."""
         unit = nn.Module()
         for number, prefix in enumerate(sorted({name.rpartition(".")[0] for name in names})):
             holder = nn.Module()
@@ -182,7 +183,7 @@ class StageParts(nn.Module):
         return self._hidden[0](*received, **kwargs)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the stage, each once unless asked otherwise, as they are now: while FSDP2 has gathered them, the gathered ones."""
+        """The stage's parameters, each once unless asked otherwise, as they are now: while FSDP2 has gathered them, the gathered ones."""
         seen: set[int] = set()
         for name in sorted(self.names) if recurse else ():
             owner, _, leaf = name.rpartition(".")
@@ -192,18 +193,18 @@ class StageParts(nn.Module):
                 yield f"{prefix}.{name}" if prefix else name, parameter
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """One of the stage's, as it is now."""
+        """One of the stage's parameters, as it is now."""
         owner, _, leaf = target.rpartition(".")
         parameter = self._tables[owner][leaf]
         assert parameter is not None, target
         return parameter
 
     def shard(self, fqns: Collection[str], mesh: DeviceMesh) -> None:
-        """``fully_shard`` on what the stage has of each of the named modules, then on the rest.
+        """Call ``fully_shard`` on the stage's part of each of the named modules, then on the rest.
 
-        A parameter that is tied over several of them belongs to the rest. Gathered parameters are kept until the schedule has averaged the
-        gradients: a stage runs many micro-batches. The parameters that were there before hold nothing afterwards: somebody may still know
-        them (the record of what the module was before the run does), and they would keep the whole of it on the device.
+        A parameter that is tied across several of them belongs to the rest. Gathered parameters are kept until the schedule has averaged
+        the gradients: a stage runs many micro-batches. The parameters before sharding are emptied: the survey of the module before the run
+        still refers to them, and they would keep the whole module on the device.
         """
         before = list(self.parameters())
         homes: dict[int, set[str]] = {}
@@ -227,16 +228,15 @@ class StageParts(nn.Module):
 
 
 class _Average:
-    """The average of some of a stage's gradients over its replicas, underway.
-
-    A parameter that one replica's samples left out and another's didn't counts as zero there; one that nobody used has no gradient
-    afterwards either, so that an optimizer passes over it as it would on one device. Small gradients are sent together.
+    """Averages some of a stage's gradients over its replicas in the background. If one replica's samples left out a parameter and another's
+    didn't, its gradient counts as zero there. A parameter that no replica used has no gradient afterwards, so that an optimizer skips it as
+    on one device. Small gradients are sent together.
 
     Args:
         parts: the stage.
         names: of its parameters, the same in every replica.
         group: the replicas.
-        size: how many they are; 0 where the averaging itself is left to FSDP2, which needs a gradient of every parameter.
+        size: how many they are; 0 where FSDP2 does the averaging, which needs a gradient of every parameter.
     """
 
     def __init__(self, parts: StageParts, names: Sequence[str], group: dist.ProcessGroup, size: int) -> None:
@@ -255,13 +255,13 @@ class _Average:
         for bucket in _buckets(gradients) if size else ():
             alone = len(bucket) == 1 and bucket[0].is_contiguous()
             flat = bucket[0] if alone else torch.cat([gradient.flatten() for gradient in bucket])
-            flat.div_(size)  # before the sum, which stays in the range of half precision so, as DDP does it
+            flat.div_(size)  # before the sum, as DDP does, so that it stays in the range of half precision
             self._works.append(dist.all_reduce(flat, group=group, async_op=True))
             if not alone:
                 self._copies.append((flat, bucket))
 
     def wait(self) -> None:
-        """Until all is sent, and the parameters have their averages."""
+        """Wait until all is sent, and the parameters have their averages."""
         for work in self._works:
             work.wait()
         for flat, bucket in self._copies:
@@ -270,7 +270,7 @@ class _Average:
         self._copies.clear()
 
     def finish(self) -> None:
-        """Take away the gradients that no replica had; the parameters are those that the optimizer knows."""
+        """Remove the gradients that no replica had; the parameters are those in the optimizer."""
         if not self._missing:
             return
         used = self._used.tolist()

@@ -24,15 +24,15 @@ try:
 except ImportError:  # torch runs without it
     numpy = None  # type: ignore[assignment]
 
-#: After so many batches whose words were all the same, the batch's index doesn't matter.
+#: After so many batches with equal shapes, the batch's index doesn't matter.
 TRIALS = 4
-#: As many signatures are remembered. Both sides of a boundary see the same ones in the same order, and so forget the same.
+#: How many signatures are remembered. Both sides of a boundary see the same ones in the same order, and so forget the same ones.
 KEPT = 512
 
 
 @dataclass(frozen=True)
 class Signature:
-    """All that the shapes and gradients of what crosses a boundary may depend on; hashable.
+    """Everything on which the shapes and gradients at a boundary may depend; hashable.
 
     Args:
         shapes: of a micro-batch and of the step.
@@ -61,13 +61,13 @@ class _Fact:
 
 
 class Known:
-    """What follows from a signature, and until it is clear that it does, from the batch's index as well."""
+    """What is known for a signature; until it is clear that it depends on nothing else, for a signature and the batch's index."""
 
     def __init__(self) -> None:
         self._facts: OrderedDict[Any, _Fact] = OrderedDict()
 
     def recall(self, signature: Signature | None) -> Any:
-        """What is known of it; None where it has to be found out."""
+        """What is known for a signature; None where nothing is."""
         if signature is None:
             return None
         for key in (signature, signature.shapes):
@@ -78,7 +78,7 @@ class Known:
         return None
 
     def remember(self, signature: Signature | None, value: Any) -> None:
-        """What was found out."""
+        """Remember what was found out."""
         if signature is None:
             return
         fact = self._facts.get(signature.shapes)
@@ -95,7 +95,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Meta:
-    """A tensor that crosses a boundary, but for its values."""
+    """A tensor that crosses a boundary, without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -103,17 +103,17 @@ class Meta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Meta:
-        """That of a tensor."""
+        """The description of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 class ShapeMessages:
-    """One direction over one boundary between two stages, seen from one side.
+    """The messages about shapes in one direction over one boundary between two stages, on one side.
 
     Args:
         peer: global rank of the process on the other side.
         group: a gloo group that both are in, used for nothing else between the two: its messages are matched by their order.
-        tag: of this relay, as two processes may share several.
+        tag: of these messages, as two processes may share several boundaries.
     """
 
     def __init__(self, peer: int, group: dist.ProcessGroup, tag: int) -> None:
@@ -122,14 +122,14 @@ class ShapeMessages:
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def tell(self, signature: Signature | None, word: Any) -> Any:
-        """The sender's side: tell the other one about what is to be sent, unless it knows.
+        """The sender's side: tell the receiver the shapes to come, unless it knows them.
 
         Args:
-            signature: of the micro-batch; None where nobody can tell two apart, so that each is told.
+            signature: of the micro-batch; None where two can't be told apart, so that each is told.
             word: anything that can be pickled.
 
         Returns:
-            What the other side takes it for: what was told of this signature before.
+            What the receiver assumes: the last word about this signature.
         """
         known = self._known.recall(signature)
         if known is not None:
@@ -143,7 +143,7 @@ class ShapeMessages:
         return word
 
     def hear(self, signature: Signature | None) -> Any:
-        """The receiver's side: what is about to come. Waits for the other side's word where the signature is new."""
+        """The receiver's side: the shapes to come. Waits for the sender's message where the signature is new."""
         word = self._known.recall(signature)
         if word is None:
             size = torch.zeros(1, dtype=torch.int64)
@@ -155,14 +155,14 @@ class ShapeMessages:
         return word
 
     def settle(self) -> None:
-        """The schedule is over: what was told has been heard."""
+        """The schedule is over: all messages have arrived."""
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
 
 
 def signature_of(batch: Any) -> Any:
-    """What shapes can depend on, hashable: those of the batch's tensors, their types, its numbers. None where it holds strange objects."""
+    """What shapes can depend on, hashable: shapes and types of the batch's tensors, and its numbers. None where it has other objects."""
     try:
         return _signature(batch)
     except TypeError:
@@ -188,7 +188,7 @@ def _signature(value: Any) -> Any:
 
 
 def as_told(told: Sequence[Meta], tensors: Sequence[Tensor]) -> None:
-    """Whether tensors are what the receiver takes them for.
+    """Check that tensors are what the receiver assumes.
 
     Raises:
         RuntimeError: if an earlier micro-batch of the same signature gave others.

@@ -36,12 +36,13 @@ except ImportError:  # torch runs without it
     numpy = None  # type: ignore[assignment]
 
 _LOG = logging.getLogger(__name__)
-#: Of the messages, beside other traffic of the same ranks: the tag of stage 0's.
+#: The tag of stage 0's messages, different from those of other messages between the same ranks.
 _TAG = 1 << 20
 _TAG_OF_START = _TAG - 1
-#: Place in the plan of draws, Python's and NumPy's states in short (now, and as the batch began), bytes that follow in another message.
+#: A message's fields: the place in the plan of draws, hashes of Python's and NumPy's states (now, and at the batch's beginning), and the
+#: bytes that follow in another message.
 _NUMBERS = 4
-#: Bytes that Python's and NumPy's states have room in, pickled: they take some 6 KB.
+#: The room for Python's and NumPy's pickled states, which take some 6 KB.
 _ROOM = 1 << 14
 
 
@@ -77,15 +78,15 @@ class _State:
 class StageDraws:
     """Makes the random draws of a batch that runs in stages those of one device.
 
-    What can't be made so on a split batch (:attr:`.GlobalDraws.unreproducible`, a plan that is ``seeded``), each micro-batch draws by
-    itself, as under any plan that splits batches; the generators stay in step. From a generator that the user made nothing can be drawn.
-    Python's and NumPy's generators, which don't know of samples, give every stage and micro-batch what they give one device.
+    Draws that can't be reproduced on a split batch (:attr:`.GlobalDraws.unreproducible`, a plan that is ``seeded``), each micro-batch makes
+    by itself, as under any plan that splits batches; the generators stay in step. Draws from a user's own generator are refused. Python's
+    and NumPy's generators, whose draws don't belong to samples, give every stage and micro-batch what they give one device.
 
     Args:
         draws: makes draws those of the whole batch; None where the step draws nothing from torch.
-        ranks: of the replica that this rank belongs to: the rank that runs each stage.
+        ranks: of this rank's replica: the rank that runs each stage.
         device: this rank's.
-        group: for what lies on the host, over all ranks; None where the default group does.
+        group: of all ranks, for tensors on the host; None where the default group can take those.
     """
 
     def __init__(
@@ -99,14 +100,14 @@ class StageDraws:
             self._generators.append(default_generator(device))
         self._share: BatchShare | None = None
         self._parts = 1
-        #: The share that a draw is made for now.
+        #: The share for which a draw is made now.
         self.share: BatchShare | None = None
-        #: Python's and NumPy's generators as the batch began; whether steps are known to draw from them, None before the first one.
+        #: Python's and NumPy's generators when the batch began; whether steps draw from them, None before the first step.
         self._start: rng.RngState = {}
         self._draws_python: bool | None = None
         self._arrived = False
         self._began: _State | None = None
-        #: Of each stage of this rank, as of the batch's first micro-batch.
+        #: For each stage of this rank, its state at the batch's first micro-batch.
         self._entered: dict[int, _State] = {}
         self._left: dict[int, _State] = {}
         self._end: tuple[_State, rng.RngState] | None = None
@@ -117,7 +118,7 @@ class StageDraws:
             draws.on_generator = self._refuse
 
     def adopt(self, stage: OwnCode, index: int) -> None:
-        """Take in one of this rank's stages.
+        """Add one of this rank's stages.
 
         Args:
             stage: tells when its own code begins and ends.
@@ -127,10 +128,10 @@ class StageDraws:
         stage.on_exit.append(lambda: self._leave(index))
 
     def arrive(self, share: BatchShare | None) -> None:
-        """A batch is about to be transferred: what the module's hooks draw on it comes before the step's draws.
+        """A batch is about to be transferred: the draws of the module's hooks on it come before the step's draws.
 
         Args:
-            share: the replica's of the batch; None where draws are to be left alone.
+            share: the replica's of the batch; None where draws stay as they are.
         """
         self.share, self._arrived = share, True
         if self._draws is not None:
@@ -140,8 +141,8 @@ class StageDraws:
         """A batch's step begins.
 
         Args:
-            share: the replica's of the batch; None where draws are to be left alone.
-            parts: into how many micro-batches it is taken apart.
+            share: the replica's of the batch; None where draws stay as they are.
+            parts: into how many micro-batches it is split.
         """
         if not self._arrived:
             self.arrive(share)
@@ -159,12 +160,12 @@ class StageDraws:
 
     @contextmanager
     def forward(self, chunk: int, stage: int | None = None) -> Iterator[None]:
-        """Around the forward of a stage on a micro-batch.
+        """The context of a stage's forward on a micro-batch.
 
         Args:
             chunk: which micro-batch.
-            stage: which stage. Code before its own doesn't draw, but may keep the generators' state: checkpointing a block notes it before
-                the block begins, which is where the stage's own code may begin.
+            stage: which stage. Code before its own doesn't draw, but may save the generators' state: checkpointing saves it before a block
+                begins, where the stage's own code may begin.
         """
         assert self._began is not None
         assert stage is not None
@@ -181,10 +182,10 @@ class StageDraws:
 
     @contextmanager
     def backward(self, chunk: int) -> Iterator[None]:
-        """Around the backward of a stage on a micro-batch: what it recomputes draws again what the forward drew.
+        """The context of a stage's backward on a micro-batch: recomputation repeats the forward's draws.
 
         Raises:
-            RuntimeError: if it draws anything else. One device would draw that after the whole batch's forward.
+            RuntimeError: if backward draws anything else, which one device would draw after the whole batch's forward.
         """
         self._take_up(chunk)
         before = self._captured()
@@ -201,7 +202,7 @@ class StageDraws:
             )
 
     def finish(self) -> None:
-        """The batch is over: put all generators where one device's would be. Every rank of the replica calls this."""
+        """The batch is over: set all generators to where one device's would be. Every rank of the replica calls this."""
         assert self._began is not None
         last = len(self._ranks) - 1
         if self._end is None:
@@ -221,7 +222,7 @@ class StageDraws:
     def _enter(self, stage: int) -> None:
         assert self._began is not None
         state = self._entry(stage)
-        if stage not in self._left:  # of the first micro-batch
+        if stage not in self._left:  # for the first micro-batch
             own = in_short(python_states())
             if (state.moved or own != self._began.python) and (state.began, state.python) != (self._began.python, own):
                 raise RuntimeError(
@@ -232,7 +233,7 @@ class StageDraws:
         self._restore(state)
 
     def _entry(self, stage: int) -> _State:
-        """Where the generators are as a stage's own code begins; the stage before has said so by then."""
+        """Where the generators are when a stage's own code begins; the stage before has sent it by then."""
         assert self._began is not None
         if stage not in self._entered:
             if stage == 0:
@@ -266,7 +267,7 @@ class StageDraws:
         self.share = None if self._share is None else self._share.part(chunk, self._parts)
 
     def _refuse(self, generator: torch.Generator) -> None:
-        """Of a generator that the user made, each rank has a copy, and moves it on for its own stages only."""
+        """Refuse draws from a user's generator: each rank has a copy, and advances it only for its own stages."""
         if self.share is not None and generator not in self._generators:
             raise RuntimeError(
                 "the step draws from a torch.Generator of its own, which a pipeline's stages can't keep in step; draw from torch's default "
@@ -274,7 +275,7 @@ class StageDraws:
             )
 
     def _agree_on_start(self) -> None:
-        """Python's and NumPy's generators as the first stage's rank has them, on all ranks of the replica."""
+        """Give all ranks of the replica the states of Python's and NumPy's generators of the first stage's rank."""
         first, others = self._ranks[0], sorted(set(self._ranks) - {self._ranks[0]})
         if dist.get_rank() == first:
             states = pickle.dumps(python_states())
@@ -328,12 +329,12 @@ class StageDraws:
 
 
 def python_states() -> rng.RngState:
-    """Of Python's and NumPy's generators."""
+    """The states of Python's and NumPy's generators."""
     return {name: state for name, state in rng.capture({}, cuda=False).items() if name != "torch"}
 
 
 def in_short(states: rng.RngState) -> int:
-    """A number that tells states of Python's and NumPy's generators apart, the same in every process (62 bits)."""
+    """A hash of the states of Python's and NumPy's generators, the same in every process (62 bits)."""
     _, words, gauss = states["python"]
     numbers = [hash((words, gauss is None, gauss or 0.0))]
     if numpy is not None:

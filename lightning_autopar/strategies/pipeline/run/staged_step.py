@@ -33,7 +33,7 @@ from lightning_autopar.strategies.pipeline.stages.stage_module import StageModul
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-#: Who gets to see what a hook returned; predictions are collected in any case.
+#: The hooks that see a step's output; predictions are collected in any case.
 _WATCHERS = {
     "training_step": "on_train_batch_end",
     "validation_step": "on_validation_batch_end",
@@ -43,16 +43,16 @@ _WATCHERS = {
 
 
 class Draws(Protocol):
-    """Keeps random draws what they would be on one device (:class:`.draws.StageDraws`)."""
+    """Makes random draws those of one device (:class:`.stage_draws.StageDraws`)."""
 
     def begin(self, share: BatchShare | None, number: int) -> None:
         """A batch of so many micro-batches begins."""
 
     def forward(self, chunk: int, stage: int) -> AbstractContextManager[Any]:
-        """Around a stage's forward."""
+        """The context of a stage's forward."""
 
     def backward(self, chunk: int) -> AbstractContextManager[Any]:
-        """Around a stage's backward."""
+        """The context of a stage's backward."""
 
     def finish(self) -> None:
         """The batch is over."""
@@ -68,7 +68,7 @@ class _Run:
         kwargs: the hook's.
         share: the replica's of the whole batch.
         number: how many micro-batches there are.
-        factors: what each one's loss counts in the sum that backward starts from; none where there is no backward.
+        factors: the weight of each one's loss in the sum from which backward starts; none where there is no backward.
         outputs: of the last stage, by micro-batch, without their graphs.
     """
 
@@ -92,7 +92,7 @@ class StagedStep:
         changing: hooks that write to the tensors of their batch.
         contexts: makes the precision's context of a hook.
         around: makes a context around a whole schedule.
-        scale: what a loss is multiplied with for the sake of half precision.
+        scale: scales a loss for half precision.
         note: called when a micro-batch's backward begins, and when it is over.
     """
 
@@ -121,7 +121,7 @@ class StagedStep:
         self._schedules: dict[int, Any] = {}
         self._same: SameBatch | None = None
         self._tables: list[dict[str, Any]] = []
-        #: A number for the batch that is worked on, see :mod:`.agreement`.
+        #: The current batch's fingerprint, see :mod:`.agreement`.
         self.fingerprint = 0
         self._run: _Run | None = None
 
@@ -130,7 +130,7 @@ class StagedStep:
 
         Args:
             modules: of this rank's stages, by index.
-            stages: the same as torch's schedules see them, made with :meth:`around`.
+            stages: the same for torch's schedules, made with :meth:`around`.
             host_group: a gloo group of the ranks of this pipeline.
         """
         self._modules, self._stages, self._group = dict(modules), list(stages), host_group
@@ -140,7 +140,7 @@ class StagedStep:
     # -- steps -------------------------------------------------------------------------------------------------------------------------
 
     def train(self, args: Sequence[Any], kwargs: Mapping[str, Any], share: BatchShare, *, goes_back: bool) -> Any:
-        """The user's ``training_step``, forward and backward of all micro-batches: what it returns, without a graph.
+        """Run the user's ``training_step``, with forward and backward of all micro-batches; returns its output, without a graph.
 
         Args:
             args: the step's, the batch first.
@@ -166,14 +166,14 @@ class StagedStep:
             number=number,
             factors=[part.weight / each for part in parts] if goes_back else (),
         )
-        # Replicas may communicate in a backward, so none leaves one out that another one has.
+        # Replicas may communicate in a backward, so all replicas must run it.
         idle = frozenset(index for index, part in enumerate(parts) if not part.rows) if plan.replicas == 1 else frozenset()
         with self._logging.step():
             self._go(run, idle, goes_back=goes_back)
         return self._output(run, [part.rows for part in parts], self._logging.loss)
 
     def evaluate(self, hook: str, args: Sequence[Any], kwargs: Mapping[str, Any], share: BatchShare) -> Any:
-        """What the user's ``validation_step``, ``test_step`` or ``predict_step`` returns of the whole batch, on every rank."""
+        """Run the user's ``validation_step``, ``test_step`` or ``predict_step`` on the whole batch; returns its output on every rank."""
         run = _Run(hook=hook, args=args, kwargs=kwargs, share=share, number=1)
         self._go(run, frozenset(), goes_back=False)
         return self._told(run.outputs.get(0)) if self._watched(hook) else None
@@ -208,11 +208,11 @@ class StagedStep:
         return self._schedules[number]
 
     def _signatures(self, run: _Run) -> list[Signature | None]:
-        """Of the micro-batches: all that the shapes and gradients of what crosses a boundary depend on."""
-        index, *others = run.args[1:] or (None,)  # of the batch, where the step asks for it
+        """The micro-batches' signatures: all on which shapes and gradients at a boundary depend."""
+        index, *others = run.args[1:] or (None,)  # the signature of the batch, if the step uses it
         if (batch := signature_of((run.args[:1], others, run.kwargs))) is None:
             return [None] * run.number
-        with torch._C.DisableTorchFunctionSubclass():  # asking an absent tensor takes its time
+        with torch._C.DisableTorchFunctionSubclass():  # reading an absent tensor is slow
             tables = (table.values() for table in self._tables)
             trained = hash(tuple(parameter.requires_grad for table in tables for parameter in table if parameter is not None))
         rows = (run.share.part(chunk, run.number).rows for chunk in range(run.number))
@@ -221,7 +221,7 @@ class StagedStep:
     # -- in the schedule ---------------------------------------------------------------------------------------------------------------
 
     def call(self, stage: int, hook: str, chunk: int) -> Any:
-        """Run the user's hook on a micro-batch, for a stage; what it returns."""
+        """Run the user's hook on a micro-batch, for a stage; returns its result."""
         run, module = self._run, self._modules[stage]
         assert run is not None, "stages run within a step"
         part = run.share.part(chunk, run.number) if run.number > 1 else run.share
@@ -233,7 +233,7 @@ class StagedStep:
         return output
 
     def _rows(self, run: _Run, chunk: int) -> Any:
-        """The micro-batch's samples; where the step writes to them, a copy."""
+        """The micro-batch's samples; a copy, if the step writes to them."""
         rows = run.args[0]
         if run.number > 1:
             try:
@@ -244,7 +244,7 @@ class StagedStep:
 
     @contextmanager
     def around(self, stage: Stage, work: str, chunk: int) -> Iterator[None]:
-        """Around a stage's work on a micro-batch."""
+        """The context of a stage's work on a micro-batch."""
         module = self._modules[stage.stage_index]
         with ExitStack() as stack:
             if work == "forward":
@@ -260,7 +260,7 @@ class StagedStep:
             self._take(module, chunk)
 
     def _take(self, module: StageModule, chunk: int) -> None:
-        """Keep what the last stage's hook returned, without its graph."""
+        """Keep the last stage's output, without its graph."""
         run = self._run
         assert run is not None
         output = module.outputs.pop(chunk)
@@ -281,7 +281,7 @@ class StagedStep:
             )
 
     def _weigh(self, loss: Tensor, chunk: Tensor) -> Tensor:
-        """What a micro-batch's loss adds to the whole batch's."""
+        """A micro-batch's part of the whole batch's loss."""
         run = self._run
         assert run is not None
         return self._scale(loss * run.factors[int(chunk)]) if run.factors and loss.requires_grad else loss
@@ -289,7 +289,7 @@ class StagedStep:
     # -- afterwards --------------------------------------------------------------------------------------------------------------------
 
     def _output(self, run: _Run, rows: Sequence[int], loss: Tensor | None) -> Any:
-        """What the step returns, on every rank."""
+        """The step's output, on every rank."""
         outputs = [run.outputs[chunk] for chunk in range(run.number)] if run.outputs else []
         if outputs and (_loss(outputs[0]) is None) != (loss is None):
             raise RuntimeError(
@@ -307,7 +307,7 @@ class StagedStep:
         return loss if extras is None else {**extras, "loss": loss}
 
     def _watched(self, hook: str) -> bool:
-        """Whether anybody looks at what the hook returns."""
+        """Whether any code sees the hook's output."""
         watcher = _WATCHERS[hook]
         if watcher is None or is_overridden(watcher, self._trainer.lightning_module, parent=LightningModule):
             return True

@@ -24,25 +24,25 @@ from lightning_autopar.strategies.pipeline.run.shapes import Meta, ShapeMessages
 
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
 
-#: Which work of a stage is about to run.
+#: The kind of a stage's work that is about to run.
 Work = Literal["forward", "backward"]
-#: Makes a context around a stage's work on a micro-batch.
+#: Makes the context of a stage's work on a micro-batch.
 Around = Callable[["Stage", Work, int], AbstractContextManager[Any]]
 
 
 class Stage(PipelineStage):
-    """A stage whose micro-batches have shapes of their own.
+    """A stage whose micro-batches may have different shapes.
 
     Args:
-        module: computes the stage: called with what it receives, it gives what it sends; the last one the loss. Its ``parameters()`` are
-            those that backward reaches.
+        module: computes the stage: from what it receives to what it sends, or in the last stage to the loss. Its ``parameters()`` are those
+            that backward reaches.
         index: which stage.
         stages: how many there are.
         device: where it computes.
         group: the ranks of its pipeline, None for all ranks; stage ``s`` runs on the rank ``s mod ranks``.
-        host_group: a gloo group that holds them, for words about shapes alone.
+        host_group: a gloo group of them, only for messages about shapes.
         around: makes a context around each piece of work.
-        reduce: called when all of its backward passes are over, to bring its replicas' gradients together.
+        reduce: called when all of its backward passes are over, to combine its replicas' gradients.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Stage(PipelineStage):
         super().__init__(module, index, stages, device, group=group or dist.group.WORLD)
         self._around = around
         self._reduce = reduce
-        #: Words about activations and, back again, about gradients.
+        #: Messages about activations and, backwards, about gradients.
         self._before = None if index == 0 else _Boundary.to(self._rank_of(index - 1), host_group, index - 1)
         self._after = None if index == stages - 1 else _Boundary.to(self._rank_of(index + 1), host_group, index)
         self._signatures: Sequence[Signature | None] = ()
@@ -75,14 +75,14 @@ class Stage(PipelineStage):
 
         Args:
             signatures: of each micro-batch, see :class:`.shapes.ShapeMessages`.
-            idle: micro-batches that only keep the others company: they run no backward.
+            idle: micro-batches that only fill up the schedule's rounds: they run no backward.
         """
         self.clear_runtime_states()
         self.chunks = len(signatures)
         self._signatures, self._idle = signatures, idle
 
     def finish(self) -> None:
-        """The schedule is over: nothing of it stays referenced."""
+        """The schedule is over: drop all references to its tensors."""
         for boundary in (self._before, self._after):
             if boundary is not None:
                 boundary.forward.settle()
@@ -90,7 +90,7 @@ class Stage(PipelineStage):
         self.clear_runtime_states()
 
     def clear_runtime_states(self) -> None:
-        """As torch's, for what it doesn't know of."""
+        """Like torch's, also for our own state."""
         self.fwd_cache.clear()
         self.bwd_cache.clear()
         self.output_chunks.clear()
@@ -110,7 +110,7 @@ class Stage(PipelineStage):
         return [dist.P2POp(operation, tensor, peer, self.group) for tensor in tensors if tensor is not None]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receive a micro-batch's activations; waits for word of their shapes where they are new."""
+        """Receive a micro-batch's activations; waits for a message on their shapes where they are new."""
         if self._before is None:
             return []
         metas = self._before.forward.hear(self._signature(fwd_chunk_id))
@@ -122,7 +122,7 @@ class Stage(PipelineStage):
         """Send a micro-batch's activations.
 
         Raises:
-            RuntimeError: if the next stage takes them for something else.
+            RuntimeError: if the next stage expects something else.
         """
         if self._after is None:
             return []
@@ -131,7 +131,7 @@ class Stage(PipelineStage):
         return self._ops(dist.isend, [output.detach() for output in outputs], self._rank_of(self.stage_index + 1))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receive the gradients of what was sent, of those tensors that have any; waits for word of which they are where that is new."""
+        """Receive the gradients of sent tensors that have one; where that is new, waits for a message on which these are."""
         if not self.has_backward or self._after is None:
             return []
         outputs = self.fwd_cache[bwd_chunk_id][0]
@@ -144,10 +144,8 @@ class Stage(PipelineStage):
         return self._ops(dist.irecv, buffers, self._rank_of(self.stage_index + 1))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send back the gradients of what was received.
-
-        A tensor that nothing was computed from has none; the parameters that it came from must not be given zeros then, which an optimizer
-        takes for a gradient. Where an earlier micro-batch of the same shapes had one, zeros are all that can be sent.
+        """Send back the gradients of received tensors. A tensor that wasn't used has none; the parameters behind it must not get zeros
+        then, which an optimizer would take for a gradient. If an earlier micro-batch of the same shapes had a gradient, zeros must be sent.
 
         Raises:
             RuntimeError: if there is one where an earlier micro-batch had none.
@@ -185,13 +183,13 @@ class Stage(PipelineStage):
         return self._gradients.pop(bwd_chunk_id)
 
     def _validate_fwd_input(self, *args: Any) -> None:
-        """Against the first micro-batch's shapes, in torch 2.11."""
+        """Skip the check of torch 2.11 against the first micro-batch's shapes."""
 
     def _validate_fwd_outputs(self, *args: Any) -> None:
-        """Against the first micro-batch's shapes, in torch 2.11."""
+        """Skip the check of torch 2.11 against the first micro-batch's shapes."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Note what the user's code raises, for :meth:`forward_one_chunk` to raise it."""
+        """Record what the user's code raises, for :meth:`forward_one_chunk` to raise it."""
         try:
             return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -199,7 +197,7 @@ class Stage(PipelineStage):
             raise
 
     def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """What the user's hooks raise in a backward comes out as it is: torch makes a RuntimeError of it (``_backward.py``)."""
+        """Raise what the user's hooks raise in a backward as it is: torch turns it into a RuntimeError (``_backward.py``)."""
         try:
             return super().backward_maybe_with_nosync(*args, **kwargs)
         except RuntimeError as wrapper:
@@ -209,7 +207,7 @@ class Stage(PipelineStage):
             raise error from error.__cause__
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
-        """A micro-batch's forward. What the user's code raises comes out as it is: torch makes a RuntimeError of it (``stage.py``)."""
+        """A micro-batch's forward. What the user's code raises is raised as it is: torch turns it into a RuntimeError (``stage.py``)."""
         try:
             with self._around(self, "forward", fwd_chunk_id):
                 output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
@@ -237,10 +235,10 @@ class Stage(PipelineStage):
                 self._leave_out(bwd_chunk_id)
             super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
             if loss is not None and not loss._is_view():
-                loss.detach_()  # torch keeps it until the schedule is over, and with its graph all that was received
+                loss.detach_()  # torch keeps the output until the schedule is over, and with its graph all received tensors
 
     def _leave_out(self, chunk: int) -> None:
-        """Outputs that no gradient comes back for: torch would want a number of them to begin with."""
+        """Leave out outputs without a gradient: torch would need them to be scalars."""
         outputs, inputs = self.fwd_cache[chunk]
         gradients = self._gradients[chunk]
         kept = tuple(output if gradient is not None else output.detach() for output, gradient in zip(outputs, gradients, strict=True))
@@ -253,21 +251,21 @@ class Stage(PipelineStage):
         super().perform_reduce_grad(grad_scale_factor)
 
     def _expect(self, inputs: int) -> None:
-        """Say how many inputs' gradients are sent, which torch knows from an inference of its own (2.13; not in 2.11)."""
+        """Set how many inputs' gradients are sent, which torch 2.13 (not 2.11) takes from its own shape inference."""
         if hasattr(self, "_stage_meta"):
             self._stage_meta.inputs = (None,) * inputs  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Boundary:
-    """Both directions of one."""
+    """Both directions of one boundary."""
 
     forward: ShapeMessages
     backward: ShapeMessages
 
     @classmethod
     def to(cls, peer: int, group: dist.ProcessGroup, number: int) -> _Boundary:
-        """Of the boundary after the stage of that number."""
+        """The messages of the boundary after the stage with that number."""
         return cls(forward=ShapeMessages(peer, group, 2 * number), backward=ShapeMessages(peer, group, 2 * number + 1))
 
 
@@ -275,7 +273,7 @@ class _Boundary:
 
 
 class _Prepared:
-    """The stages are ready: nothing is inferred from a first micro-batch, which would run the module once more."""
+    """A schedule with ready stages: torch infers nothing from a first micro-batch, which would run the module once more."""
 
     def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:
         """Of one stage."""
@@ -300,7 +298,7 @@ class _Interleaved(_Prepared, ScheduleInterleaved1F1B):
 
 @contextmanager
 def _without_schedules() -> Iterator[None]:
-    """While open, torch doesn't write the whole schedule to stderr beside an exception (``_PipelineScheduleRuntime``)."""
+    """While open, torch doesn't write the whole schedule to stderr with an exception (``_PipelineScheduleRuntime``)."""
     level = _LOG.level
     _LOG.setLevel(logging.CRITICAL)
     try:
@@ -313,10 +311,11 @@ def make_schedule(schedule: Schedule, stages: Sequence[Stage], parts: int, loss:
     """A schedule of ``torch.distributed.pipelining``.
 
     Args:
-        schedule: the plan's. With fewer micro-batches than stages 1F1B is GPipe, all forwards first, which torch wants to be called so.
+        schedule: the plan's. With fewer micro-batches than stages 1F1B equals GPipe, all forwards first, and torch only takes it by that
+            name.
         stages: the rank's.
         parts: how many micro-batches, as :func:`count_parts` counts them.
-        loss: gets what the last stage gave, and the micro-batch's number.
+        loss: gets the last stage's output, and the micro-batch's number.
     """
     options: dict[str, Any] = {"n_microbatches": parts, "loss_fn": loss, "scale_grads": False}
     if schedule in INTERLEAVED:
@@ -326,7 +325,7 @@ def make_schedule(schedule: Schedule, stages: Sequence[Stage], parts: int, loss:
 
 
 def count_parts(schedule: Schedule, micro_batches: int, ranks: int, rows: int) -> int:
-    """In how many micro-batches a batch is worked off: no more than it has samples, unless the schedule's rounds want some more.
+    """The number of a batch's micro-batches: at most its number of samples, unless the schedule's rounds need some more.
 
     Args:
         schedule: the plan's.
@@ -337,5 +336,5 @@ def count_parts(schedule: Schedule, micro_batches: int, ranks: int, rows: int) -
     wanted = max(1, min(micro_batches, rows))
     if schedule not in INTERLEAVED:
         return wanted
-    # As Plan checks it: torch runs them in equal rounds.
+    # As Plan checks: torch runs micro-batches in equal rounds.
     return next(parts for parts in range(wanted, micro_batches + 1) if parts % max(1, parts // ranks) == 0)

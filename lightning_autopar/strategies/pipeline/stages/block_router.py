@@ -23,7 +23,7 @@ from lightning_autopar.strategies.pipeline.stages.recording import StepRecording
 
 
 def opaque_methods(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """What isn't looked into: torchmetrics' work, and what Lightning does with what is logged."""
+    """Methods that aren't looked into: torchmetrics' work, and Lightning's handling of logged values."""
     found = []
     for child in module.modules():
         classes = {base.__name__ for base in type(child).__mro__ if base.__module__.startswith("torchmetrics")}
@@ -35,7 +35,7 @@ def opaque_methods(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def unseen(module: nn.Module) -> str | None:
-    """Why torch doesn't show what a module does, in a sentence; None where it does."""
+    """Why torch's function mode can't see what a module does, in a sentence; None where it can."""
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule) and next(child.parameters(), None) is not None:
             return f"{name!r} is scripted, and its parameters can't be left out"
@@ -64,14 +64,14 @@ class Run(Protocol):
 
 
 class _Routed:
-    """A block's ``forward``, on the instance. A copy of the module has its blocks' own."""
+    """A block's ``forward``, set on the instance. A copy of the module has its blocks' own."""
 
     def __init__(self, router: Router | None, fqn: str, block: nn.Module, forward: Callable[..., Any]) -> None:
         self._router, self._fqn, self._block, self._forward = router, fqn, block, forward
         functools.update_wrapper(self, getattr(forward, "__func__", forward), updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() != -1:  # recomputation, of an own block
+        if torch._C._current_graph_task_id() != -1:  # recomputation of one of the stage's blocks
             return self._forward(*resolved(args), **resolved(kwargs))
         if self._router is None or self._router.run is None:
             return self._forward(*args, **kwargs)
@@ -86,13 +86,13 @@ class _Routed:
 
 
 class Router:
-    """Hands each block's call to the stage that is running; outside of a run blocks are as ever."""
+    """Passes each block's call to the running stage; outside of a run, blocks work as usual."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._known: set[str] = set()
         self._stages: set[int] = set()
-        #: By hook and micro-batch: what the first stage that counts found.
+        #: By hook and micro-batch: the numbers that the first counting stage found.
         self._counted: dict[tuple[str, int], dict[tuple[str, str], Any]] = {}
         self.run: Run | None = None
         #: Methods that aren't looked into.
@@ -100,7 +100,7 @@ class Router:
 
     @classmethod
     def of(cls, module: nn.Module) -> Router:
-        """The module's own."""
+        """The module's router."""
         if module not in _routers:
             _routers[module] = cls(module)
         return _routers[module]
@@ -119,9 +119,8 @@ class Router:
 
     @contextmanager
     def counting(self, recording: StepRecording, stage: int, chunk: int) -> Iterator[None]:
-        """Around a stage's run: what the step counts in numbers on the module is counted once a micro-batch, by the first stage that does.
-
-        The module's later stages find what that one found.
+        """The context of a stage's run: the first stage that changes the step's counters on the module does so once a micro-batch. Later
+        stages of the module find the same values as that stage.
         """
         if not recording.counters or len(self._stages) < 2:
             yield
@@ -164,7 +163,7 @@ class Router:
                 module.__dict__[name] = own
 
     def named(self, fqns: frozenset[str]) -> list[tuple[nn.Module, str, Tensor]]:
-        """Buffers by FQN: where they are, their name there, and themselves."""
+        """Buffers by FQN: the module that has each, its name there, and the buffer."""
         module = self._module()
         assert module is not None
         found = []

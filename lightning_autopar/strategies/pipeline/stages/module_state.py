@@ -52,11 +52,11 @@ class ModuleState:
         for name, tensor in state:
             self._names[id(tensor)].append(name)
             self._kept.append(tensor)
-        #: Ids of the tensors that count as tainted beside parameters: buffers that are written to.
+        #: Ids of the tensors that count as tainted besides parameters: buffers that are written to.
         self.ids = frozenset(id(tensor) for name, tensor in state if name in written and not isinstance(tensor, nn.Parameter))
 
     def names(self, tensor: Tensor) -> list[str]:
-        """The FQNs of a parameter or buffer; none of another tensor."""
+        """The FQNs of a parameter or buffer; empty for another tensor."""
         return self._names.get(id(tensor), [])
 
     def is_state(self, tensor: Tensor) -> bool:
@@ -66,11 +66,11 @@ class ModuleState:
 
 @contextmanager
 def changes(module: nn.Module, batch: Any) -> Iterator[Changes]:
-    """Around a run of the step: what it writes to.
+    """The context of a run of the step: yields what it writes to.
 
     Args:
         module: the root.
-        batch: the very tensors that the step gets.
+        batch: the tensors that the step gets, not copies.
     """
     found = Changes()
     before = [(name, buffer, buffer._version, None if is_fake(buffer) else buffer.detach().clone()) for name, buffer in buffers_of(module)]
@@ -81,7 +81,7 @@ def changes(module: nn.Module, batch: Any) -> Iterator[Changes]:
     now = dict(buffers_of(module))
     for name, buffer, version, value in before:
         moved = name not in now or now[name] is not buffer or buffer._version != version
-        if not moved and value is not None:  # normalisation's kernels write without counting
+        if not moved and value is not None:  # normalisation's kernels write without changing the version counter
             moved = not same_values(buffer, value)
         if not moved and value is None:
             moved = any(name.rpartition(".")[0] == norm for norm in norms)
@@ -102,19 +102,19 @@ class Attribute:
     version: int = 0
 
     def put(self) -> None:
-        """Let the next step find it, and be told by its mark if that uses it."""
+        """Put it there for the next step, with a mark that shows if that step uses it."""
         self.module.__dict__[self.attribute] = self.value
         self.value._autopar_kept = self.name  # type: ignore[attr-defined]
         self.version = self.value._version
 
     def is_new(self) -> bool:
-        """Whether the next step has left another one, or changed it; else it is a table that was made once."""
+        """Whether the next step has left another tensor, or changed it; if not, it is a table that was made once."""
         return self.module.__dict__.get(self.attribute) is not self.value or self.value._version != self.version
 
 
 @contextmanager
 def attributes(module: nn.Module) -> Iterator[list[Attribute]]:
-    """Around a run of the step: the tensors that it leaves in attributes."""
+    """The context of a run of the step: yields the tensors that it leaves in attributes."""
     found: list[Attribute] = []
     before = {
         (child, name): (value, value._version)
@@ -131,7 +131,7 @@ def attributes(module: nn.Module) -> Iterator[list[Attribute]]:
 
 @contextmanager
 def counters(module: nn.Module) -> Iterator[list[tuple[str, str]]]:
-    """Around a run of the step: the modules and attributes whose numbers it changes."""
+    """The context of a run of the step: yields the modules and attributes whose numbers it changes."""
     found: list[tuple[str, str]] = []
     before = {prefix: dict(vars(child)) for prefix, child in module.named_modules()}
     yield found
@@ -159,7 +159,7 @@ def host_generators() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StageParameters:
-    """Which parameters and buffers are where.
+    """Which stages have which parameters and buffers.
 
     Args:
         names: FQNs of those that are here.
@@ -173,9 +173,8 @@ class StageParameters:
 
 
 def assign(module: nn.Module, staging: Staging, cuts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The stages that use each parameter and each buffer, over all hooks. What no hook uses is the first stage's.
-
-    Tied parameters are used wherever one of their names is.
+    """The stages that use each parameter and each buffer, over all hooks. The first stage has what no hook uses. A tied parameter is used
+    wherever one of its names is.
 
     Raises:
         ValueError: if a hook can't be cut there.
@@ -193,23 +192,23 @@ def assign(module: nn.Module, staging: Staging, cuts: Sequence[str]) -> dict[str
             for part in recording.buffers.get(name, ()):
                 stage = recording.stage_of(part, cuts)
                 found[id(tensor)].add(stage)
-                if part % 2 == 0 and not _is_written(staging, name):  # read outside of blocks: all later stages run that code, too
+                if part % 2 == 0 and not _is_written(staging, name):  # it is read outside of blocks, in code that all later stages run, too
                     found[id(tensor)].update(range(stage, stages))
     return {name: tuple(sorted(found[key])) or (0,) for name, key in names.items()}
 
 
 def take_stages(module: nn.Module, staging: Staging, cuts: Sequence[str], stages: Sequence[int], device: torch.device) -> StageParameters:
-    """Leave in a module what some stages use; everything else becomes absent tensors, in place.
+    """Leave in a module only what these stages use; everything else becomes absent tensors, in place.
 
     Args:
-        module: whole; nothing of it is on the device yet.
+        module: whole, and not yet on the device.
         staging: the recordings of its hooks.
         cuts: FQNs of the blocks with which the second and every later stage begins.
         stages: which ones this process runs.
         device: where they will run: the absent tensors' device.
 
     Returns:
-        What is where. The module's own parameters stay the objects that they were.
+        Which stages have what. The module's own parameters stay the same objects.
 
     Raises:
         ValueError: if a hook can't be cut there.

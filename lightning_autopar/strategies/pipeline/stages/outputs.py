@@ -21,7 +21,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def places(value: Any, at: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """The leaves of a call's arguments, with their places: what is in tuples, lists and mappings, and everything else as it is."""
+    """The leaves of a call's arguments, with their places; tuples, lists and mappings are searched, everything else is a leaf."""
     if isinstance(value, (tuple, list)) and type(value) is not torch.Size:
         for index, item in enumerate(value):
             yield from places(item, (*at, index))
@@ -33,7 +33,7 @@ def places(value: Any, at: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 
 def find(value: Any, place: Place) -> Any:
-    """What is at a place among a call's arguments.
+    """The value at a place among a call's arguments.
 
     Raises:
         LookupError: if there is none.
@@ -44,7 +44,7 @@ def find(value: Any, place: Place) -> Any:
 
 
 def describe(result: Any, given: Sequence[tuple[Place, Any]]) -> Output | str:
-    """A block's result in terms of its arguments' leaves; a sentence where there are things in it that can't be made anew.
+    """A block's result in terms of its arguments' leaves; a sentence if it contains something that can't be made anew.
 
     Args:
         result: what it returned.
@@ -69,7 +69,7 @@ def describe(result: Any, given: Sequence[tuple[Place, Any]]) -> Output | str:
 
 
 def flattened(result: Any, given: Sequence[tuple[Place, Any]]) -> tuple[list[Any], TreeSpec]:
-    """A block's result as leaves, those of dataclasses too; an argument that it returns is one, whatever it holds."""
+    """A block's result as leaves, also of dataclasses; an argument that it returns is one leaf, whatever it contains."""
     ids = {id(leaf) for _, leaf in given if not isinstance(leaf, _PLAIN)}
 
     def is_leaf(value: Any) -> bool:
@@ -85,14 +85,14 @@ def flattened(result: Any, given: Sequence[tuple[Place, Any]]) -> tuple[list[Any
 
 @dataclass(frozen=True)
 class _Record:
-    """An instance of a dataclass that torch's pytree takes for a leaf."""
+    """An instance of a dataclass, which torch's pytree takes for a leaf."""
 
     kind: type[Any]
     fields: dict[str, Any]
 
 
 def _is_record(value: Any) -> bool:
-    """Whether it is an instance of a dataclass that has nothing but its fields. A function's own class doesn't travel between processes."""
+    """Whether it is an instance of a dataclass with no other attributes than its fields. A class defined in a function can't be pickled."""
     kind = type(value)
     if not is_dataclass(kind) or "<locals>" in kind.__qualname__:
         return False
@@ -100,7 +100,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _filled(values: Iterable[Any], context: Any) -> Any:
-    """The instance anew, without running its class's own code."""
+    """Make the instance anew, without running its class's own code."""
     kind, names = context
     record = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
@@ -124,7 +124,7 @@ def _tensor(tensor: Tensor, given: Sequence[tuple[Place, Tensor]]) -> Leaf:
 
 
 def _dim(dim: int, size: int, given: Sequence[tuple[Place, Tensor]]) -> tuple[tuple[Place, int], ...]:
-    """The arguments' dimensions that one of the result's is the product of; the same one first, then any, then two adjacent ones."""
+    """The arguments' dimensions whose product is a dimension of the result: tries the same one first, then any, then two adjacent ones."""
     if size == 1:
         return ()
     for place, each in given:
@@ -153,7 +153,7 @@ def is_like_argument(leaf: Leaf) -> bool:
 
 
 def shape_of(leaf: Leaf, arguments: Any) -> tuple[int, ...]:
-    """A tensor's shape, from the arguments that the block is given now."""
+    """A tensor's shape, from the block's present arguments."""
     assert leaf.shape is not None
     shape: list[int] = []
     for size, factors in zip(leaf.shape, leaf.dims, strict=True):
@@ -166,7 +166,7 @@ def shape_of(leaf: Leaf, arguments: Any) -> tuple[int, ...]:
 
 @dataclass
 class EscapedOutputs:
-    """What a module within a block gave, where a hook of the user's sees it, or left in an attribute.
+    """The output of a module within a block that a user's hook sees, or that the block leaves in an attribute.
 
     Args:
         output: in terms of the block's arguments; a sentence where it can't be described.
@@ -180,14 +180,14 @@ class EscapedOutputs:
 
     @classmethod
     def of(cls, value: Any, given: list[tuple[Any, Any]], *, module: str, attribute: str | None = None) -> EscapedOutputs:
-        """A value in terms of the block's arguments."""
+        """Describe a value in terms of the block's arguments."""
         output = describe(value, given)
         if isinstance(output, Output):
             output = replace(output, module=module, attribute=attribute)
         return cls(output, flattened(value, given)[0] if isinstance(output, Output) else [], {})
 
     def is_needed(self, others: list[EscapedOutputs]) -> bool:
-        """Whether it is used after the block, or caught by the same kind of hook as something that is."""
+        """Whether it is used after the block, or the same kind of hook catches something that is."""
         if not isinstance(self.output, Output) or self.output.attribute is not None:
             return bool(self.numbers)
         return any(each.numbers and isinstance(each.output, Output) and each.output.module == self.output.module for each in others)

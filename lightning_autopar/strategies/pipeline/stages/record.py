@@ -46,14 +46,14 @@ def record(
     Args:
         module: the user's module, set up, on the CPU, with real or fake tensors; it is left as it was.
         trainer: the trainer that it was passed to, read only.
-        hook: ``"training_step"``, ``"validation_step"``, ``"test_step"`` or ``"predict_step"``. The module's mode is the caller's matter in
-            training; else it is that of evaluation.
+        hook: ``"training_step"``, ``"validation_step"``, ``"test_step"`` or ``"predict_step"``. For training, the caller sets the module's
+            mode; for others it is set to evaluation.
         batch: as the hook gets it; copies of it are used.
         blocks: FQNs of the blocks, see :attr:`lightning_autopar.memory.footprint.Footprint.blocks`.
         rows: samples in the batch, for the record.
         batch_idx: its index.
         context: the precision's forward context (automatic mixed precision).
-        written: FQNs of buffers and parameters that another hook of the same run writes to: what one writes, the others read.
+        written: FQNs of buffers and parameters that another hook of the same run writes to, and this one may read.
 
     Raises:
         ValueError: if a block has no such name.
@@ -97,7 +97,7 @@ def record(
 
 @contextmanager
 def _left_as_it_was(module: LightningModule) -> Iterator[None]:
-    """Buffers' values, gradients and modes are put back at the end."""
+    """While open, a run may change buffers, gradients and modes; they are restored at the end."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     modes = [(child, child.training) for child in module.modules()]
     hooks = [(each, dict(each)) for child in module.modules() for name, each in vars(child).items() if name in _HOOKS]
@@ -119,12 +119,12 @@ def _left_as_it_was(module: LightningModule) -> Iterator[None]:
 def _caller(
     module: LightningModule, trainer: Trainer | None, hook: str, batch_idx: int, use: Callable[[Any], None] | None
 ) -> Callable[[Any], Any]:
-    """Calls the hook, with stubs where Lightning would go through the trainer; ``use`` hears of what is logged."""
+    """A function that calls the hook, with stubs where Lightning would use the trainer; ``use`` gets the logged values."""
     stage = next(stage for stage, name in STEPS.items() if name == hook)
     rehearsal = BareStep(module, trainer, stage, autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
     module.__dict__["configure_model"] = lambda: None  # it is built already
     rehearsal.build()
-    if stage in ("validate", "test"):  # where the hooks of an epoch's start make what its steps sum up in
+    if stage in ("validate", "test"):  # where the hooks at an epoch's start make what its steps accumulate into
         rehearsal.begin_evaluation("validation" if stage == "validate" else stage)
     if use is not None:
         note = use

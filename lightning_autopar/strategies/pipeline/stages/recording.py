@@ -15,16 +15,16 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class CutTensor:
-    """A tensor that a stage hands to the next one.
+    """A tensor that a stage sends to the next one.
 
     Args:
-        index: which of the *tainted* tensors that code outside of blocks sees, in the order in which they come to be: results of
-            operations, and what blocks return.
+        index: its number among the *tainted* tensors that code outside of blocks sees, in order of creation: results of operations, and
+            what blocks return.
         shape: at the recorded batch.
         dtype: its type.
         requires_grad: whether a gradient comes back for it.
         written: whether it is written to in place after the cut.
-        aliases: all indices under which code outside of blocks got the very same tensor; ``index`` is the first of them.
+        aliases: all indices under which code outside of blocks got this same tensor; ``index`` is the first of them.
     """
 
     index: int
@@ -44,12 +44,12 @@ class Leaf:
         value: what it is, where it is neither a tensor nor an argument.
         computed: whether that is a number, which the block may compute from shapes: found out anew for other shapes.
         shape: of a tensor, at the recorded batch; None where it isn't a tensor.
-        dims: of each dimension, the arguments' dimensions that it is the product of: (place among the arguments, dimension); none where
-            it is the recorded size always.
+        dims: for each dimension, the arguments' dimensions whose product it is: (place among the arguments, dimension); none where it
+            always has the recorded size.
         dtype: its type.
         dtype_of: the argument whose type it shares, if any.
         requires_grad: whether a gradient comes back for it.
-        index: the number that it gets as a tensor of code outside of blocks; None where it gets none.
+        index: its number among the tensors of code outside of blocks; None where it has none.
     """
 
     same_as: tuple[Any, ...] | None = None
@@ -65,13 +65,13 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a block gives, or something in it leaves for later code.
+    """What a block returns, or something in it leaves for later code.
 
     Args:
         structure: of the value, with :attr:`leaves` as its leaves.
         leaves: in the order of ``torch.utils._pytree``.
-        module: FQN of the module that gives it, of what a hook on a module inside of the block catches; None for the block's own.
-        attribute: the attribute that the block leaves it in, on ``module``.
+        module: FQN of the inner module whose output a hook catches; None for the block's own output.
+        attribute: the attribute of ``module`` in which the block leaves it.
     """
 
     structure: Any
@@ -80,7 +80,7 @@ class Output:
     attribute: str | None = None
 
 
-#: Numbers from here on are of tensors that leave a block otherwise than by being returned.
+#: Numbers from here on belong to tensors that leave a block without being returned.
 EXTRA = 1 << 40
 
 
@@ -91,9 +91,9 @@ class StepRecording:
     Args:
         hook: its name.
         blocks: FQNs of the blocks in the order in which they ran, each once.
-        crossings: for each block that a stage may begin with, what crosses that cut: all that was made before, depends on parameters or
-            random draws, and is used after. In the order in which it is sent.
-        uncuttable: blocks that no stage may begin with, with the reason in a sentence.
+        crossings: for each block with which a stage may begin, the tensors that cross that cut, in the order in which they are sent: all
+            that were made before, depend on parameters or random draws, and are used after.
+        uncuttable: blocks with which no stage may begin, with the reason in a sentence.
         parameters: FQN of each parameter (tied ones under each of their names) → the parts that use it.
         buffers: the same of buffers.
         rows: samples of the recorded batch.
@@ -122,7 +122,7 @@ class StepRecording:
     changes_batch: bool = False
 
     def bounds(self, cuts: Sequence[str]) -> tuple[int, ...]:
-        """Of each stage the index of its first block, and last, the number of blocks.
+        """The index of each stage's first block, and at the end the number of blocks.
 
         Raises:
             ValueError: if a stage can't begin with one of the cuts, with the reason.
@@ -138,7 +138,7 @@ class StepRecording:
         return (0, *indices, len(self.blocks))
 
     def stage_of(self, part: int, cuts: Sequence[str]) -> int:
-        """Which stage runs a part."""
+        """The stage that runs a part."""
         return sum(2 * self.blocks.index(cut) + 1 <= part for cut in cuts)
 
 

@@ -18,7 +18,7 @@ from lightning_autopar.strategies.pipeline.stages.taint import replaced_forward
 
 
 class BlockResults:
-    """What a block gives, as recorded: made of absent tensors where it is left out, and told apart where it runs.
+    """The recorded results of a block: returned as absent tensors where the block is skipped, and numbered where it runs.
 
     Args:
         block: the module.
@@ -40,7 +40,7 @@ class BlockResults:
 
     @classmethod
     def of(cls, block: nn.Module, fqn: str, recording: StepRecording) -> BlockResults:
-        """What is known of a block, and what was found out about its results' shapes."""
+        """The object for a block, with the known shapes of its results."""
         known = _known.setdefault(block, {})
         found = known.get(id(recording))
         if found is None or found._recording is not recording:
@@ -48,7 +48,7 @@ class BlockResults:
         return found
 
     def left_out(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What the block would return, with absent tensors; hooks and attributes get theirs, too, where later code looks at them.
+        """What the block would return, with absent tensors; hooks and attributes that later code reads get absent tensors, too.
 
         Args:
             forward: the block's own, for shapes that can't be told otherwise.
@@ -81,7 +81,7 @@ class BlockResults:
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Around a run of the block: what leaves it otherwise than by being returned is caught."""
+        """The context of a run of the block: catches what leaves it without being returned."""
         if not self._extras:
             yield
             return
@@ -98,7 +98,7 @@ class BlockResults:
                 self._caught.append(getattr(block.get_submodule(extra.module or ""), extra.attribute))
 
     def numbered(self, result: Any, args: Any, kwargs: Any) -> Iterator[tuple[int, Tensor]]:
-        """The tensors of a result, the block's own or the one without values, by their numbers.
+        """The tensors of a result, with or without values, by their numbers.
 
         Raises:
             RuntimeError: if the result isn't what it was when recorded.
@@ -122,7 +122,7 @@ class BlockResults:
         self._caught = []
 
     def _value(self, output: Output, given: Any, device: torch.device, measured: Sequence[Any] | None) -> Any:
-        """What was recorded, with absent tensors for tensors."""
+        """The recorded value, with absent tensors for tensors."""
         leaves: list[Any] = []
         for place, leaf in enumerate(output.leaves):
             if leaf.same_as is not None:
@@ -142,7 +142,7 @@ class BlockResults:
         return tree_unflatten(leaves, output.structure)
 
     def _measure(self, forward: Callable[..., Any], args: Any, kwargs: Any, autocast: torch.dtype | None) -> list[Any] | None:
-        """The results' shapes and types, and numbers, by running the block on absent tensors; remembered. None where it doesn't run so."""
+        """The results' shapes, types and numbers, found by running the block on absent tensors, and cached. None where it can't run so."""
         key = (autocast, tuple(map(_signature, places((args, kwargs)))))
         if key not in self._measured:
             assert self._output is not None
@@ -151,18 +151,18 @@ class BlockResults:
 
 
 def measure(forward: Callable[..., Any], args: Any, kwargs: Any, structure: Any) -> list[Any] | None:
-    """The leaves of a block's result: of tensors shape and type. None where it can't run without values, or gives something else."""
+    """The leaves of a block's result, tensors as shape and type. None where it can't run without values, or returns something else."""
     try:
         with AbsentMode(simulated=True), torch.no_grad():
             result = forward(*args, **kwargs)
     except (MissingValue, RuntimeError, NotImplementedError):
-        return None  # the recorded relation of shapes has to do; it is checked where tensors are received
+        return None  # the recorded relation of shapes is used; it is checked when tensors are received
     flat, found = flattened(result, list(places((args, kwargs))))
     return [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in flat] if found == structure else None
 
 
 def computed_from_shapes(forward: Callable[..., Any], args: Any, kwargs: Any, output: Output) -> Output | str:
-    """A result with numbers in it, if these come of shapes alone."""
+    """A result with numbers in it, if these depend only on shapes."""
     measured = measure(forward, args, kwargs, output.structure)
     for place, leaf in enumerate(output.leaves):
         if leaf.computed and (measured is None or measured[place] != leaf.value):
@@ -182,7 +182,7 @@ def _device_of(value: Any) -> torch.device | None:
 
 
 def _is_told(leaf: Leaf) -> bool:
-    """Whether it can be made without running the block."""
+    """Whether the result can be made without running the block."""
     return leaf.same_as is not None or (is_like_argument(leaf) and not leaf.computed)
 
 

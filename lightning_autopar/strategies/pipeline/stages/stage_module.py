@@ -48,15 +48,15 @@ class StageRange:
         self.low, self.high = bounds[stage], bounds[stage + 1]
         self.entering: tuple[CutTensor, ...] = () if self.first else recording.crossings[recording.blocks[self.low]]
         self.leaving: tuple[CutTensor, ...] = () if self.last else recording.crossings[recording.blocks[self.high]]
-        #: Numbers whose tensors are needed, at the stage's entry or at its exit.
+        #: Numbers of the tensors that are needed, at the stage's entry or exit.
         self.wanted = frozenset(index for each in (*self.entering, *self.leaving) for index in (each.index, *each.aliases))
-        #: Blocks that give some of them.
+        #: Blocks that return some of them.
         self.looked_at = frozenset(
             index
             for index, fqn in enumerate(recording.blocks)
             if any(leaf.index in self.wanted for output in recording.outputs.get(fqn, ()) for leaf in output.leaves)
         )
-        #: Parts outside of blocks where one of them is made: there the step has to run as recorded.
+        #: Parts outside of blocks where one of them is made: there the step must run as recorded.
         firsts = (*recording.firsts, EXTRA)
         self.checked = frozenset(
             part for part in range(len(recording.firsts)) if any(firsts[part] <= index < firsts[part + 1] for index in self.wanted)
@@ -79,7 +79,7 @@ class StageModule(nn.Module):
         staging: the recordings of its hooks.
         cuts: FQNs of the blocks with which the second and every later stage begins.
         stage: which one this is.
-        call: runs the user's hook of that name on that micro-batch, and gives what it returns.
+        call: runs the user's hook of that name on that micro-batch, and returns its result.
 
     Raises:
         ValueError: if a hook can't be cut there.
@@ -103,7 +103,7 @@ class StageModule(nn.Module):
 
     @property
     def owns_now(self) -> bool:
-        """Whether the code that runs now is this stage's own."""
+        """Whether the code that runs now belongs to this stage."""
         return self._run is not None and self._run.owns
 
     def forward(self, *received: Tensor) -> Any:
@@ -113,10 +113,10 @@ class StageModule(nn.Module):
             received: what crosses its first cut, in the order of the recording.
 
         Returns:
-            What crosses the next cut; of the last stage the loss, zero where the hook has none.
+            The tensors that cross the next cut; in the last stage the loss, zero where the hook has none.
 
         Raises:
-            RuntimeError: if the step runs otherwise than it was recorded.
+            RuntimeError: if the step runs differently than when it was recorded.
         """
         span = self._hooks.get(self.hook)
         if span is None:
@@ -167,7 +167,7 @@ class _Run:
         self._exited: tuple[Tensor, ...] | None = None
 
     def __call__(self, step: Callable[[], Any]) -> Any:
-        """The hook's result in the last stage, else what the next stage needs."""
+        """Returns the hook's result in the last stage, else what the next stage needs."""
         assert self._router.run is None, "a stage runs within another one"
         if len(self._received) != len(self._span.entering):
             raise RuntimeError(
@@ -190,7 +190,7 @@ class _Run:
             self.owns = False
             set_strict(before)
             self._put_buffers_back()
-            # Nothing of the run stays until Python's garbage collector comes by.
+            # Break cycles, so that nothing of the run waits for Python's garbage collector.
             self._watch.forget()
             self._found.clear()
             self._received, self._exited = (), None
@@ -210,12 +210,12 @@ class _Run:
         return result
 
     def _hook(self, hook: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The user's hook: from here on, what runs is watched. How a batch is made isn't."""
+        """Run the user's hook, which is watched; making the batch isn't."""
         with self._watch.watching(self._router.opaque):
             return hook(*args, **kwargs)
 
     def _put_buffers_back(self) -> None:
-        """A buffer that code of another stage replaced stays the one that is here."""
+        """Restore buffers that code of another stage has replaced."""
         for owner, name, buffer in self._written:
             if is_absent(owner._buffers[name]) and not is_absent(buffer):
                 owner._buffers[name] = buffer
@@ -223,7 +223,7 @@ class _Run:
     # -- code outside of blocks ----------------------------------------------------------------------------------------------------------
 
     def _outer_call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """A tainted call: for its result's shapes alone where another stage makes it."""
+        """A tainted call; if another stage owns it, run only for the shapes of its result."""
         target = written_by(name, args, kwargs)
         if self.owns:
             result = func(*args, **kwargs)
@@ -265,7 +265,7 @@ class _Run:
 
     def block(self, fqn: str, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A block is called."""
-        if self._inside or fqn in self._ran:  # within another one, or again: as code outside of blocks
+        if self._inside or fqn in self._ran:  # within another block, or again: treated as code outside of blocks
             return forward(*args, **kwargs)
         blocks = self._recording.blocks
         index = self._next_block
@@ -305,7 +305,7 @@ class _Run:
         self._index = self._recording.firsts[part]
 
     def _check_part(self) -> None:
-        """At the end of a part outside of blocks: all that is needed was made."""
+        """At the end of a part outside of blocks, check that all needed tensors were made."""
         if self._part in self._span.checked and not (self.owns and self._span.last):
             made, recorded = self._index - self._recording.firsts[self._part], len(self._recording.operations[self._part])
             if made != recorded:
@@ -315,20 +315,20 @@ class _Run:
                 )
 
     def _enter(self) -> None:
-        """The stage's own code begins: absent tensors are provided with what was received."""
+        """The stage's own code begins: fill absent tensors with what was received."""
         for carried, tensor in zip(self._span.entering, self._received, strict=True):
             self._fill(carried, tensor)
         self.owns = True
         set_strict(True)
         if self._span.last:
-            self._watch.stop()  # nothing more is to be told apart
+            self._watch.stop()  # no further tensors need numbers
         for hook in self._on_entry:
             hook()
 
     def _fill(self, carried: CutTensor, tensor: Tensor) -> None:
         if tensor.requires_grad:
             tensor.register_hook(_contiguous)
-        if carried.written:  # what is received stays as it is: autograd allows no writing to it, and another buffer may share it
+        if carried.written:  # received tensors stay unchanged: autograd forbids writing to them, and another buffer may share them
             tensor = tensor.clone()
         for index in carried.aliases or (carried.index,):
             absent = self._found.get(index)
@@ -346,7 +346,7 @@ class _Run:
             provide(absent, tensor)
 
     def _exit(self) -> None:
-        """The stage's own code ends: the next stage's tensors are carried out."""
+        """The stage's own code ends: return the tensors for the next stage."""
         tensors = []
         for carried in self._span.leaving:
             tensor = self._found.get(carried.index)
@@ -368,12 +368,12 @@ class _Run:
 
 
 def _contiguous(gradient: Tensor) -> Tensor:
-    """Gradients travel as they lie in memory, without gaps."""
+    """A contiguous gradient: gradients are sent as they lie in memory, without gaps."""
     return gradient.contiguous()
 
 
 def _returned(value: Any) -> Any:
-    """What the hook returns, without absent tensors."""
+    """Check that the hook's result has no absent tensors."""
 
     def check(leaf: Any) -> Any:
         leaf = filled(leaf)

@@ -79,14 +79,14 @@ class StepRecorder:
         self._operations: list[list[str]] = [[]]
         self._outputs: dict[str, tuple[Output, ...]] = {}
         self._users: dict[str, set[int]] = defaultdict(set)
-        #: Memory that is written to in place, and in which part.
+        #: The memory that is written to in place, and the part that does so.
         self._writes: list[tuple[int, int]] = []
-        #: No stage begins with a block whose part is above the first and at most the second, for a reason.
+        #: Ranges of parts, each with a reason: no stage begins with a block whose part is above the first and at most the second.
         self._joined: list[tuple[int, int, str]] = []
         self._running: str | None = None
-        #: Attributes with a tensor of the step before that this one uses.
+        #: Attributes with a tensor of the previous step that this step uses.
         self.kept: set[str] = set()
-        #: What leaves a block otherwise than by being returned: what hooks within it catch, and attributes.
+        #: What leaves a block without being returned: what hooks within it catch, and attributes.
         self._caught: dict[str, list[EscapedOutputs]] = {}
         self._extras: dict[int, _Number] = {}
 
@@ -100,7 +100,7 @@ class StepRecorder:
             yield
 
     def finish(self, result: Any) -> None:
-        """The step is over: what it returns is used by its last part."""
+        """The step is over: its last part uses what it returns."""
         self.use(tree_leaves(result))
         for index, fqn in enumerate(self._order):
             block = self._blocks[fqn]
@@ -109,7 +109,7 @@ class StepRecorder:
                     self._users[name].add(2 * index + 1)
 
     def use(self, value: Any) -> None:
-        """Tensors are used in the part that runs."""
+        """Record that the running part uses these tensors."""
         for tensor in tensors(value):
             number = self._number_of(tensor)
             if number is not None:
@@ -127,7 +127,7 @@ class StepRecorder:
                 self.refuse("the step computes with parameters by means that torch doesn't show (scripted code, perhaps)")
 
     def _use_extra(self, tensor: Tensor, made: int) -> None:
-        """A tensor is used that a block made and didn't return: it crosses cuts where a hook or an attribute brought it out."""
+        """A tensor is used that a block made and didn't return: it can cross cuts if a hook or an attribute gave it out."""
         fqn = self._order[made // 2]
         place = next(
             ((caught, leaf) for caught in self._caught[fqn] for leaf, each in enumerate(caught.flat) if each is tensor),
@@ -164,17 +164,17 @@ class StepRecorder:
         return result
 
     def _without_values(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Any] | None:
-        """The shapes of a call's results as a stage has them that lacks the values; None where it can't run so, which is noted."""
+        """The shapes of a call's results in a stage without the values; None where it can't run so, which is recorded."""
         try:
             with AbsentMode(simulated=True), torch.no_grad():
                 return _shapes(func(*self._absent_tensors(args), **self._absent_tensors(kwargs)))
-        except Exception as error:  # whatever a function of the user's does without values
+        except Exception as error:  # a user's function without values may raise anything
             reason = str(error) if isinstance(error, MissingValue) else f"{type(error).__name__}: {error}"
             self._join(self._part, _END, f"code before it can't run for shapes alone: {name} ({reason.strip().splitlines()[0]})")
             return None
 
     def _absent_tensors(self, value: Any) -> Any:
-        """Arguments with tainted tensors as absent tensors."""
+        """The arguments, with absent tensors in place of tainted ones."""
         if isinstance(value, Tensor):
             return absent_like(value, "a tensor") if self._watch.tainted(value) else value
         if type(value) in (tuple, list):
@@ -184,7 +184,7 @@ class StepRecorder:
         return value
 
     def _number(self, name: str, results: list[Tensor], target: Tensor | None) -> None:
-        """Tainted results get their numbers."""
+        """Give tainted results their numbers."""
         for tensor in results:
             self._operations[-1].append(name)
             self._add(tensor)
@@ -194,7 +194,7 @@ class StepRecorder:
             self._writes.append((_memory(target), self._part))
 
     def _add(self, tensor: Tensor) -> int:
-        """Its number: the next one."""
+        """Add a tensor; returns its number, the next one."""
         index = len(self._numbers)
         known = self._number_of(tensor)
         state = self._sources.is_state(tensor)
@@ -205,7 +205,7 @@ class StepRecorder:
         return index
 
     def _number_of(self, tensor: Tensor) -> _Number | None:
-        """What is known of a tensor under its first number; None where it has none."""
+        """The record of a tensor under its first number; None where it has none."""
         index: int | None = getattr(tensor, "_autopar_number", None)
         if index is None or index >= len(self._numbers) or self._numbers[index].tensor is not tensor:
             return None
@@ -214,7 +214,7 @@ class StepRecorder:
     # -- blocks --------------------------------------------------------------------------------------------------------------------------
 
     def _block(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Its forward, recorded."""
+        """Run a block's forward, and record it."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch._C._current_graph_task_id() != -1:  # recomputation
@@ -246,7 +246,7 @@ class StepRecorder:
 
     @contextmanager
     def _catching(self, fqn: str, given: list[tuple[Any, Any]]) -> Iterator[None]:
-        """Around a block: what hooks on modules within it may catch, and the tensors that it leaves in attributes."""
+        """The context of a block: catches what hooks on modules within it may see, and the tensors that it leaves in attributes."""
         block, caught = self._blocks[fqn], self._caught.setdefault(fqn, [])
 
         def hook(name: str) -> Callable[..., None]:
@@ -281,7 +281,7 @@ class StepRecorder:
         after: list[Any],
         versions: list[tuple[Tensor, int]],
     ) -> None:
-        """A block has run: its results are numbered, and what else it did to its arguments is noted."""
+        """A block has run: number its results, and record what it did to its arguments."""
         for tensor, version in versions:
             if tensor._version == version:
                 continue
@@ -306,7 +306,7 @@ class StepRecorder:
         self._next_part()
 
     def _made_inside(self, result: Any, args: Any) -> None:
-        """A function gave these tensors within a block; an argument may come back as it is."""
+        """A function returned these tensors within a block; it may return an argument unchanged."""
         given = {id(tensor) for tensor in tensors(args)}
         for tensor in tensors(result):
             if id(tensor) not in given and not self._sources.is_state(tensor) and self._number_of(tensor) is None:
@@ -316,17 +316,17 @@ class StepRecorder:
     # -- what follows --------------------------------------------------------------------------------------------------------------------
 
     def refuse(self, reason: str) -> None:
-        """No cut is possible anywhere."""
+        """Record that no cut is possible anywhere."""
         self._join(-1, _END, reason)
 
     def _join(self, above: int, until: int, reason: str) -> None:
-        """No stage begins with a block whose part is above one and at most another."""
+        """Record that no stage begins with a block whose part is above the one and at most the other."""
         self._joined.append((above, until, reason))
 
     def recorded(
         self, *, rows: int, autocast: torch.dtype | None, changes_batch: bool, counters: tuple[tuple[str, str], ...]
     ) -> StepRecording:
-        """The record."""
+        """The finished recording."""
         crossings, uncuttable = {}, {}
         outputs = dict(self._outputs)
         if self._extras:
@@ -359,7 +359,7 @@ class StepRecorder:
         )
 
     def _alive(self, part: int) -> list[tuple[int, _Number]]:
-        """The tensors that were made before a part and are used in it or after, with their first numbers."""
+        """The tensors that were made before a part and are used in or after it, by their first numbers."""
         return [
             (index, number)
             for index, number in (*enumerate(self._numbers), *self._extras.items())
@@ -384,7 +384,7 @@ class StepRecorder:
         )
 
     def _entangled(self, part: int) -> str | None:
-        """Why a cut would tear apart what is one in memory."""
+        """Why a cut would separate tensors that share memory."""
         memory: dict[int, int] = defaultdict(int)
         for _, number in self._alive(part):
             memory[_memory(number.tensor)] += 1
@@ -403,5 +403,5 @@ def _shapes(result: Any) -> list[Any]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Which memory a tensor is a view of."""
+    """The memory of which a tensor is a view."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

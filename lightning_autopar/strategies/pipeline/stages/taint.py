@@ -80,7 +80,7 @@ class TaintMode(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, nothing is watched; without cost where this mode is the innermost, as it nearly always is."""
+        """While open, nothing is watched; costs nothing where this mode is the innermost, as it nearly always is."""
         depth = torch._C._len_torch_function_stack()
         if depth and torch._C._get_function_stack_at(depth - 1) is self:
             with _pop_mode_temporarily():
@@ -94,10 +94,10 @@ class TaintMode(TorchFunctionMode):
 
     @contextmanager
     def watching(self, opaque: Sequence[tuple[nn.Module, str]] = ()) -> Iterator[None]:
-        """While open, the code that runs is watched, functions of the user's own included that derive from ``torch.autograd.Function``.
+        """While open, the code that runs is watched, including the user's own ``torch.autograd.Function``.
 
         Args:
-            opaque: modules and names of their methods that are watched as one function each, whatever happens inside.
+            opaque: modules and names of their methods, each of which is watched as one function, whatever it calls.
         """
         function = torch.autograd.Function
         own = function.__dict__["apply"]
@@ -106,7 +106,7 @@ class TaintMode(TorchFunctionMode):
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             args = tuple(map(filled, args))
             if issubclass(cls, checkpointing.CheckpointFunction):
-                # Reentrant checkpointing hides from autograd what a block is given. The other variant computes the same.
+                # Reentrant checkpointing hides a block's inputs from autograd. The other variant computes the same.
                 return checkpointing.checkpoint(args[0], *args[2:], use_reentrant=False, preserve_rng_state=args[1])
             return watch.opaque(own.__get__(None, cls), f"{cls.__name__}.apply", args, kwargs)
 
@@ -127,7 +127,7 @@ class TaintMode(TorchFunctionMode):
                     child.__dict__[name] = value
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if not self._on:
             return
         self._on = False
@@ -138,7 +138,7 @@ class TaintMode(TorchFunctionMode):
             _push_mode(mode)
 
     def forget(self) -> None:
-        """Let go of whoever hears of calls."""
+        """Drop the references to the callbacks."""
         self._call, self._note = _nobody, None
 
     def active(self) -> bool:
@@ -149,7 +149,7 @@ class TaintMode(TorchFunctionMode):
         return any(torch._C._get_function_stack_at(index) is self for index in range(depth))
 
     def opaque(self, function: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-        """Call something as if it were one of torch's functions."""
+        """Call something as if it were a function of torch."""
         if not self.active():
             return function(*args, **kwargs)
         with self.paused():
@@ -185,7 +185,7 @@ class Inside(TorchFunctionMode):
         self._use, self._make = use, make
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes what it uses and makes."""
+        """Records what the function uses and makes."""
         kwargs = kwargs or {}
         if func in DESCRIBING:
             return func(*args, **kwargs)
@@ -196,7 +196,7 @@ class Inside(TorchFunctionMode):
 
 
 def mark(tensor: Tensor) -> None:
-    """Let a tensor count as tainted, and the one that it is a view of, as that was written to if this is no new one."""
+    """Mark a tensor as tainted, and the one of which it is a view: if the tensor isn't new, that one was written to."""
     if not isinstance(tensor, (AbsentTensor, OverwrittenTensor)):
         setattr(tensor, _MARK, True)
 
@@ -207,7 +207,7 @@ def is_marked(tensor: Tensor) -> bool:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in what a function gives or gets: in tuples, lists and mappings."""
+    """The tensors in a function's result or arguments: in tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -219,7 +219,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def written_by(name: str, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The tensor that a call writes to in place, by the function's name; None where it writes to none."""
+    """The tensor that a call writes to in place, judged by the function's name; None if there is none."""
     out = kwargs.get("out")
     if isinstance(out, Tensor):
         return out
@@ -231,7 +231,7 @@ def written_by(name: str, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None
 
 
 def results_of(result: Any, target: Tensor | None, args: Any, is_tainted: Callable[[Any], bool]) -> list[Tensor]:
-    """The tainted tensors that a call gave, the one that it wrote to included; an argument that isn't tainted may come back as it is."""
+    """The tainted tensors that a call returned, and the one that it wrote to; it may return an untainted argument unchanged."""
     target = filled(target)
     same = {id(tensor) for tensor in tensors(args) if tensor is not target and not is_tainted(tensor)}
     found = [tensor for tensor in tensors(result) if id(tensor) not in same]
@@ -265,9 +265,8 @@ def _draws(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _constant(func: Any, name: str, args: Any) -> Tensor | None:
-    """What is known of a random number without drawing it: none of ``torch.rand`` is below zero.
-
-    Layers are dropped that way at random (LayerDrop) with a probability that is zero by default.
+    """What is known of a random number without drawing it: ``torch.rand`` is never below zero. Layers that are dropped at random
+    (LayerDrop) compare it with a probability that is zero by default.
     """
     if name in ("lt", "__lt__") and len(args) == 2 and getattr(args[0], "_autopar_uniform", False):
         bound = args[1]

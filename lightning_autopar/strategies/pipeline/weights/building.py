@@ -24,10 +24,10 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def spread(module: nn.Module, originals: Mapping[str, Tensor], everyone: Pipeline) -> None:
-    """Give each rank its part of what the first rank alone has built, a tensor at a time, and the random state that this came to.
+    """Give each rank its part of what only the first rank has built, one tensor at a time, and the random state after that.
 
     Args:
-        module: with absent tensors. What this rank has to hold is on the meta device; the first rank has it, in memory that is to be freed.
+        module: with absent tensors. This rank's part is on the meta device; the first rank has it, in memory that will be freed.
         originals: all of the module's tensors by name, on the first rank; nothing elsewhere.
         everyone: the ranks of all pipelines.
     """
@@ -61,7 +61,7 @@ def spread(module: nn.Module, originals: Mapping[str, Tensor], everyone: Pipelin
 
 
 def _spread_metric(metric: Metric, first: bool) -> None:
-    """A metric's states are no buffers, and neither is what they are reset to."""
+    """Spread a metric's states, which are no buffers, and the values to which they are reset."""
     states = {name: getattr(metric, name) for name in metric._defaults}
     dist.broadcast_object_list(kept := [tree_map_only(Tensor, Tensor.cpu, (states, metric._defaults)) if first else None], src=0)
     if not first:
@@ -72,11 +72,11 @@ def _spread_metric(metric: Metric, first: bool) -> None:
 
 
 def make_whole(module: nn.Module, pipeline: Pipeline) -> None:
-    """Provide every rank's absent tensors for good, and make all parameters plain ones on the CPU; every rank must call it.
+    """Fill every rank's absent tensors permanently, and make all parameters plain ones on the CPU; every rank must call it.
 
     Args:
         module: with absent tensors; which names are tied is the same on every rank.
-        pipeline: the ranks that it is spread over.
+        pipeline: the ranks over which it is spread.
     """
     tensors = _firsts(module)
     holders = pipeline.tell({name for name, tensor in tensors.items() if not is_absent(tensor)})
@@ -104,10 +104,10 @@ def make_whole(module: nn.Module, pipeline: Pipeline) -> None:
 
 
 def _firsts(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers, those that have several names under the first of them."""
+    """All parameters and buffers, each under the first of its names."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def _in_place_of(tensor: Tensor, values: Tensor) -> Tensor:
-    """A parameter, where the tensor is one."""
+    """The new tensor, as a parameter where the old one is a parameter."""
     return nn.Parameter(values, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values

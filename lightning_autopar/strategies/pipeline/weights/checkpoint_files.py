@@ -24,9 +24,9 @@ from lightning_autopar.strategies.pipeline.weights.transfers import Group, Pipel
 
 
 class StagedState(OneFile):
-    """Weights, gradients and files of a module in stages."""
+    """Handles weights, gradients and checkpoint files of a module in stages."""
 
-    #: Whether a rank has the weights and the optimizers' states of its stages alone.
+    #: Whether a rank has only its stages' weights and optimizer states.
     run_plan: Any
     _exit: ExitStack
     _pipeline: Pipeline | None = None
@@ -54,7 +54,7 @@ class StagedState(OneFile):
         self._exit.callback(self._gradients.close)
 
     def sum_shared(self, gradients: MutableMapping[Any, Tensor]) -> None:
-        """Add up tied parameters' gradients over the stages; every rank calls it once a backward, with what that gave alone."""
+        """Add up tied parameters' gradients over the stages; every rank calls it once a backward, with that backward's gradients alone."""
         assert self._shared is not None
         self._shared.sum_gradients(gradients)
 
@@ -64,7 +64,7 @@ class StagedState(OneFile):
         self._gradients.show()
 
     def gradients_hidden(self) -> AbstractContextManager[None]:
-        """Around what takes all gradients that there are: absent tensors have none there."""
+        """The context of code that uses all gradients: absent tensors have none there."""
         assert self._gradients is not None
         return self._gradients.hidden()
 
@@ -85,17 +85,17 @@ class StagedState(OneFile):
                 yield
 
     def originals(self) -> dict[str, Tensor]:
-        """What the first rank has built, before it gives away what isn't its own; nothing elsewhere."""
+        """The tensors that the first rank has built, before it gives away other ranks' parts; empty elsewhere."""
         module = self.lightning_module
         assert module is not None
         return building.tensors_of(module) if self.run_plan.large and self._is_first else {}
 
     def spread(self, originals: Mapping[str, Tensor]) -> None:
-        """The module has its absent tensors: give each rank its part of what the first one has built; every rank calls it."""
+        """The module has its absent tensors: give each rank its part of what the first rank has built; every rank calls it."""
         module = self.lightning_module
         assert module is not None
         everyone = Pipeline.of(None, self.root_device)
-        # Also where it was built before the fork, in which case nobody has shapes only, and there is nothing to give.
+        # Also if it was built before the fork: then every rank has values, and there is nothing to give.
         if self.run_plan.large and any(everyone.tell(any(tensor.is_meta for tensor in building.tensors_of(module).values()))):
             building.spread(module, originals, everyone)
         if self._built_in is not None:
@@ -141,7 +141,7 @@ class StagedState(OneFile):
     # -- afterwards --------------------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Make the module whole and plain again on every rank, for what comes after the run in this process; a collective."""
+        """Make the module whole and plain again on every rank, for code after the run in this process; a collective."""
         assert self.lightning_module is not None
         assert self._pipeline is not None
         building.make_whole(self.lightning_module, self._pipeline)

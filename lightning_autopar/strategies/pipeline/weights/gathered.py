@@ -22,7 +22,7 @@ from lightning_autopar.state.checkpoint import like
 from lightning_autopar.state.scratch_files import ScratchFile, hand_back_pages
 from lightning_autopar.strategies.pipeline.weights.transfers import Pipeline
 
-#: Smaller tensors (an optimizer's step counters) travel together with what describes the others.
+#: Smaller tensors (an optimizer's step counters) are sent together with the descriptions of the others.
 _TINY_BYTES = 256
 
 
@@ -49,13 +49,13 @@ class _Described:
 def whole_state_dict(module: nn.Module, pipeline: Pipeline, *, keep: bool, scratch: ScratchFile) -> dict[str, Any]:
     """The module's state dict, on the pipeline's first rank whole and on the CPU; every rank must call it.
 
-    One tensor at a time travels. Elsewhere the rank's own part of it comes back, with absent tensors.
+    It sends one tensor at a time. On other ranks it returns the rank's own part, with absent tensors.
 
     Args:
         module: the root.
-        pipeline: the ranks that it is spread over.
+        pipeline: the ranks over which it is spread.
         keep: whether the first rank wants it; the other replicas of a sharded pipeline take part and get nothing.
-        scratch: where what comes from other ranks lies.
+        scratch: where tensors from other ranks are put.
     """
     state = module.state_dict()
     own = {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_absent(value)}
@@ -79,7 +79,7 @@ def whole_state_dict(module: nn.Module, pipeline: Pipeline, *, keep: bool, scrat
 
 
 def whole_optimizer_state(optimizer: Optimizer, pipeline: Pipeline, *, keep: bool, scratch: ScratchFile) -> dict[str, Any]:
-    """The optimizer's state dict, keyed by the positions of the whole module's parameters; as :func:`whole_state_dict`."""
+    """The optimizer's state dict, keyed by the positions of the whole module's parameters; like :func:`whole_state_dict`."""
     state = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own: dict[str, Tensor] = {}
@@ -99,7 +99,7 @@ def whole_optimizer_state(optimizer: Optimizer, pipeline: Pipeline, *, keep: boo
     if not keep or pipeline.place != 0:
         return {**state, "state": {position: state["state"][position] for position in plain}}
     whole: dict[int, Any] = {}
-    for rank in reversed(range(len(everyones))):  # the first one's counts
+    for rank in reversed(range(len(everyones))):  # the first rank's value counts
         whole.update(everyones[rank])
     filled = {position: tree_map(lambda leaf: found[leaf.key] if isinstance(leaf, _Slot) else leaf, whole[position]) for position in whole}
     return {**state, "state": dict(sorted(filled.items()))}
@@ -107,13 +107,13 @@ def whole_optimizer_state(optimizer: Optimizer, pipeline: Pipeline, *, keep: boo
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a tensor that travels by itself."""
+    """Stands for a tensor that is sent separately."""
 
     key: str
 
 
 def _gather(own: Mapping[str, Tensor], pipeline: Pipeline, *, keep: bool, scratch: ScratchFile) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Every name's tensor on the first rank, from its home; and the homes, as places in the pipeline."""
+    """Every name's tensor, on the first rank, from the rank that has it; and those ranks, as places in the pipeline."""
     described = _describe(own)
     everyones: list[dict[str, _Described]] = pipeline.tell(described)
     homes: dict[str, int] = {}
@@ -133,7 +133,7 @@ def _gather(own: Mapping[str, Tensor], pipeline: Pipeline, *, keep: bool, scratc
             continue
         tensor = own[name].detach() if place == home else None
         if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()  # with the same stage of the other replicas, which are here as well
+            tensor = tensor.full_tensor()  # together with the same stage of the other replicas, which call this as well
         if not keep:
             continue
         if place == home == 0:
@@ -150,7 +150,7 @@ def _gather(own: Mapping[str, Tensor], pipeline: Pipeline, *, keep: bool, scratc
 
 
 def _describe(own: Mapping[str, Tensor]) -> dict[str, _Described]:
-    """What a rank has, for the others."""
+    """Describe this rank's tensors, for the other ranks."""
     described: dict[str, _Described] = {}
     seen: dict[Any, str] = {}
     for name, tensor in own.items():
@@ -171,7 +171,7 @@ def _describe(own: Mapping[str, Tensor]) -> dict[str, _Described]:
 
 
 def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
-    """Load this rank's part of a whole state dict; of one that is mapped from a file, no more is read.
+    """Load this rank's part of a whole state dict; from a mapped file it reads only that part.
 
     Raises:
         RuntimeError: as ``Module.load_state_dict`` does, on missing or unexpected keys or shapes that differ, where ``strict``.
@@ -181,7 +181,7 @@ def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, s
     def part(name: str, value: Any) -> Any:
         there = current.get(name)
         if not isinstance(value, Tensor) or not isinstance(there, Tensor) or value.shape != there.shape:
-            return value  # load_state_dict names it
+            return value  # load_state_dict reports it
         return there if is_absent(there) else like(value, there)
 
     module.load_state_dict({name: part(name, value) for name, value in state_dict.items()}, strict=strict)
@@ -195,7 +195,7 @@ def load_whole_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -
         if not isinstance(value, Tensor):
             return value
         cut = like(value, parameter) if value.shape == parameter.shape else value
-        return cut.clone() if cut is value else cut  # the file need not stay
+        return cut.clone() if cut is value else cut  # the file needn't stay
 
     parts = {
         position: tree_map(lambda value, parameter=parameters[position]: part(value, parameter), values)

@@ -44,8 +44,8 @@ class StageGradients:
 
     Args:
         module: with absent tensors.
-        pipeline: the ranks that it is spread over; every rank makes one at the same time.
-        optimizers: those that step on its parameters. They pass over what has no gradient, so absent tensors have none in their steps.
+        pipeline: the ranks over which it is spread; every rank makes one at the same time.
+        optimizers: those that step on its parameters. They skip parameters without a gradient, so absent tensors have none in their steps.
     """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline, optimizers: Iterable[Optimizer] = ()) -> None:
@@ -55,9 +55,9 @@ class StageGradients:
         self._depth = 0
         holders = pipeline.tell({name for name, parameter in module.named_parameters() if not is_absent(parameter)})
         self._numbers = {name: number for number, (name, _) in enumerate(module.named_parameters())}
-        #: The first place in the pipeline that has a parameter: there its gradient counts.
+        #: The first place in the pipeline that has each parameter: there its gradient counts.
         self._homes = {name: next(place for place, names in enumerate(holders) if name in names) for name in self._numbers}
-        #: The sets of parameters whose norm all ranks have asked for at once.
+        #: The sets of parameters for which all ranks have computed a norm together before.
         self._asked: dict[tuple[str, ...], tuple[bool, ...]] = {}
         self._exit = ExitStack()
         for optimizer in optimizers:
@@ -66,10 +66,9 @@ class StageGradients:
         self._exit.enter_context(_rerouted(self))
 
     def close(self) -> None:
-        """Leave torch, Lightning, the optimizers and the absent tensors as they were found.
-
-        An absent tensor that had a gradient couldn't be moved to another device: torch looks for the gradient after it has set the absent
-        tensor's data (``Module._apply``), by which an absent tensor becomes another one.
+        """Restore torch, Lightning, the optimizers and the absent tensors. An absent tensor with a gradient couldn't be moved to another
+        device: torch reads the gradient after it has set the tensor's data (``Module._apply``), which turns an absent tensor into another
+        one.
         """
         self._exit.close()
         with _past_holes():
@@ -80,7 +79,7 @@ class StageGradients:
     # -- absent tensors' gradients ---------------------------------------------------------------------------------------------------------
 
     def show(self) -> None:
-        """Gradients are there: give each absent tensor that takes part one, which can't be read."""
+        """Gradients are complete: give each absent tensor that is trained one, which can't be read."""
         self._hidden.clear()
         with _past_holes():
             for parameter, gradient in self._absent_tensors:
@@ -89,7 +88,7 @@ class StageGradients:
 
     @cached_property
     def _absent_tensors(self) -> list[tuple[Tensor, Tensor]]:
-        """The parameters that aren't here, each with what stands for its gradient: made once, as it costs a step's time."""
+        """The parameters that aren't here, each with what stands for its gradient; made once, as that costs a step's time."""
         return [
             (parameter, absent_like(parameter.detach(), f"the gradient of the parameter {name!r}"))
             for name, parameter in self._module.named_parameters()
@@ -98,7 +97,7 @@ class StageGradients:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """While open, absent tensors have no gradients: for code that takes all there are."""
+        """While open, absent tensors have no gradients: for code that uses all gradients."""
         self._hide()
         try:
             yield
@@ -130,9 +129,9 @@ class StageGradients:
             self._hidden.clear()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hide them when the closure, in which hooks run and gradients are clipped, is over."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer itself is the first one
-        self._depth, self._hidden = 0, []  # whatever an exception has left
+        """Hide them after the closure, in which hooks run and gradients are clipped."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first argument is the optimizer itself
+        self._depth, self._hidden = 0, []  # what an exception may have left
         if closure is None:
             self._hide()
             return args, kwargs
@@ -141,7 +140,7 @@ class StageGradients:
         @functools.wraps(closure)
         def then_hide() -> Any:
             nonlocal stepping
-            if stepping:  # an optimizer that calls it again
+            if stepping:  # the optimizer may call it again
                 self._reveal()
             result = closure()
             self._hide()
@@ -159,7 +158,7 @@ class StageGradients:
     # -- norms -------------------------------------------------------------------------------------------------------------------------
 
     def names_of(self, gradients: Sequence[Tensor]) -> list[str] | None:
-        """Of which parameters these are the gradients, the very objects; None if none of them is one.
+        """The names of the parameters whose gradients these very objects are; None if none of them is a gradient.
 
         Raises:
             MissingValue: if some of them are, and some aren't.
@@ -186,7 +185,7 @@ class StageGradients:
         return found
 
     def norms(self, names: Sequence[str], norm_type: float) -> dict[str, Tensor]:
-        """The norms of these parameters' gradients, on every rank, less those that have none; a collective, for which the host waits.
+        """The norms of these parameters' gradients, on every rank, without those that have none; a collective, for which the host waits.
 
         Each in its gradient's type, on the pipeline's device.
 
@@ -201,7 +200,7 @@ class StageGradients:
         }
 
     def _gather_norms(self, names: Sequence[str], norm_type: float) -> Tensor:
-        """By parameter (column): the norm, 0 where there is no gradient; whether there is one; how many ranks ask. On the device."""
+        """By parameter (column): the norm, 0 where there is no gradient; whether there is one; how many ranks compute it. On the device."""
         parameters = dict(self._module.named_parameters())
         place, device = self._pipeline.place, self._pipeline.device
         here = {name: None for name, home in self._homes.items() if home == place and parameters[name].grad is not None}
@@ -213,13 +212,13 @@ class StageGradients:
         if own:
             columns = index_of(tuple(self._numbers[name] for name in own), device)
             norms = torch.stack([_norm(parameters[name].grad, norm_type).to(device, torch.float64) for name in own])
-            # One norm of each parameter isn't 0, so that sums are exact.
+            # Only one rank's norm of each parameter isn't 0, so that sums are exact.
             table[0].index_copy_(0, columns, norms)
         dist.all_reduce(table, group=self._pipeline.group)
         return table
 
     def _check(self, table: Tensor) -> list[float]:
-        """Which parameters have a gradient on some rank; the host waits for it.
+        """Whether each parameter has a gradient on some rank; the host waits for it.
 
         Raises:
             RuntimeError: if the ranks didn't ask for the same ones.
@@ -235,9 +234,8 @@ class StageGradients:
         return found
 
     def total_norm(self, names: Sequence[str], norm_type: float, error_if_nonfinite: bool, like: Tensor) -> Tensor:
-        """As ``torch.nn.utils.get_total_norm`` of all stages' gradients; the same number on every rank.
-
-        The host waits for the device where the ranks haven't asked for the norm of these parameters before.
+        """Like ``torch.nn.utils.get_total_norm`` of all stages' gradients; the same number on every rank. The host waits for the device the
+        first time that the ranks compute the norm of these parameters.
         """
         each: Tensor | None
         types = {parameter.dtype for parameter in self._module.parameters()}
@@ -260,10 +258,9 @@ class StageGradients:
         return self._finite(torch.linalg.vector_norm(each, norm_type), norm_type, error_if_nonfinite).to(like.device)
 
     def _total_of(self, table: Tensor, names: Sequence[str], had: tuple[bool, ...], norm_type: float, dtype: torch.dtype) -> Tensor:
-        """The norm of the norms of those that have gradients, without a wait.
-
-        A norm of 0 for one that has none changes nothing but the order in which a vector unit adds the others. So those that had gradients
-        when it was asked for first are taken alone, as one device does, as long as the same ones have them.
+        """The norm of the norms of those that have gradients, without a wait. A norm of 0 for one without a gradient only changes the order
+        in which a vector unit adds the others. So only those are taken that had gradients the first time, as on one device, as long as the
+        same ones have them.
         """
         every = index_of(tuple(self._numbers[name] for name in names), table.device)
         total: Tensor = torch.linalg.vector_norm(table[0].index_select(0, every).to(dtype), norm_type)
@@ -296,13 +293,13 @@ class StageGradients:
 
 
 def _past_holes() -> AbstractContextManager[None]:
-    """While open, what absent tensors say of themselves isn't asked through ``__torch_function__``, which costs some µs each time."""
+    """While open, properties of absent tensors are read without ``__torch_function__``, which costs some µs each time."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
 
 
 def _norm(gradient: Any, norm_type: float) -> Tensor:
-    """Of one gradient; of a shard, of the whole of it: the ranks that have the others ask as well."""
+    """The norm of one gradient; of a shard, that of the whole gradient: the ranks with the other shards compute it, too."""
     dense = gradient.coalesce().values() if gradient.layout != torch.strided else gradient
     norm: Any = torch.linalg.vector_norm(dense.detach(), norm_type)
     whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -311,9 +308,9 @@ def _norm(gradient: Any, norm_type: float) -> Tensor:
 
 # -- the functions of torch and Lightning that ask for norms ---------------------------------------------------------------------------
 
-#: Of this process's run in stages.
+#: The gradients of this process's run in stages.
 _current: StageGradients | None = None
-#: What was there before, by name.
+#: The original functions' code, by name.
 _originals: dict[str, Callable[..., Any]] = {}
 
 
@@ -360,7 +357,7 @@ _ROUTES = (
 
 @contextmanager
 def _rerouted(gradients: StageGradients) -> Iterator[None]:
-    """While open, these functions are ours, also for who imported them by name before: their code is exchanged, not their names."""
+    """While open, these functions are ours, also where they were imported by name: their code is replaced, not their names."""
     global _current
     assert _current is None, "a process runs one module at a time"
     functions: dict[str, Any] = {name: inspect.unwrap(getattr(home, name)) for name, home, _ in _ROUTES}
@@ -413,7 +410,7 @@ def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, 
 def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None) -> None:
     """``torch.nn.utils.clip_grad_value_`` on this rank's gradients."""
     here = [parameter for parameter in _here(parameters) if parameter.grad is not None]
-    if here:  # torch's takes no empty list
+    if here:  # torch's function takes no empty list
         _originals["clip_grad_value_"](here, clip_value, foreach)
 
 
@@ -443,7 +440,7 @@ class SharedParameters:
 
     Args:
         module: with absent tensors.
-        pipeline: the ranks that it is spread over.
+        pipeline: the ranks over which it is spread.
         replicas: the global ranks of every replica, this one's among them, in the pipeline's order.
     """
 
@@ -451,7 +448,7 @@ class SharedParameters:
         self._module = module
         self._pipeline = pipeline
         holders = pipeline.tell({name for name, parameter in module.named_parameters() if not is_absent(parameter)})
-        #: The places in the pipeline that hold a parameter, by its first name, where there are several.
+        #: The places in the pipeline that hold each parameter, by its first name, where there are several.
         self.places: dict[str, tuple[int, ...]] = {}
         for name, _ in module.named_parameters():
             places = tuple(place for place, names in enumerate(holders) if name in names)
@@ -475,10 +472,10 @@ class SharedParameters:
         self._groups.clear()
 
     def sum_gradients(self, gradients: MutableMapping[Any, Tensor]) -> None:
-        """Add up what one backward gave on each stage, in place; every rank must call it, once a backward.
+        """Add up the gradients of one backward over the stages, in place; every rank must call it, once a backward.
 
         Args:
-            gradients: by parameter, of this backward alone. A parameter that got one on another stage only has one afterwards.
+            gradients: by parameter, of this backward alone. A parameter that got one only on another stage has one afterwards.
         """
         parameters = dict(self._module.named_parameters())
         underway: list[Any] = []
@@ -494,9 +491,8 @@ class SharedParameters:
             finish()
 
     def _kinds(self, gradients: Sequence[Tensor | None], group: Group) -> list[list[int]]:
-        """On how many ranks there is a dense gradient of each parameter, and on how many a sparse one.
-
-        What is dense here is dense for all: where that holds of each, this rank needn't wait for what the others say.
+        """On how many ranks each parameter has a dense gradient, and on how many a sparse one. What is dense here is dense for all: if that
+        holds for each, this rank needn't wait for the others.
         """
         flags = [
             [int(each is not None and each.layout == torch.strided), int(each is not None and each.layout != torch.strided)]
@@ -510,7 +506,7 @@ class SharedParameters:
         return counts
 
     def _sum(self, parameter: Tensor, gradients: MutableMapping[Any, Tensor], group: Group, *, sparse: bool) -> Any:
-        """Begin with one parameter; what comes back is to be called once all are begun."""
+        """Begin with one parameter; the returned function must be called after all have begun."""
         own = gradients.get(parameter)
         rows = _rows(own, parameter, group) if sparse else None
         if own is None:
@@ -518,7 +514,7 @@ class SharedParameters:
         else:
             total = own.to_dense() if own.layout != torch.strided else own
         local = total.to_local() if isinstance(total, DTensor) else total
-        # Collectives take what is contiguous; a copy of what isn't is put back below.
+        # Collectives need contiguous tensors; a copy of one that isn't is copied back below.
         sent = local.contiguous()
         work = dist.all_reduce(sent, group=group, async_op=True)
 
@@ -537,7 +533,7 @@ class SharedParameters:
 
 
 def _rows(own: Tensor | None, parameter: Tensor, group: Group) -> Tensor:
-    """Of sparse gradients on all ranks, the rows that any of them has: SparseAdam steps on these, whatever their values."""
+    """The rows of a sparse gradient that any rank has: SparseAdam steps on these, whatever their values."""
     present = torch.zeros(parameter.shape[0], dtype=torch.int32, device=parameter.device)
     if own is not None:
         present[own.coalesce().indices()[0]] = 1

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: A tensor travels in pieces, so that it takes no room of its size on a device that is full.
+#: The bytes of a piece: tensors are sent in pieces, as a full device has no room for a whole copy.
 _PIECE_BYTES = 32 * 1024**2
 
 Group = dist.ProcessGroup | None
@@ -23,7 +23,7 @@ class Pipeline:
     Args:
         ranks: their global ranks, in the order of their first stages.
         group: their process group; None stands for all ranks.
-        device: where this rank's part of what is sent must lie: the CPU under gloo.
+        device: where tensors must lie to be sent: the CPU under gloo.
     """
 
     ranks: tuple[int, ...]
@@ -32,23 +32,23 @@ class Pipeline:
 
     @classmethod
     def of(cls, group: Group, device: torch.device) -> Pipeline:
-        """The pipeline whose process group this is."""
+        """The pipeline of a process group."""
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         return cls(ranks=tuple(ranks), group=group, device=device)
 
     def tell(self, value: Any) -> list[Any]:
-        """Each rank's value, in order; a collective."""
+        """All ranks' values, in order; a collective."""
         values: list[Any] = [None] * len(self.ranks)
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """A tensor's bytes, to the ``rank``-th of the pipeline."""
+        """Send a tensor's bytes to the ``rank``-th rank of the pipeline."""
         for piece in _pieces(tensor.detach().contiguous()):
             dist.send(piece.to(self.device), self.ranks[rank], group=self.group)
 
     def receive(self, into: Tensor, rank: int) -> None:
-        """What the ``rank``-th sends, into a contiguous tensor."""
+        """Receive what the ``rank``-th rank sends, into a contiguous tensor."""
         for piece in _pieces(into):
             here = piece if piece.device == self.device else torch.empty_like(piece, device=self.device)
             dist.recv(here, self.ranks[rank], group=self.group)
@@ -56,7 +56,7 @@ class Pipeline:
                 piece.copy_(here)
 
     def broadcast(self, tensor: Tensor, rank: int) -> None:
-        """The ``rank``-th's contiguous tensor, into everybody's."""
+        """Broadcast the ``rank``-th rank's contiguous tensor into every rank's."""
         for piece in _pieces(tensor):
             here = piece.to(self.device)
             dist.broadcast(here, self.ranks[rank], group=self.group)
@@ -70,6 +70,6 @@ class Pipeline:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """The bytes of a contiguous tensor, some at a time: every type travels, whether the backend knows it or not."""
+    """The bytes of a contiguous tensor, in pieces: so every type can be sent, even if the backend doesn't support it."""
     if tensor.numel():
         yield from tensor.view(-1).view(torch.uint8).split(_PIECE_BYTES)

@@ -25,16 +25,16 @@ from lightning_autopar.text import format_bytes
 
 @dataclass(kw_only=True)
 class CarriedObjects(Changes):
-    """What one rank carries; the parts' keys are a survey's, or a name with an attribute.
+    """What one rank hands over; the parts' keys are a survey's, or a name with an attribute.
 
     Args:
-        signature: of the survey that the numbers are of.
-        reached_signature: the same of what functions reach.
-        left: what of that changed and couldn't be carried on from earlier generations.
-        ranks: how many ranks' make the whole: the first ones.
+        signature: of the survey to which the numbers belong.
+        reached_signature: the same for objects that functions reach.
+        left: names of such objects that changed in earlier generations and couldn't be handed over.
+        ranks: how many ranks, from rank 0 on, together have everything.
         schedulers: their classes, by their position.
-        extras: a pickle of what travels by the names of parameters and the like, which mean the same to another process, too.
-        loggers: by position, their class's name and what of them another process can take over.
+        extras: a pickle of values under names of parameters and the like, which another process understands, too.
+        loggers: by position, each one's class name and the state that another process can take over.
     """
 
     signature: bytes
@@ -56,10 +56,10 @@ def write(
     extras: dict[str, Any],
     digests: bool,
 ) -> None:
-    """Write a parcel's two files, with those of the values that travel.
+    """Write a parcel's two files, with those of the values that can be pickled.
 
     Args:
-        parcel: what is known of it so far; it learns what travels.
+        parcel: what is known of it so far; the parts that are written are added to it.
         things: this process's.
         values: the parts that differ, each with its digest where that is known.
         path: of both files, less their endings.
@@ -73,7 +73,7 @@ def write(
         its = isinstance(owner, int) and value is survey.target(owner)
         payloads[owner, part] = _items(value) if its else value
         packing.look(owner, part, payloads[owner, part] if its and isinstance(value, Tensor) else value)
-    looked_at: dict[int, tuple[int | None, Any]] = {}  # layers of one kind may have one configuration
+    looked_at: dict[int, tuple[int | None, Any]] = {}  # layers of one kind may share a configuration
     for (owner, part), (value, digest) in values.items():
         payload = payloads[owner, part]
         size_bytes, alike = looked_at.get(id(payload), (None, None))
@@ -106,22 +106,22 @@ def _file(path: Path, suffix: str) -> Path:
 
 
 def _items(target: Any) -> Any:
-    """What an object from before holds, without a copy of what is large."""
+    """The contents of an object from before the run, without copying large ones."""
     if isinstance(target, Tensor):
         return target.detach()
     return target.view() if type(target).__module__ == "numpy" and hasattr(target, "view") else get_items(target)
 
 
 def read(path: Path) -> CarriedObjects:
-    """What :func:`write` wrote, but for what lies beside it."""
+    """Read what :func:`write` wrote, without the tensors' file."""
     file = _file(path, ".pkl")
-    assert file.is_file(), f"{file} isn't there: nothing was carried"
+    assert file.is_file(), f"{file} isn't there: nothing was handed over"
     parcel: CarriedObjects = pickle.loads(file.read_bytes())
     return parcel
 
 
 def unpacking_of(data: bytes, parcel: CarriedObjects, things: RunObjects, path: Path, only: set[Any]) -> Unpacking:
-    """What unpacks one of its pickles into this process's objects; see :class:`Unpacking`."""
+    """Makes the object that unpacks one of its pickles into this process's objects; see :class:`Unpacking`."""
     survey = things.survey
     instead: dict[int, Any] = {number: things.tensors[name] for name, number in things.before.tensors.items() if name in things.tensors}
     instead[things.before.strategy] = things.engine
@@ -147,7 +147,7 @@ def _has_storage(target: Any) -> bool:
 
 
 def warn_of(lost: list[str]) -> None:
-    """Name what couldn't be carried."""
+    """Warn of what couldn't be handed over, by name."""
     warnings.warn(
         f"these changes were lost when the run moved: {', '.join(sorted(set(lost)))} (they can't be pickled, are parts of "
         f"sharded tensors, or belong to the DataModule and are larger than {format_bytes(LIMIT_BYTES)})",

@@ -40,14 +40,14 @@ _RANK, _LOGGERS = "carried{}", "carried_loggers"
 
 
 def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int) -> None:
-    """Write what differs on this rank; every rank calls it between two batches, and goes on as if nothing had happened.
+    """Write the objects that this rank has changed; every rank calls it between two batches, and then goes on unchanged.
 
     Args:
         trainer: in a run.
         before: the survey of the parent.
         folder: where files go; it exists.
-        rank: this rank. Rank 0's state is the one that travels; where a module's stages lie on several ranks, each of these brings what its
-            stages changed of the module.
+        rank: this rank. Rank 0 writes its state; where a module's stages lie on several ranks, each writes what its stages changed of the
+            module.
     """
     engine: Any = trainer.strategy
     ranks = getattr(engine, "holders", 1)
@@ -74,24 +74,23 @@ def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int) -> 
 
 
 def read_objects(trainer: Trainer, before: Before, folder: Path) -> None:
-    """Make everything what it was in the generation before; on every rank, when all is set up, and the snapshot loaded.
-
-    What the user's code made anew here, alike on rank 0 to what it was there, stays as each rank has it.
+    """Give all objects the values of the generation before; on every rank, after setup and loading of the snapshot. Objects that the user's
+    code made anew here, and that on rank 0 equal the earlier ones, stay as each rank has them.
 
     Args:
         trainer: about to enter its loops.
         before: the survey of the parent.
         folder: that :func:`write_objects` wrote into.
 
-    Where the script was started anew, and its objects aren't what they were, nothing is taken over but what belongs to names of parameters
-    and the like; a warning says so.
+    If the script was started anew and has other objects than before, only the values under names of parameters and the like are taken over;
+    a warning says so.
     """
     survey = before.survey
     first = read(folder / _RANK.format(0))
     parcels = [first, *(read(folder / _RANK.format(rank)) for rank in range(1, first.ranks))]
     things = RunObjects(trainer, before)
     lost: list[str] = []
-    # Processes that were started one by one may hold different things, and all of them must come to the same collectives.
+    # Processes that were started one by one may hold different objects, and yet must all run the same collectives.
     same = trainer.strategy.reduce_boolean_decision(first.signature == survey.signature, all=True)
     reached = trainer.strategy.reduce_boolean_decision(first.reached_signature == survey.reached_signature, all=True)
     if same:
@@ -123,13 +122,13 @@ def read_objects(trainer: Trainer, before: Before, folder: Path) -> None:
 
 
 def _take_over_parts(things: RunObjects, parcels: list[CarriedObjects], folder: Path, *, reached: bool) -> list[str]:
-    """Take over attributes and items; the names of what couldn't be.
+    """Take over attributes and items; returns the names of those that couldn't be.
 
     Args:
         things: this process's.
         parcels: of the ranks that have written one.
         folder: where they lie.
-        reached: whether what functions reach has the same numbers on all ranks as it had there.
+        reached: whether the objects that functions reach have the same numbers on all ranks as in the generation before.
     """
     trainer, survey = things.trainer, things.survey
     if not reached:
@@ -166,7 +165,7 @@ def _is_reached(survey: Survey, part: Any) -> bool:
 
 
 def _compare(things: RunObjects, parcels: list[CarriedObjects], taken: list[set[Any]]) -> tuple[set[Any], set[Part], set[Any]]:
-    """The parts that are here what they were there; those that changed here alone; and all that have changed here."""
+    """The parts that are equal here and in the generation before; those that changed only here; and all that have changed here."""
     survey = things.survey
     alike = set()
     for parcel, parts in zip(parcels, taken, strict=True):
@@ -183,7 +182,7 @@ def _compare(things: RunObjects, parcels: list[CarriedObjects], taken: list[set[
 
 
 def _lost(parcels: list[CarriedObjects], mine: set[Any]) -> list[str]:
-    """The names of what couldn't travel, and wasn't made anew here."""
+    """The names of the parts that couldn't be handed over, and weren't made anew here."""
     found = {part for parcel in parcels for part in parcel.parts}
     return [name for parcel in parcels for part, name in parcel.kept.items() if part not in found and part not in mine]
 
@@ -192,7 +191,7 @@ def _lost(parcels: list[CarriedObjects], mine: set[Any]) -> list[str]:
 
 
 def _write_loggers(things: RunObjects, folder: Path) -> None:
-    """Write what differs of the loggers, after they have written what they can't keep."""
+    """Write the loggers' changed state, after flushing what they can't hand over."""
     survey, trainer = things.survey, things.trainer
     paths = [path for path in map(things.path, trainer.loggers) if path]
 
@@ -211,10 +210,10 @@ def _write_loggers(things: RunObjects, folder: Path) -> None:
         if callable(flush := getattr(experiment, "flush", None)):
             flush()
         if type(logger).__getstate__ is not object.__getstate__:
-            # Loggers whose experiment can't be pickled say here by what it is found again (wandb's and Comet's ids).
+            # Pickling a logger whose experiment can't be pickled stores the experiment's id (wandb, Comet).
             state = logger.__getstate__()
             for name, value in state.items() if isinstance(state, dict) else ():
-                if name != "_attach_id" and vars(logger).get(name, logger) is not value:  # that one is of a process that is about to end
+                if name != "_attach_id" and vars(logger).get(name, logger) is not value:  # is of a process that ends soon
                     values[number, name] = (value, None)
         parcel.loggers.append(
             (_class_of(logger), _portable(logger, {part: value for (owner, part), (value, _) in values.items() if owner == number}))
@@ -226,7 +225,7 @@ def _write_loggers(things: RunObjects, folder: Path) -> None:
 
 
 def carry_loggers_in(trainer: Trainer, before: Before, folder: Path) -> None:
-    """Let the loggers go on with the run that they had; first thing on every rank, before the trainer's function runs.
+    """Let the loggers go on with the run that they had; to be called first on every rank, before the trainer's function runs.
 
     Args:
         trainer: as it was before the fork.
@@ -270,7 +269,7 @@ def _class_of(target: Any) -> str:
 
 
 def _portable(logger: Any, values: Mapping[str, Any]) -> dict[str, bytes]:
-    """What of a logger means the same to a process that wasn't forked from the same parent: the run's names, and a CSV file's open rows."""
+    """The part of a logger's state that a process of another parent can use: the run's names, and a CSV file's unwritten rows."""
     its = {
         name: value for name, value in values.items() if type(value) in PLAIN or (isinstance(logger, CSVLogger) and name == "_experiment")
     }
@@ -278,7 +277,7 @@ def _portable(logger: Any, values: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _cut(path: Path, size_bytes: int, lines: int, keys: list[str]) -> None:
-    """Take out of a CSV file what was written after the snapshot, by a run that then was lost."""
+    """Remove from a CSV file the rows that were written after the snapshot and then lost."""
     if not path.is_file() or path.stat().st_size == size_bytes:
         return
     with path.open(newline="") as file:

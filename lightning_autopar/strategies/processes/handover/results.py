@@ -53,9 +53,9 @@ from lightning_autopar.text import format_bytes
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-#: Optimizer states larger than this share of the host's memory stay behind, and are named.
+#: Optimizer states larger than this share of the host's memory aren't brought back; a warning says so.
 _OPTIMIZER_SHARE = 0.25
-#: What a module, its submodules and a DataModule have from Lightning and torch, and what engines put on the instance.
+#: Attributes that a module, its submodules and a DataModule have from Lightning and torch, or from engines.
 _PRIVATE = (
     (frozenset(vars(nn.Module())) - {"training"})
     | {"_trainer", "_fabric", "_device_mesh", "_device", "_jit_is_scripting", "trainer", "training", "_iterator"}
@@ -68,13 +68,13 @@ _OPTIMIZERS, _LOADERS = "the optimizers", "the trainer's data loaders"
 
 @dataclass(kw_only=True)
 class Results:
-    """One rank's part of what a run leaves behind.
+    """One rank's part of the results of a run.
 
     Args:
         value: what the trainer's function returned.
         measured: of this rank.
         rank: which one.
-        ranks: how many ranks' results make the whole: the first ones.
+        ranks: how many ranks, from rank 0 on, together have the whole state.
         progress: see :func:`progress_of`.
         random: the random state.
         changes: of Python objects.
@@ -98,15 +98,15 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class Before:
-    """What there was before the workers were forked.
+    """The state before the workers were forked.
 
     Args:
-        survey: of the objects that a script can ask after a run.
+        survey: of the objects that a script can read after a run.
         tensors: the survey's numbers of the module's parameters and buffers, by name.
-        strategy: its number of the trainer's strategy.
-        random: the states of the random generators; Python's own seeds itself anew in every forked process.
-        reached: the names of what the user's functions reach besides these objects.
-        left: in a worker, what of it changed in generations before and couldn't be carried on; told when the run ends.
+        strategy: the survey's number of the trainer's strategy.
+        random: the states of the random generators; Python's own generator seeds itself anew in every forked process.
+        reached: the names of the objects that the user's functions reach besides these.
+        left: in a worker, the names of those that changed in earlier generations and couldn't be handed over; told when the run ends.
     """
 
     survey: Survey
@@ -117,16 +117,16 @@ class Before:
     left: set[str] = field(default_factory=set)
 
     def leave(self, lost: Iterable[str]) -> list[str]:
-        """Note which names are of what functions reach; the others, which are told at once."""
+        """Record the names of objects that functions reach; returns the other names, for a warning now."""
         names = list(lost)
         self.left.update(name for name in names if any(is_under(name, root) for root in self.reached))
         return [name for name in names if name not in self.left]
 
 
 def survey(trainer: Trainer) -> Before:
-    """Look at everything that a run may change, in the process that will fork; some µs an object, the speed of memory for large arrays."""
+    """Survey everything that a run may change, in the process that will fork; takes some µs an object, and one pass over large arrays."""
     module: Any = trainer.lightning_module
-    # Of an abstract class the first question is answered by all of its subclasses, for 10 ms and more: here once for all workers.
+    # The first isinstance() of an abstract class asks all of its subclasses, for 10 ms and more: here once for all workers.
     assert all(isinstance(each, (Metric, nn.Module)) for each in module.modules())
     datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
     strategy = trainer.strategy
@@ -140,9 +140,9 @@ def survey(trainer: Trainer) -> Before:
             return {"callbacks": trainer.callbacks}
         if type(target) is Variables:
             return reached.variables(target)
-        if isinstance(target, CombinedLoader):  # Lightning puts loaders of its own, and an engine's, in the place of those in it
+        if isinstance(target, CombinedLoader):  # Lightning replaces the loaders in it by its own, or an engine's
             return {f"loader {number}": unwrapped(each) for number, each in enumerate(target.flattened)}
-        if isinstance(target, Callback):  # Lightning binds its logging to the module that it last ran with
+        if isinstance(target, Callback):  # Lightning binds its logging to the module of the last run
             return {name: value for name, value in vars(target).items() if name not in ("log", "log_dict")}
         if id(target) in inside or target is datamodule or isinstance(target, DataLoader):
             # fully_shard keeps its state in the module under keys of that prefix
@@ -164,7 +164,7 @@ def survey(trainer: Trainer) -> Before:
 
 
 def _roots(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """The objects whose attributes come back, by the names that a warning calls them."""
+    """The objects whose attributes are brought back, by their names in warnings."""
     module = trainer.lightning_module
     yield "trainer", trainer
     for name, submodule in module.named_modules():
@@ -192,14 +192,14 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: int, *, apart: bool = False) -> Results:
-    """Gather what the run left on this rank; every rank must call it, since sharded weights are gathered together.
+    """Collect this rank's results; every rank must call it, since sharded weights are gathered together.
 
     Args:
         trainer: whose function has ended.
         value: what the trainer's function returned.
         before: :func:`survey` of the time before the fork.
         folder: where files for the parent go.
-        rank: this rank; rank 0's state is the one that travels.
+        rank: this rank; only rank 0's state is written.
         apart: whether the ranks may be at different places, after a failure.
     """
     engine: Any = trainer.strategy
@@ -234,7 +234,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
             "buffers": {name: buffer.detach().cpu() for name, buffer in buffers.items()},
             "requires_grad": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
             "training": {name: submodule.training for name, submodule in module.named_modules()},
-            # The groups' options travel with the optimizers themselves.
+            # The groups' options are written with the optimizers themselves.
             "optimizer_states": [
                 _with_pickles({key: value for key, value in each.items() if key != "param_groups"}, "the optimizer", results.lost)
                 for each in states
@@ -255,7 +255,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
         optimizer.state.clear()  # its tensors are in the file
         for index, group in enumerate(optimizer.param_groups):
             for option in [option for option, value in group.items() if option != "params" and not before.survey.travels(value, names)]:
-                del group[option]  # it would keep the whole optimizer behind
+                del group[option]  # otherwise the whole optimizer would be lost
                 results.lost.append(f"the optimizer.param_groups[{index}].{option}")
     configs = trainer.lr_scheduler_configs
     extra: dict[str, Any] = {_LOADERS: combined_loaders(trainer, unwrapped)}
@@ -270,7 +270,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
 
 
 def _with_pickles(state: Mapping[Any, Any], name: str, lost: list[str]) -> dict[Any, Any]:
-    """A state dict without the values that have no pickle, which are named: one of them would cost the whole file.
+    """A state dict without the values that can't be pickled, whose names are noted: one such value would cost the whole file.
 
     Args:
         state: of dictionaries and values.
@@ -290,7 +290,7 @@ def _with_pickles(state: Mapping[Any, Any], name: str, lost: list[str]) -> dict[
 
 
 class _Trial(pickle.Pickler):
-    """Pickles all but tensors, which always have a pickle and may be large."""
+    """Tries to pickle everything but tensors, which can always be pickled and may be large."""
 
     def persistent_id(self, target: Any) -> Any:
         return "" if isinstance(target, Tensor) else None
@@ -299,30 +299,30 @@ class _Trial(pickle.Pickler):
 def _has_pickle(value: Any) -> bool:
     try:
         _Trial(io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    except Exception:  # whatever comes out of a stranger's __reduce__
+    except Exception:  # a user's __reduce__ may raise anything
         return False
     return True
 
 
 def _merge_metrics(module: nn.Module) -> None:
-    """Give torchmetrics that saw batches, and weren't reset, what all ranks saw; a collective."""
+    """Give torchmetrics that saw batches, and weren't reset, the state of all ranks together; a collective."""
     metrics = [each for each in module.modules() if isinstance(each, Metric) and not each._is_synced]
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, [metric._update_count for metric in metrics])
     for metric, seen in zip(metrics, zip(*counts, strict=True), strict=True):
         if any(seen):
             sync_states(metric, None)
-            metric._update_count = max(metric._update_count, *seen)  # of stages, one alone may have called it
+            metric._update_count = max(metric._update_count, *seen)  # in a pipeline, only one rank may have called it
 
 
 def _affordable(optimizers: list[torch.optim.Optimizer], results: Results, *, holders: int) -> bool:
-    """Whether the parent has room for the optimizer states; said by every rank alike, from their whole sizes.
+    """Whether the parent has room for the optimizer states; every rank answers alike, from their whole sizes.
 
     Args:
         optimizers: of this rank.
-        results: in which it is said that there is none.
-        holders: how many ranks have the states together, each its part; 1 where each has them whole, or as DTensors, which say how large
-            they are.
+        results: where it is noted if there is none.
+        holders: how many ranks together have the states, each its part; 1 where each has them whole, or as DTensors, which know their whole
+            size.
     """
     tensors = [
         value for optimizer in optimizers for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
@@ -346,16 +346,16 @@ def _on_cpu(tree: Any) -> Any:
 
 
 def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder: Path) -> None:
-    """Put a run's results into the parent's trainer and module, and warn once of what stayed behind.
+    """Put a run's results into the parent's trainer and module, and warn once of what couldn't be brought back.
 
     Args:
         trainer: the parent's.
         before: :func:`survey` of the time before the fork.
-        results: of the ranks that left any, in rank order.
+        results: of the ranks that wrote any, in rank order.
         folder: where their files are.
 
     Raises:
-        RuntimeError: if a rank that has a part of the weights left nothing, or those of another step than the others, after a failure.
+        RuntimeError: if, after a failure, a rank with a part of the weights wrote none, or those of another step than the others.
     """
     by_rank = {left.rank: left for left in results}
     ranks = results[0].ranks
@@ -373,7 +373,7 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
             module.configure_model()
     everyones = [by_rank[rank].changes for rank in range(ranks)]
     workers = [changes for changes in everyones if changes is not None]
-    assert len(workers) == ranks, "each of them collects its own"
+    assert len(workers) == ranks, "each rank collects its own"
     taken, lost = merged(workers)
     lost += [name for rank in range(ranks) for name in by_rank[rank].lost if rank == 0 or name not in first.lost]
     if ranks > 1 and saved["state_dict"]:
@@ -384,7 +384,7 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     for changes, parts in zip(workers[1:], taken[1:], strict=True):
         before.survey.apply(changes, tensors.__getitem__, only=parts)
     optimizers, configs = sent.get(_OPTIMIZERS, ([], []))
-    for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=False):  # no states where they were too large
+    for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=False):  # empty where the states were too large
         groups = {"param_groups": optimizer.state_dict()["param_groups"]} if "state" in state else {}
         load_whole_optimizer_state(optimizer, state | groups)
     strategy: Any = trainer.strategy
@@ -403,7 +403,7 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
 
 
 def _joined(files: list[dict[str, Any]]) -> dict[str, Any]:
-    """The ranks' parts as one; what several of them have is the first one's."""
+    """The ranks' parts as one; the first rank's value counts where several have one."""
     whole = dict(files[0])
     for part in files[1:]:
         for kind in ("state_dict", "buffers"):
@@ -422,8 +422,8 @@ def _joined(files: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> None:
-    """Copy weights in place where they have the same dtype and shape, so that references to them stay good."""
-    # The workers alone had the values of what is on the meta device, and such a tensor can't become another.
+    """Copy weights in place where they have the same dtype and shape, so that references to them stay valid."""
+    # Only the workers had values for tensors on the meta device, and such a tensor can't be filled in place.
     move_tensors(module, "cpu", lambda tensor: tensor.is_meta)
     targets = dict(_tensors(module))
     with torch.no_grad():

@@ -40,21 +40,21 @@ _MODULES_OWN = (
 )
 SCHEDULERS = "the learning-rate schedulers"
 PLAIN = (int, float, str, bool, type(None))
-#: Of the trainer itself, left as the new generation has it: ``datamodule`` is an object that only may be None; the rest of what is plain
-#: says how the process was set up (``barebones``, ``fast_dev_run``, …, which nobody can change in a run), is limits that an engine changes
-#: while it predicts (``limit_predict_batches``), or is muted while a run is taken up (``enable_autolog_hparams``). Counters, states and
-#: metrics aren't plain: they lie in loops and connectors, and travel with the snapshot.
+#: Attributes of the trainer that stay as the new generation has them: ``datamodule`` is an object that may be None; plain values say how
+#: the process was set up (``barebones``, ``fast_dev_run``, …, which nobody can change in a run), are limits that an engine changes while it
+#: predicts (``limit_predict_batches``), or are off while a run is resumed (``enable_autolog_hparams``). Counters, states and metrics aren't
+#: plain: they lie in loops and connectors, and come with the snapshot.
 _NOT_TRAINERS = frozenset(
     {"datamodule", "_model_registry", "barebones", "_default_root_dir", "fast_dev_run", "limit_predict_batches", "enable_autolog_hparams"}
 )
-#: What counts batches, which are fewer on each rank where ranks draw batches of their own: so the new generation's own count.
+#: Counts of batches: each rank has fewer where ranks draw batches of their own, so the new generation's counts stay.
 _COUNTS = frozenset({"val_check_batch"})
-#: Limits in the training loops, which callbacks and users change: by loop.
+#: Limits in the training loops, by loop, which callbacks and users change.
 _LIMITS = (("fit_loop", ("min_epochs", "max_epochs", "_skip_backward")), ("fit_loop.epoch_loop", ("min_steps", "max_steps")))
 
 
 class RunObjects:
-    """What a process of a run has: the old generation's, and by the same names the new one's.
+    """The objects of a run in one process; the old and the new generation's objects have the same names.
 
     Args:
         trainer: with everything set up.
@@ -77,7 +77,7 @@ class RunObjects:
         self._skipped += ["trainer.profiler"]
         self._under: dict[int, bool] = {}
         self._skipped += [path for path in map(self.path, trainer.loggers) if path]
-        #: What DeepSpeed has put on each module, by its id.
+        #: The attributes that DeepSpeed has put on each module, by the module's id.
         self._engines: dict[int, set[str]] = self.engine.own_attributes() if hasattr(self.engine, "own_attributes") else {}
         self._metrics = {
             path: _metrics_own(each)
@@ -91,12 +91,12 @@ class RunObjects:
         return callbacks
 
     def path(self, target: Any) -> str:
-        """Where an object was found before; empty for one that came later."""
+        """The path at which an object was found before the run; empty for one that came later."""
         number = self.survey.number(target)
         return "" if number is None else self.survey.path(number)
 
     def _by_name(self) -> dict[tuple[Any, ...], Any]:
-        """Objects that both generations have, each its own."""
+        """Objects that each generation has its own of, by common names."""
         engine = self.engine
         found: dict[tuple[Any, ...], Any] = {("strategy",): engine}
         for name in ("accelerator", "precision_plugin", "checkpoint_io", "cluster_environment"):
@@ -117,16 +117,14 @@ class RunObjects:
         return found
 
     def for_loggers(self) -> RunObjects:
-        """The same, where the loggers' experiments aren't what is referred to but what is carried."""
+        """The same for handing over loggers: their experiments are pickled, not referred to."""
         its = copy.copy(self)
         its.names = {number: name for number, name in self.names.items() if type(name) is int or name[0] != "experiment"}
         return its
 
     def skipped(self, number: int, part: str) -> bool:
-        """Whether a part isn't carried here.
-
-        Progress bars and profilers live on in each process, loggers are carried first, the states of the module's metrics are restored from
-        all ranks' together, and an engine hangs its own on modules.
+        """Whether a part isn't handed over here. Progress bars and profilers live on in each process, loggers are handed over first, the
+        states of the module's metrics are restored from all ranks' together, and an engine puts its own attributes on modules.
         """
         path = self.survey.path(number)
         if number not in self._under:
@@ -141,7 +139,7 @@ class RunObjects:
         return False
 
     def made(self) -> dict[Any, tuple[Any, Any]]:
-        """The attributes of layers that weren't there before."""
+        """The attributes of layers that didn't exist before the run."""
         return {
             (("module", name), attribute): (value, None)
             for name, each in self.modules.items()
@@ -150,13 +148,13 @@ class RunObjects:
         }
 
     def packing(self) -> Packing:
-        """For parts of this process."""
+        """The packing of this process's parts."""
         own = {name for name, _ in self._own_buffers()}
         bases = {("tensor", name): each for name, each in self.tensors.items() if name not in own}
         return Packing(self.survey, self.names, bases, not_carried)
 
     def _own_buffers(self) -> list[tuple[str, Tensor]]:
-        """Buffers that no state dict has; sharded ones aside."""
+        """Buffers that no state dict has, without sharded ones."""
         found: list[tuple[str, Tensor]] = []
         for prefix, each in self._named.items():
             for name in each._non_persistent_buffers_set:
@@ -166,11 +164,11 @@ class RunObjects:
         return found
 
     def buffers(self) -> dict[str, Tensor]:
-        """The values of these."""
+        """The values of the non-persistent buffers."""
         return {name: buffer.detach() for name, buffer in self._own_buffers()}
 
     def extras(self) -> dict[str, Any]:
-        """What travels besides attributes."""
+        """What is handed over besides attributes."""
         return {
             "buffers": self.buffers(),
             "requires_grad": {name: each.requires_grad for name, each in self._parameters.items()},
@@ -181,7 +179,7 @@ class RunObjects:
         }
 
     def schedulers(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The schedulers' and their configurations' attributes."""
+        """The attributes of schedulers and of their configurations."""
         return [(dict(vars(config.scheduler)), {**vars(config), "scheduler": None}) for config in self.engine.lr_scheduler_configs]
 
     # -- in the new generation ---------------------------------------------------------------------------------------------------------
@@ -192,10 +190,10 @@ class RunObjects:
         return [*self.tensors.values(), *(value for state in states for value in state.values() if isinstance(value, Tensor))]
 
     def resolver(self, schedulers: list[Any]) -> Callable[[Any], Any]:
-        """What gives the object that a name stands for.
+        """The function that returns the object of a name.
 
         Args:
-            schedulers: the old generation's classes: one that this one has no scheduler of is made, empty.
+            schedulers: the old generation's classes; where this one has no such scheduler, an empty one is made.
         """
         for index, kind in enumerate(schedulers):
             own = self.by_name.get(("scheduler", index))
@@ -221,7 +219,7 @@ class RunObjects:
                 self.module.get_submodule(prefix).register_buffer(last, value.to(self.engine.root_device), persistent=False)
 
     def set_extras(self, sent: dict[str, Any]) -> None:
-        """Take over what :meth:`extras` gave."""
+        """Take over the values of :meth:`extras`."""
         for name, each in self.module.named_parameters():
             wanted = sent["requires_grad"].get(name, each.requires_grad)
             if each.requires_grad != wanted and not is_absent(each):
@@ -239,10 +237,10 @@ class RunObjects:
             self.trainer.fit_loop.max_batches = sent["max_batches"]
 
     def set_schedulers(self, sent: list[Any] | None, kinds: list[Any]) -> list[str]:
-        """Take over schedulers that a callback has put in the place of the module's own; the names of what couldn't be.
+        """Take over schedulers with which a callback has replaced the module's; returns the names of those that couldn't be.
 
         Args:
-            sent: what :meth:`schedulers` gave; None if it couldn't be sent.
+            sent: the value of :meth:`schedulers`; None if it couldn't be sent.
             kinds: their classes.
         """
         configs = self.engine.lr_scheduler_configs
@@ -267,35 +265,35 @@ def _loop(trainer: Trainer, name: str) -> Any:
 
 
 def not_carried(target: Any) -> frozenset[str]:
-    """Attributes of an instance that each process has its own of."""
+    """Attributes of an instance that aren't handed over: each process has its own."""
     if isinstance(target, Callback):
         return frozenset({"log", "log_dict"})
     return frozenset({"trainer", "_trainer", "_iterator"}) if isinstance(target, (LightningDataModule, DataLoader)) else frozenset()
 
 
 def _modules_own(module: nn.Module) -> frozenset[str]:
-    """The attributes of a layer that travel elsewhere, or that it has of its framework."""
+    """The attributes of a layer that are handed over elsewhere, or that its framework sets."""
     if type(module).__module__.startswith("torch._dynamo"):
-        return frozenset(vars(module))  # of compiled code, which each process has its own of
+        return frozenset(vars(module))  # compiled code: each process has its own
     its = frozenset(name for name in vars(module) if name.startswith("__composable_api"))
     return _MODULES_OWN | its | (_metrics_own(module) if isinstance(module, (Metric, MetricCollection)) else frozenset())
 
 
 def _metrics_own(metric: Any) -> frozenset[str]:
-    """The attributes of a metric in which its state is, or that it makes itself."""
+    """The attributes of a metric that hold its state, or that the metric makes itself."""
     states = getattr(metric, "_defaults", {})
     return frozenset({"update", "compute", "forward", *states, *(name for name in vars(metric) if name.startswith("_"))})
 
 
-#: Tensors and arrays up to this size are remembered as they were before the trainer's function ran.
+#: Tensors and arrays up to this size are kept as they were before the trainer's function ran.
 _REMEMBERED_BYTES = 1024**2
 
-#: In a process that goes on: the parts as they were before its trainer's function ran.
+#: In a process that goes on, the parts as they were before its trainer's function ran.
 _pristine: weakref.WeakKeyDictionary[Survey, dict[Part, Any]] = weakref.WeakKeyDictionary()
 
 
 def remember(survey: Survey) -> None:
-    """Remember the parts as they are now, except what is large."""
+    """Keep the parts as they are now, without large ones."""
     _pristine[survey] = {
         (number, part): kept
         for number in survey.numbers()
@@ -305,14 +303,14 @@ def remember(survey: Survey) -> None:
 
 
 def put_back(survey: Survey, parts: Iterable[Part]) -> None:
-    """Make these parts what they were, those that are remembered."""
+    """Give these parts their kept values, if they were kept."""
     for part in parts:
         if part in _pristine[survey]:
             put(survey, part, _pristine[survey][part][0])
 
 
 def _kept(target: Any, value: Any) -> Any:
-    """How a part is remembered, to be put back: a value by a tuple of one, items as they are set; None of what is large."""
+    """What is kept of a part: a tuple with the value, or with the items to set; None if it is large."""
     if value is not target:
         return (value,)
     if isinstance(value, Tensor) and (is_absent(value) or value.nbytes > _REMEMBERED_BYTES):

@@ -27,9 +27,9 @@ from lightning_autopar.strategies.zero.partitions.views import ParameterViews
 
 
 class ZeroFiles(OneFile):
-    """Weights, optimizer states and files of a module under ZeRO: whole, plain, one file."""
+    """Reads and writes weights and optimizer states of a module under ZeRO: whole and plain, in one file."""
 
-    # What the engine has.
+    # What the engine provides.
     pieces: list[list[ParameterPart]]
     weights_changed: Any
     deepspeed_engine: Any
@@ -41,9 +41,8 @@ class ZeroFiles(OneFile):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Where ``configure_model`` builds the module: a large one on disk, of which each rank then takes its part.
-
-        Lightning would have DeepSpeed take each layer apart as soon as it is built (``zero.Init``), before the user's optimizer is there.
+        """Where ``configure_model`` builds the module: a large one on disk, of which each rank then takes its part. With Lightning,
+        DeepSpeed would partition each layer as soon as it is built (``zero.Init``), before the user's optimizer exists.
         """
         if not self.run_plan.large:
             yield
@@ -52,7 +51,7 @@ class ZeroFiles(OneFile):
             yield
 
     def init_deepspeed(self) -> None:
-        """Note what the module was before."""
+        """Record the module as it is before DeepSpeed."""
         assert self.lightning_module is not None
         traces = Traces(self.lightning_module)
         super().init_deepspeed()  # type: ignore[misc]  # the next class' in the engine's bases
@@ -68,15 +67,15 @@ class ZeroFiles(OneFile):
     # -- what the user's code sees -----------------------------------------------------------------------------------------------------
 
     def inside(self, *, step: bool = False) -> AbstractContextManager[None]:
-        """Around the user's steps and what belongs to them."""
+        """The context of the user's steps and what belongs to them."""
         return nullcontext() if self._watch is None else self._watch.inside(step=step)
 
     def handling_parts(self) -> AbstractContextManager[None]:
-        """Around what deals with the parts of parameters, rather than with whole parameters."""
+        """The context of code that handles the parts of parameters, rather than whole parameters."""
         return nullcontext() if self._watch is None else self._watch.handling()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step: DeepSpeed lends its parameters."""
+        """The user's step, with parameters that DeepSpeed gathers."""
         with self.inside(step=True):
             return super().training_step(*args, **kwargs)
 
@@ -96,33 +95,33 @@ class ZeroFiles(OneFile):
             return super().predict_step(*args, **kwargs)
 
     def backward_parts(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward pass alone, without the hooks around it."""
+        """The backward pass, without the hooks around it."""
         with self.inside():
             super().backward_parts(loss, *args, **kwargs)  # type: ignore[misc]  # the next class' in the engine's bases
 
     def step_parts(self) -> None:
-        """The optimizer's step, and what DeepSpeed does around it."""
+        """The optimizer's step, with DeepSpeed's work around it."""
         with self.inside():
             super().step_parts()  # type: ignore[misc]  # as above
 
     # -- parts -------------------------------------------------------------------------------------------------------------------------
 
     def weight_parts(self) -> dict[int, FlatPart]:
-        """What this rank has of each parameter that is partitioned, by its id."""
+        """This rank's part of each partitioned parameter, by its id."""
         assert self.lightning_module is not None
         return {id(part.parameter): part for part in parts(self.lightning_module)}
 
     def optimizer_parts(self) -> dict[int, FlatPart]:
-        """What this rank has of each trained parameter, by the id of what stands for it in the user's optimizer."""
+        """This rank's part of each trained parameter, by the id of the tensor that stands for it in the user's optimizer."""
         return fragment_parts((piece for group in self.pieces for piece in group), self.weight_parts())
 
     def state_room(self, part: FlatPart, dtype: torch.dtype) -> Tensor:
-        """Where this rank's part of a state may lie that is about to be loaded."""
+        """Where to put this rank's part of a state that is about to be loaded."""
         room = torch.zeros_like(part.flat, dtype=dtype)
         return room if self._disk is None else self._disk.take(room)
 
     def parts_loaded(self) -> None:
-        """Something has been written into the parts of :meth:`weight_parts`, or into whole parameters; a collective."""
+        """To be called after writes to the parts of :meth:`weight_parts`, or to whole parameters; a collective."""
         assert self.lightning_module is not None
         with self.handling_parts():
             gather_again(self.lightning_module)
@@ -163,7 +162,7 @@ class ZeroFiles(OneFile):
 
     @property
     def _between(self) -> torch.device:
-        """What the group's backend takes tensors from."""
+        """The device from which the group's backend takes tensors."""
         return self.root_device
 
     @property
@@ -188,7 +187,7 @@ class ZeroFiles(OneFile):
             self._traces = None
 
     def release(self) -> None:
-        """Make the module whole and plain again on every rank, for what comes after the run in this process; a collective."""
+        """Make the module whole and plain again on every rank, for code after the run in this process; a collective."""
         assert self.lightning_module is not None
         make_whole(self.lightning_module)
         self.let_go()

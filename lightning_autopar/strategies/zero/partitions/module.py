@@ -16,23 +16,23 @@ from torch import Tensor, nn
 
 from lightning_autopar.state.fragments import FlatPart
 
-#: Attributes that DeepSpeed gives modules while they run begin with this, or are these.
+#: The prefix, and the names, of attributes that DeepSpeed gives modules while they run.
 _PREFIX = "ds_"
 _OTHERS = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt")
 
 
 def is_partitioned(parameter: Any) -> bool:
-    """Whether a parameter is stage 3's."""
+    """Whether stage 3 has partitioned a parameter."""
     return hasattr(parameter, "ds_tensor")
 
 
 def is_whole(parameter: Any) -> bool:
-    """Whether all of a parameter is there at the moment."""
+    """Whether a parameter is gathered at the moment."""
     return not is_partitioned(parameter) or parameter.ds_status.name == "AVAILABLE"
 
 
 def part_of(parameter: Any) -> FlatPart:
-    """What this rank has of a parameter of stage 3; the last ranks' parts are padded, which is left out."""
+    """This rank's part of a partitioned parameter, without the padding of the last ranks' parts."""
     size = int(parameter.ds_tensor.ds_numel)
     start = min(size * dist.get_rank(parameter.ds_process_group), int(parameter.ds_numel))
     count = min(size, int(parameter.ds_numel) - start)
@@ -50,12 +50,12 @@ def make_whole(module: nn.Module) -> None:
         its: Any = parameter
         if not is_whole(its):
             its.all_gather()
-        # Under stages 1 and 2 it is a part of a flat buffer.
+        # At stages 1 and 2 it is a part of a flat buffer.
         parameter.data = parameter.data.cpu().clone()
 
 
 def gather_again(module: nn.Module) -> None:
-    """The parts have changed: let those parameters that are whole at the moment have what the parts say; a collective at stage 3."""
+    """The parts have changed: gather again those parameters that are whole at the moment; a collective at stage 3."""
     whole: list[Any] = [parameter for parameter in module.parameters() if is_partitioned(parameter) and is_whole(parameter)]
     if whole:
         whole[0].partition(whole)
@@ -63,7 +63,7 @@ def gather_again(module: nn.Module) -> None:
 
 
 def running_modules() -> list[nn.Module]:
-    """Those whose forward is running under DeepSpeed, the innermost last; before them the roots of this process, for good."""
+    """The modules whose forward is running under DeepSpeed, the innermost last; before them the roots of this process, permanently."""
     from deepspeed.runtime.zero import parameter_offload
 
     stack: list[nn.Module] = parameter_offload.FWD_MODULE_STACK
@@ -71,7 +71,7 @@ def running_modules() -> list[nn.Module]:
 
 
 def register_external(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """Have a parameter gathered for a module that it isn't a part of, in forward and backward; whether that is new."""
+    """Make DeepSpeed gather a parameter for a module that doesn't hold it, in forward and backward; returns whether that is new."""
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
     known = id(parameter) in getattr(module, "_external_params", {})
@@ -80,10 +80,10 @@ def register_external(module: nn.Module, parameter: nn.Parameter) -> bool:
 
 
 class Traces:
-    """What a module was before DeepSpeed had it, so that all that is DeepSpeed's can go again, and what is the user's stays.
+    """Records a module before DeepSpeed changes it, so that DeepSpeed's hooks and attributes can be removed, and the user's stay.
 
     Args:
-        module: the root, not yet DeepSpeed's.
+        module: the root, before DeepSpeed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -94,7 +94,7 @@ class Traces:
         self._theirs: dict[str, tuple[set[str], set[tuple[str, int]]]] = {}
 
     def noted(self) -> None:
-        """DeepSpeed has the module, and nothing else has happened to it."""
+        """To be called when DeepSpeed has just initialised the module."""
         for path, child in self._root.named_modules():
             names, hooks = self._known[path]
             self._theirs[path] = set(vars(child)) - names, _hooks(child) - hooks
@@ -108,7 +108,7 @@ class Traces:
         return {name for name in vars(child) if name in names or name.startswith(_PREFIX) or name in _OTHERS}
 
     def undo(self) -> None:
-        """Take away DeepSpeed's hooks and attributes; parameters keep what they hold."""
+        """Remove DeepSpeed's hooks and attributes; parameters keep their values."""
         for path, child in self._root.named_modules():
             _, hooks = self._theirs.get(path, (set(), set()))
             for place, key in hooks:
@@ -128,7 +128,7 @@ def _hooks(module: nn.Module) -> set[tuple[str, int]]:
 
 
 def held_by_zero(engine: Any, module: nn.Module) -> dict[str, list[Tensor]]:
-    """What lies on the device, by kind: ``"parameters"``, ``"gradients"``, ``"optimizer"`` (without the optimizer's state), ``"rest"``.
+    """The tensors on the device, by kind: ``"parameters"``, ``"gradients"``, ``"optimizer"`` (without the optimizer's state), ``"rest"``.
 
     Args:
         engine: DeepSpeed's.
@@ -142,7 +142,7 @@ def held_by_zero(engine: Any, module: nn.Module) -> dict[str, list[Tensor]]:
         waiting = [*getattr(zero, "all_grad_tensors", {}).values(), *getattr(zero, "averaged_gradients", {}).values()]
         return {
             "parameters": list(module.parameters()),
-            # Of earlier batches, where they accumulate.
+            # Gradients of earlier batches, where they accumulate.
             "gradients": [gradient for group in waiting if group is not None for gradient in group],
             "optimizer": masters,
             "rest": [*rest, *_there([passed])],
@@ -151,13 +151,13 @@ def held_by_zero(engine: Any, module: nn.Module) -> dict[str, list[Tensor]]:
         "parameters": [] if "parameters" in offloads else _parts(module),
         "gradients": [] if "optimizer" in offloads else [zero.grad_partitions_flat_buffer],
         "optimizer": masters,
-        # Those that stay gathered.
+        # Parameters that stay gathered.
         "rest": [*(bucket.buffer for bucket in zero.ipg_buckets.values()), *module.parameters()],
     }
 
 
 def host_held_by_zero(engine: Any, module: nn.Module) -> list[Tensor]:
-    """What lies in the host's memory, without the optimizer's state.
+    """The tensors in the host's memory, without the optimizer's state.
 
     Args:
         engine: DeepSpeed's.
@@ -188,7 +188,7 @@ def _is_stage_3(zero: Any) -> bool:
 
 
 def _masters(zero: Any) -> list[Tensor]:
-    """What the optimizer steps: a copy of this rank's part of the parameters, in 32 bits."""
+    """The tensors that the optimizer steps: a copy of this rank's part of the parameters, in 32 bits."""
     found: list[Tensor] = zero.fp32_partitioned_groups_flat if _is_stage_3(zero) else zero.single_partition_of_fp32_groups
     return found
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_autopar.state.fragments import NUMBERS, FlatPart
 
-#: Elements that a sum is taken over at once.
+#: How many elements are summed at once.
 _CHUNK = 1 << 20
 
 
@@ -37,7 +37,7 @@ class ParameterPart:
     offset: int
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The same part of another tensor of the parameter's shape."""
+        """Cut the same part out of another tensor of the parameter's shape."""
         return whole.flatten()[self.offset : self.offset + self.fragment.numel()]
 
 
@@ -46,7 +46,7 @@ def fragment_parts(pieces: Iterable[ParameterPart], weights: Mapping[int, FlatPa
 
     Args:
         pieces: of this rank.
-        weights: what it has of each parameter that is partitioned, which doesn't tell its own shape then; by id.
+        weights: by id, its part of each partitioned parameter, whose own shape is empty.
     """
     return {
         id(piece.fragment): FlatPart(
@@ -60,7 +60,7 @@ def fragment_parts(pieces: Iterable[ParameterPart], weights: Mapping[int, FlatPa
 
 
 class OptimizerBridge(Optimizer):
-    """The optimizer that DeepSpeed is given: passes each step on to the user's.
+    """The optimizer that DeepSpeed gets: it passes each step on to the user's.
 
     Args:
         users: the user's optimizer, with the module's parameters in its groups.
@@ -68,7 +68,7 @@ class OptimizerBridge(Optimizer):
 
     def __init__(self, users: Optimizer) -> None:
         self.users = users
-        #: For each of DeepSpeed's groups, the user's that it stands for: DeepSpeed can't do with groups in which nothing is trained.
+        #: For each of DeepSpeed's groups, the user's group: DeepSpeed doesn't work with groups in which nothing is trained.
         self.numbers = [
             number for number, group in enumerate(users.param_groups) if any(_is_trained(parameter) for parameter in group["params"])
         ]
@@ -79,12 +79,12 @@ class OptimizerBridge(Optimizer):
         super().__init__(groups, {})
         self.pieces: list[list[ParameterPart]] = [[] for _ in users.param_groups]
         self._flat: dict[int, tuple[int, list[tuple[ParameterPart, int, int]]]] = {}
-        #: The ids of those parameters that have a gradient to be stepped by, and what is done to gradients before; set before each step.
+        #: The ids of the parameters that have a gradient, and the clipping of gradients; set before each step.
         self.used: set[int] = set()
         self.clip: Callable[[Tensor], None] = lambda gradient: None
 
     def attach(self, partitions: Iterable[tuple[int, Any, list[tuple[nn.Parameter, int, int, int]]]]) -> None:
-        """Give the user's optimizer its fragments, with what state it has; see ``zero_deepspeed.partitions`` for the argument."""
+        """Give the user's optimizer its fragments, with its existing state; see ``deepspeed.partitions`` for the argument."""
         known: dict[int, ParameterPart] = {}
         for index, flat, found in partitions:
             number, inside = self.numbers[index], []
@@ -101,7 +101,7 @@ class OptimizerBridge(Optimizer):
                     continue
                 self.pieces[number].append(its)
                 group["params"][position] = its.fragment
-                if parameter in state:  # Adagrad makes it when it is built.
+                if parameter in state:  # Adagrad makes its state when it is built.
                     self.users.state[its.fragment] = {
                         name: its.cut(value).clone().to(its.fragment.device)
                         if isinstance(value, Tensor) and value.numel() == parameter_numel(parameter) and name not in NUMBERS
@@ -137,14 +137,13 @@ class OptimizerBridge(Optimizer):
 
 
 class Edits:
-    """What somebody writes into parameters between two steps, where DeepSpeed wouldn't see it.
-
-    Where the optimizer steps copies of them in host memory, on a CPU device copying again costs less than to look; elsewhere a sum over the
-    parts says whether they are what the step left. A parameter whose ``data`` was exchanged is put back to where DeepSpeed updates it.
+    """Takes over writes into parameters between two steps, which DeepSpeed wouldn't see. If the optimizer steps copies in host memory, a
+    CPU device simply copies again, which costs less than comparing; elsewhere a sum over the parts shows whether they have changed since
+    the step. A parameter whose ``data`` was exchanged is put back to where DeepSpeed updates it.
 
     Args:
         pairs: a copy, and the part of the parameters that it is of.
-        places: parameters, each with the view of a flat buffer that is its place; none at stage 3.
+        places: parameters, each with its view of a flat buffer; none at stage 3.
     """
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]], places: list[tuple[nn.Parameter, Tensor]]) -> None:
@@ -154,11 +153,11 @@ class Edits:
         self.remember()
 
     def remember(self) -> None:
-        """A step has been made."""
+        """To be called after a step."""
         self._sums = [_sum(own) for _, own in self._pairs if own.device.type != "cpu"]
 
     def take_over(self) -> None:
-        """A step is about to be made."""
+        """To be called before a step."""
         for parameter, place, address in self._places:
             if parameter.data_ptr() != address:
                 _put_back(parameter, place)
@@ -180,7 +179,7 @@ def _put_back(parameter: nn.Parameter, place: Tensor) -> None:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Differs, as good as certainly, where any bit of the tensor does."""
+    """A sum that almost certainly differs if any bit of the tensor does."""
     bits = tensor.detach().view(torch.int32 if tensor.element_size() == 4 else torch.int16)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in bits.split(_CHUNK):

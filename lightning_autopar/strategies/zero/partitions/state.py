@@ -27,7 +27,7 @@ from lightning_autopar.state.scratch_files import ScratchFile, hand_back_pages
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """Which elements of a tensor a rank has."""
+    """The elements of a tensor that a rank has."""
 
     start: int
     count: int
@@ -68,7 +68,7 @@ def whole_state_dict(
             whole[id(parameter)] = tensor
     if not keep:
         return {}
-    with _holding(parameters, whole):  # hooks of the user's may look at them
+    with _holding(parameters, whole):  # the user's hooks may look at them
         return checkpoint.whole_state_dict(module, keep=True)
 
 
@@ -92,7 +92,7 @@ def whole_optimizer_state(
 
     Args:
         optimizer: the user's, which has parts in its groups.
-        parts: of what is in its groups, by id; what isn't partitioned is missing there.
+        parts: of the tensors in its groups, by id; those that aren't partitioned are missing.
         keep: as above.
         scratch: as above.
         device: as above.
@@ -129,12 +129,12 @@ def whole_optimizer_state(
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    """In the order of their positions."""
+    """The optimizer's parameters, by position."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _tell(mine: Any) -> list[Any]:
-    """What each rank says; a collective."""
+    """All ranks' values; a collective."""
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     return everyones
@@ -172,7 +172,7 @@ def _gather(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Place:
-    """Where a module has a parameter or buffer, and what stands there for it while a state dict is loaded.
+    """The place of a parameter or buffer in a module, and what stands there for it while a state dict is loaded.
 
     Args:
         child: the module.
@@ -191,14 +191,14 @@ class _Place:
     stand_in: Tensor
 
     def put_back(self) -> None:
-        """By the way that torch took: a module may keep lists of its parameters, which its ``__setattr__`` sees to (RNNs do)."""
+        """Put the tensor back as torch replaced it: by ``__setattr__``, which may update lists of parameters (as in RNNs)."""
         if self.tensors.get(self.name) is not self.stand_in:
             setattr(self.child, self.name, self.tensor)
         self.tensors[self.name] = self.tensor
 
 
 def load_state_dict(module: nn.Module, parts: Mapping[int, FlatPart], state_dict: Mapping[str, Any], *, strict: bool) -> None:
-    """Load this rank's part of a whole state dict; of one that is mapped from a file, no more is read.
+    """Load this rank's part of a whole state dict; from a mapped file it reads only that part.
 
     The module's own ways of loading (renamed keys, checks of shapes) run on stand-ins without memory, which torch replaces by what is in
     the state dict.
@@ -211,8 +211,8 @@ def load_state_dict(module: nn.Module, parts: Mapping[int, FlatPart], state_dict
 
     Raises:
         RuntimeError: as ``Module.load_state_dict`` does, on missing or unexpected keys or shapes that differ, where ``strict``; where a
-            module writes into its parameters when it loads, rather than leave that to torch; where it keeps what has been loaded, and
-            would go on to use that in place of its parameters.
+            module writes into its parameters when it loads, rather than leave that to torch; where it keeps the loaded tensors, and would
+            go on using them in place of its parameters.
     """
     if not parts:
         module.load_state_dict(state_dict, strict=strict)
@@ -223,7 +223,7 @@ def load_state_dict(module: nn.Module, parts: Mapping[int, FlatPart], state_dict
 def _load(
     module: nn.Module, parts: Mapping[int, FlatPart], state_dict: Mapping[str, Any], *, strict: bool
 ) -> list[tuple[str, weakref.ref[Tensor]]]:
-    """Load, and tell what stood in the tensors' places meanwhile, which nobody should have any more."""
+    """Load; returns what stood in the tensors' places meanwhile, which nothing should refer to any more."""
     places: list[_Place] = []
     for path, child in module.named_modules():
         kinds: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
@@ -253,7 +253,7 @@ def _load(
 
 
 def _own_objects(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same tensors, as objects that nobody else has."""
+    """The same tensors, as new objects to which nothing else refers."""
     own = OrderedDict((name, value.detach() if isinstance(value, Tensor) else value) for name, value in state_dict.items())
     if (versions := getattr(state_dict, "_metadata", None)) is not None:
         own._metadata = versions  # type: ignore[attr-defined]  # torch's way of telling modules' versions
@@ -261,7 +261,7 @@ def _own_objects(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _take(place: _Place, part: FlatPart | None, loaded: Tensor | None, *, is_given: bool) -> None:
-    """Write what has been loaded in a tensor's place into the tensor, of a partitioned one this rank's part."""
+    """Write the loaded values into the tensor that they are for; of a partitioned one, only this rank's part."""
     tensor, stand_in = place.tensor, place.stand_in
     if part is None:
         if loaded is not None and loaded is not stand_in:
@@ -277,12 +277,12 @@ def _take(place: _Place, part: FlatPart | None, loaded: Tensor | None, *, is_giv
             )
         return
     part.flat.copy_(part.cut(loaded))
-    if tensor.shape == loaded.shape and tensor.numel():  # whole at the moment
+    if tensor.shape == loaded.shape and tensor.numel():  # gathered at the moment
         tensor.copy_(loaded)
 
 
 def _refuse_kept(passed: Sequence[tuple[str, weakref.ref[Tensor]]]) -> None:
-    """Refuse to go on where a module still has what stood in a parameter's place: it would be used and not be trained."""
+    """Refuse to go on if a module still has what stood in a parameter's place: it would be used but not trained."""
     if any(reference() is not None for _, reference in passed):
         gc.collect()
     for path, reference in passed:
@@ -295,7 +295,7 @@ def _refuse_kept(passed: Sequence[tuple[str, weakref.ref[Tensor]]]) -> None:
 
 
 def _stand_in(tensor: Tensor, part: FlatPart | None) -> Tensor:
-    """Has the whole tensor's shape; a buffer's has its values, too."""
+    """A tensor with the whole tensor's shape; for a buffer, also with its values."""
     if part is None:
         return tensor.clone()
     return nn.Parameter(torch.empty(part.shape, dtype=tensor.dtype, device="meta"), requires_grad=tensor.requires_grad)
@@ -330,7 +330,7 @@ def _own(value: Any, part: FlatPart, name: str, take: Callable[[Tensor], Tensor]
     if not isinstance(value, Tensor):
         return value
     if part.has_all_of(name, value.shape):
-        return take(part.cut(value))  # the file need not stay
+        return take(part.cut(value))  # the file needn't stay
     if value.ndim:
         raise ValueError(f"the checkpoint's {name!r} has the shape {tuple(value.shape)}, but its parameter has {part.shape}")
     return value.clone()

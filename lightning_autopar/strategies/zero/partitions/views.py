@@ -20,7 +20,7 @@ from lightning_autopar.state.fragments import FlatPart
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 from lightning_autopar.strategies.zero.partitions.module import is_partitioned, is_whole, part_of, register_external, running_modules
 
-#: What can be answered by the whole parameter's shape.
+#: Functions that need only the whole parameter's shape.
 _SHAPES = frozenset(
     {
         Tensor.shape.__get__,  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ _SHAPES = frozenset(
         Tensor.__len__,
     }
 )
-#: What has nothing to do with the parameter's values.
+#: Functions that don't use the parameter's values.
 _OTHERS = frozenset(
     {
         *(
@@ -77,13 +77,13 @@ _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Watched(nn.Parameter):
-    """A parameter whose uses are noticed; an object becomes one, and plain again, by its class."""
+    """A parameter whose uses are noticed; assigning an object's class makes it one, or plain again."""
 
     _watch: ParameterViews
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See to the parameters among the arguments, then do what was asked for."""
+        """Handle the parameters among the arguments, then call the function."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func == _SET_DATA and not cls._watch.busy:
@@ -98,7 +98,7 @@ class _Watched(nn.Parameter):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain one."""
+        """A copy is a plain parameter."""
         memo[id(self)] = copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
         return copied
 
@@ -106,15 +106,15 @@ class _Watched(nn.Parameter):
 class ParameterViews:
     """Lets the user's code use whole parameters.
 
-    In a step of the user's, DeepSpeed lends parameters to the modules that are called; others that the step uses (of all parameters, for a
-    penalty, say) are gathered as DeepSpeed does it with those that a module takes from another one. Outside of steps, what is used is
-    gathered, and stays whole until the next step begins. What the user's code writes to a whole parameter goes into the parts before
-    DeepSpeed frees it: each rank has written the same, and takes its own.
+    In a user's step, DeepSpeed gathers parameters for the modules that are called. Others that the step uses (all parameters, for a
+    penalty, say) are gathered in the way in which DeepSpeed handles those that a module takes from another one. Outside of steps, a
+    parameter is gathered when it is used, and stays whole until the next step begins. What the user's code writes to a whole parameter is
+    copied into the parts before DeepSpeed frees it: each rank has written the same, and takes its own part.
 
     Args:
-        module: the root, DeepSpeed's already.
+        module: the root, after DeepSpeed's initialisation.
         weight_parts: this rank's parts of the parameters, by their ids.
-        forget_order: has DeepSpeed learn anew in which order parameters are needed.
+        forget_order: makes DeepSpeed learn anew in which order parameters are needed.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ParameterViews:
         self._module = module
         self._parts = weight_parts
         self._forget_order = forget_order
-        #: Whether what happens to parameters is this package's doing.
+        #: Whether this package itself is handling parameters.
         self.busy = False
         self._depth = 0
         self._nested = len(running_modules())
@@ -148,7 +148,7 @@ class ParameterViews:
 
     @contextmanager
     def inside(self, *, step: bool = False) -> Iterator[None]:
-        """Around the user's steps and what belongs to them.
+        """The context of the user's steps and what belongs to them.
 
         Args:
             step: whether it is the user's own step; not backward, nor the optimizer's step, after which whole parameters are stale.
@@ -167,7 +167,7 @@ class ParameterViews:
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Around what this package does with the parts of parameters: parameters stay as they are, whoever uses them."""
+        """The context in which this package handles parts of parameters: no use gathers a parameter."""
         with self.inside():
             before, self.busy = self.busy, True
             try:
@@ -176,7 +176,7 @@ class ParameterViews:
                 self.busy = before
 
     def close(self) -> None:
-        """Keep what was written, and leave parameters and module as they were."""
+        """Keep what was written, and make parameters and module plain again."""
         self._settle()
         for parameter in self._plain:
             parameter.__class__ = nn.Parameter
@@ -197,7 +197,7 @@ class ParameterViews:
 
         Args:
             parameter: that is about to be used.
-            taken: whether it is its ``data``, which may be written to without a trace.
+            taken: whether its ``data`` is used, which may be written to without a trace.
         """
         if not self._depth:
             self._used[id(parameter)] = parameter
@@ -220,7 +220,7 @@ class ParameterViews:
             self.busy = False
 
     def exchanged(self, parameter: Any, value: Tensor) -> None:
-        """Somebody sets its ``data``: DeepSpeed does so when it has gathered it (which is in flight then) and when it frees it."""
+        """Its ``data`` is set: by DeepSpeed after it has gathered it (which is in flight then) and when it frees it, or by the user."""
         if is_partitioned(parameter) and value.shape == parameter.ds_shape and parameter.ds_status.name != "INFLIGHT":
             self.used(parameter, taken=True)
 
@@ -231,7 +231,7 @@ class ParameterViews:
         original(param_list, *args, **kwargs)
 
     def _keep_seen(self) -> None:
-        """Keep what the step has written, up to here."""
+        """Keep what the step has written so far."""
         for parameter, _ in list(self._seen.values()):
             self._keep_written(parameter)
         self._seen.clear()
@@ -297,7 +297,7 @@ class ParameterViews:
 
     @staticmethod
     def _keep(parameter: nn.Parameter, part: FlatPart) -> None:
-        """Let this rank's part of a whole parameter follow."""
+        """Copy a whole parameter's values into this rank's part."""
         if is_whole(parameter) and part.flat.numel():
             own = part.cut(parameter.data)
             if own.data_ptr() != part.flat.data_ptr():
@@ -305,9 +305,8 @@ class ParameterViews:
 
 
 def _lend(parameter: Any) -> bool:
-    """Gather a parameter for the module that is running, until that ends, and again for its backward pass; whether it is the first time.
-
-    As DeepSpeed does when a module's forward takes a parameter from another module (``parameter_offload.py``, ``ZeROOrderedDict``).
+    """Gather a parameter for the running module until that ends, and again for its backward pass; returns whether this is the first time.
+    DeepSpeed does the same when a module's forward takes a parameter from another module (``parameter_offload.py``, ``ZeROOrderedDict``).
     """
     stack = running_modules()
     new = bool(stack) and register_external(stack[-1], parameter)
@@ -316,5 +315,5 @@ def _lend(parameter: Any) -> bool:
 
 
 def _in_backward() -> bool:
-    """Whether autograd's engine has called this: outside of a recomputed forward that is DeepSpeed, which looks for gradients."""
+    """Whether autograd's engine is calling: outside of a recomputed forward it is then DeepSpeed, which looks for gradients."""
     return bool(torch._C._current_graph_task_id() != -1)

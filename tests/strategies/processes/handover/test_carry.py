@@ -477,7 +477,7 @@ def test_each_rank_keeps_what_its_own_setup_made(tmp_path: Path) -> None:
 def test_a_script_started_anew_with_other_objects_takes_what_has_names(tmp_path: Path) -> None:
     parent = Parent(tmp_path)
     run_forked(parent.old, 3, look)
-    with pytest.raises(AssertionError, match="nothing was carried"):
+    with pytest.raises(AssertionError, match="nothing was handed over"):
         carry_loggers_in(parent.trainer, parent.before, tmp_path)
     trainer, net = parent.trainer, parent.net
     net.steps, net.more = 70, [1]
