@@ -110,8 +110,9 @@ def _with_free(inventory: Inventory, gib: float) -> Inventory:
 def plans(footprint: Footprint, ids: tuple[str, ...]) -> Iterator[Plan]:
     """Plans of every engine on one to all of these devices."""
     units, again = shardable(footprint)[0], tuple(block.fqn for block in recomputable(footprint))
+    recomputations = ((), again[: len(again) // 2], again)
     names, allowed = [block.fqn for block in footprint.blocks], cuttable(footprint)
-    for count, recompute, parts in itertools.product(range(1, len(ids) + 1), {(), again[: len(again) // 2], again}, (1, 3)):
+    for count, recompute, parts in itertools.product(range(1, len(ids) + 1), dict.fromkeys(recomputations), (1, 3)):
         common: dict[str, Any] = {"devices": ids[:count], "recompute": recompute, "micro_batches": parts}
         yield Plan(engine="single" if count == 1 else "ddp", **common)
         if count > 1:
