@@ -35,7 +35,7 @@ _MOST_TARGETS, _MOST_TRIED = 4, 6
 _MOST_SENTENCES = 5
 #: No further search is begun after so many, or so many seconds: somebody waits for the report; more where nothing fits, as no run waits.
 _MOST_SEARCHES, _MOST_SECONDS = 10, 4.0
-_MOST_SEARCHES_UNFIT, _MOST_SECONDS_UNFIT = 60, 10.0
+MOST_SEARCHES_UNFIT, _MOST_SECONDS_UNFIT = 60, 10.0
 #: Validation that takes a smaller share of a device isn't what is lacking; and the batches that are tried, as shares of the present one.
 _LEAST_VALIDATION_SHARE = 0.02
 _VALIDATION_SHARES = (0.5, 0.25, 0.125, 0.0625)
@@ -124,7 +124,7 @@ class _Adviser:
         self.ask = ask
         self.now = candidates[0] if candidates[0].fits else None
         self.budget = {device.id: self.constraints.budget_bytes(device) for device in self.inventory.devices}
-        self._searches = _MOST_SEARCHES if self.now else _MOST_SEARCHES_UNFIT
+        self._searches = _MOST_SEARCHES if self.now else MOST_SEARCHES_UNFIT
         self._until = time.perf_counter() + (_MOST_SECONDS if self.now else _MOST_SECONDS_UNFIT)
 
     # -- where something fits ----------------------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ class _Adviser:
                 found.append(both)
                 break
         if self.is_cut_short:
-            words = f"other changes weren't tried: advice ends after {_MOST_SEARCHES_UNFIT} searches or {_MOST_SECONDS_UNFIT:g} s"
+            words = f"other changes weren't tried: advice ends after {MOST_SEARCHES_UNFIT} searches or {_MOST_SECONDS_UNFIT:g} s"
             found.append(Advice(kind="setting", text=words))
         found += self.half_as_wide()
         return (*found, *(one for one in missing if one not in small), *_no_recomputation(self.footprint))

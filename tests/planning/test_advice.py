@@ -391,6 +391,6 @@ def test_it_asks_the_search_a_bounded_number_of_times(free_bytes: int, monkeypat
     assert 4 <= counts["best"] <= most
     assert counts["evaluate"] <= 4 * most + 32
     assert (counts["evaluate"] > 0) == (free_bytes == 1000 * MIB)
-    monkeypatch.setattr(subject, "_MOST_SEARCHES_UNFIT", 2)
+    monkeypatch.setattr(subject, "MOST_SEARCHES_UNFIT", 2)
     cut = [str(one) for one in advise(*arguments) if "weren't tried" in str(one)]
     assert cut == ["other changes weren't tried: advice ends after 2 searches or 10 s"] * (report.best is None)
