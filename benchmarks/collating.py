@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from machine import machine
 
 from lightning_autopar.exact.data.collate import CollateAll, CollateSamples
-from lightning_autopar.exact.data.share import Dealing
+from lightning_autopar.exact.data.rank_share import Dealing
 
 RESULTS = Path(__file__).resolve().parent / "results/collating.json"
 SAMPLES = 64

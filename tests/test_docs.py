@@ -67,7 +67,7 @@ NOT_RUN = {
     r"lightning-autopar (yield|pause|resume|cancel) .*": "it needs a run that is on; tests/cli/test_runs.py has one. Options are parsed",
     r"lightning-autopar sweep .*": "minutes, and a file of runs; tests/cli/test_sweep.py has some. Its options are parsed",
     r"lightning-autopar status --watch.*": "it ends by Ctrl-C; tests/cli/test_status.py presses it. Its options are parsed",
-    r"sbatch .*": "it needs Slurm; tests/strategies/processes/test_external.py does it by Slurm's variables. The job is looked up",
+    r"sbatch .*": "it needs Slurm; tests/strategies/processes/test_external_launcher.py does it by Slurm's variables. The job is looked up",
     r"python examples/hf/.*": "half a minute each; tests/test_example_hf.py runs them. Their options are looked up",
     r"lightning-autopar plan .* examples/hf/.*": "as the last; and a hub may be named. The options are looked up",
     r"python examples/(train_gpt|elastic)\.py.*": "tests/test_example.py runs them. Their options are looked up",

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_autopar.devices.changes import DeviceEvent, device_events, usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.planning.memory import host_bytes
-from lightning_autopar.planning.moves import (
+from lightning_autopar.planning.move_verdict import (
     MoveHistory,
     Rules,
     TimeScale,
@@ -34,7 +34,7 @@ from lightning_autopar.planning.moves import (
 )
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, NothingFits
-from lightning_autopar.strategies.elastic.watcher import MoveRequest, RunView
+from lightning_autopar.strategies.elastic.move_requests import MoveRequest, RunView
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.text import format_bytes, format_seconds
 

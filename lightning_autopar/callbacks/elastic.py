@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_autopar.callbacks.device_watch import DeviceLook, Watch
-from lightning_autopar.planning.moves import Rules
+from lightning_autopar.planning.move_verdict import Rules
 from lightning_autopar.strategies.base.mixin import EngineMixin
-from lightning_autopar.strategies.elastic.watcher import MoveRequest, RunView
+from lightning_autopar.strategies.elastic.move_requests import MoveRequest, RunView
 
 
 class ElasticReplan(Callback):

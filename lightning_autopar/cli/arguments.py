@@ -125,7 +125,7 @@ def check_picture(path: str | None) -> None:
         ValueError: if the file's ending names neither a picture nor a page.
     """
     if path is not None:
-        from lightning_autopar.report.page.picture import is_page
+        from lightning_autopar.report.page.svg_file import is_page
 
         is_page(path)
 

@@ -24,7 +24,7 @@ from lightning_autopar.timing.step import Seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from lightning_autopar.report.page.picture import Picture
+    from lightning_autopar.report.page.svg_file import Picture
 
 __all__ = ["Advice", "Candidate", "DeviceNeed", "NothingFits", "Report", "Seconds", "device_label", "devices_label"]
 
@@ -259,7 +259,7 @@ class Report:
         Raises:
             ValueError: as :meth:`picture`, or if the ending is another one, or the file can't be written.
         """
-        from lightning_autopar.report.page.picture import save
+        from lightning_autopar.report.page.svg_file import save
 
         save(path, picture=lambda: self.picture(candidate), page=lambda: self.to_html(candidate))
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_autopar.report.page.figure import Figure, Row, axis
+from lightning_autopar.report.page.drawing import Figure, Row, axis
 from lightning_autopar.report.page.markup import Html, element, fragment, page, rect, share, text
-from lightning_autopar.report.page.picture import Picture, picture_of
 from lightning_autopar.report.page.style import PLANS
+from lightning_autopar.report.page.svg_file import Picture, picture_of
 from lightning_autopar.text import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lightning_autopar.report.page.picture import Picture
+    from lightning_autopar.report.page.svg_file import Picture
 
 
 #: The most marks and losses that can be read; further marks are only counted.
@@ -142,7 +142,7 @@ class RunHistory:
         Raises:
             ValueError: if no plan ran, the ending is another one, or the file can't be written.
         """
-        from lightning_autopar.report.page.picture import save
+        from lightning_autopar.report.page.svg_file import save
 
         save(path, picture=self.picture, page=self.to_html)
 

@@ -44,10 +44,10 @@ from lightning_autopar.strategies.preparation.decide import decide, decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.learning import announce_measured, learn, learn_shortage
 from lightning_autopar.strategies.preparation.trial import tried
-from lightning_autopar.strategies.processes.external import Peers, rerun_script, under_external_launcher
-from lightning_autopar.strategies.processes.generation import Outcome, run_folder, run_generation
-from lightning_autopar.strategies.processes.handover import results as handover
+from lightning_autopar.strategies.processes.external_launcher import Peers, rerun_script, under_external_launcher
+from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.worker import WorkerJob, make_job
+from lightning_autopar.strategies.processes.worker_generation import Outcome, run_folder, run_generation
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

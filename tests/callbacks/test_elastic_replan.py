@@ -18,9 +18,9 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_autopar.callbacks import device_watch as watching
 from lightning_autopar.callbacks.elastic import ElasticReplan
 from lightning_autopar.devices.inventory import Inventory
-from lightning_autopar.planning.moves import fits, must_leave
+from lightning_autopar.planning.move_verdict import fits, must_leave
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.elastic.watcher import MoveRequest
+from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.preparation.decision import Decision
 from tests.fakes.runs import FakeRun
 from tests.fakes.traced import traced

@@ -15,7 +15,7 @@ import pytest
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, NothingFits, Plan
 from lightning_autopar.sharing import ledger as promised
 from lightning_autopar.sharing.ledger import Held, Ledger
-from lightning_autopar.strategies.elastic.watcher import MoveRequest
+from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.preparation.decide import decide_again
 from tests.strategies.modules import QUIET, TWO, Regression, fit, loader, on_rank
 

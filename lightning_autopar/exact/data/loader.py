@@ -19,7 +19,7 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.collate import CollateAll, CollateRows, CollateSamples
 from lightning_autopar.exact.data.loader_pass import LoaderPass, alone
 from lightning_autopar.exact.data.order import Order, draws_at_start_only, draws_nothing, index_sampler
-from lightning_autopar.exact.data.share import BatchShare, Dealing
+from lightning_autopar.exact.data.rank_share import BatchShare, Dealing
 from lightning_autopar.exact.data.track import STATE_VERSION, EpochProgress, PassRecord, SharedRandomState
 from lightning_autopar.exact.data.worker_random import CollateAndTell, GoOn, states_of
 

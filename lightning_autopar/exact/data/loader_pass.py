@@ -23,8 +23,8 @@ from lightning.fabric.utilities.data import sized_len
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.collate import CollateRows
 from lightning_autopar.exact.data.order import DrawLog, Order
+from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.data.rows import part_number
-from lightning_autopar.exact.data.share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.data.track import EpochProgress, PassRecord, load_sampler_states
 from lightning_autopar.exact.data.worker_random import WorkerStates, states_of
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lightning_autopar.exact.data.share import Dealing, cut, index_of
+from lightning_autopar.exact.data.rank_share import Dealing, cut, index_of
 
 try:
     import numpy

@@ -31,8 +31,17 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar.exact.absent.tensor import is_absent
-from lightning_autopar.exact.data.share import BatchShare
-from lightning_autopar.exact.logs.entries import (
+from lightning_autopar.exact.data.rank_share import BatchShare
+from lightning_autopar.exact.logs.hooks import (
+    logs_between_steps,
+    logs_in_training_step,
+    looks_within_step,
+    sees_loss,
+    shadow_hooks,
+    shadow_log,
+)
+from lightning_autopar.exact.logs.log_rules import LogRules
+from lightning_autopar.exact.logs.logged_values import (
     LOSS,
     OPTIONS,
     Combiner,
@@ -43,18 +52,9 @@ from lightning_autopar.exact.logs.entries import (
     loss_entry,
     take_back,
 )
-from lightning_autopar.exact.logs.exchange import Exchange
-from lightning_autopar.exact.logs.hooks import (
-    logs_between_steps,
-    logs_in_training_step,
-    looks_within_step,
-    sees_loss,
-    shadow_hooks,
-    shadow_log,
-)
-from lightning_autopar.exact.logs.log_rules import LogRules
-from lightning_autopar.exact.logs.metric_parts import MetricParts
-from lightning_autopar.exact.logs.metrics import States, adopt, hold_metrics, metrics_of, packed, sync_states, unpack, value_of
+from lightning_autopar.exact.logs.metrics_over_parts import MetricParts
+from lightning_autopar.exact.logs.metrics_over_ranks import States, adopt, hold_metrics, metrics_of, packed, sync_states, unpack, value_of
+from lightning_autopar.exact.logs.rank_exchange import Exchange
 from lightning_autopar.exact.step.attribute_rules import KeptRules
 from lightning_autopar.exact.step.attributes import KeptSteps
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autopar.exact.data.share import BatchShare
+from lightning_autopar.exact.data.rank_share import BatchShare
 
 try:
     import numpy

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_autopar.exact.data.share import BatchShare
+from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.step.attribute_rules import (
     MISSING,
     Before,

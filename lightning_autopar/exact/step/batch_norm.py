@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from lightning_autopar.exact.data.share import BatchShare
+from lightning_autopar.exact.data.rank_share import BatchShare
 
 Share = Callable[[], BatchShare | None]
 

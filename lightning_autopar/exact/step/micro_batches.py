@@ -19,10 +19,10 @@ from torch import Tensor
 from lightning_autopar._lightning_compat import combined_mode, is_overridden
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.data.rank_share import BatchShare, Dealing
 from lightning_autopar.exact.data.rows import count_rows, take_rows
-from lightning_autopar.exact.data.share import BatchShare, Dealing
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
-from lightning_autopar.exact.step.draws import GlobalDraws
+from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.plans import Plan
 
 if TYPE_CHECKING:

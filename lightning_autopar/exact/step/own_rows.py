@@ -22,8 +22,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from lightning_autopar.exact.data.share import BatchShare
-from lightning_autopar.exact.step.draws import Rows, default_generator, has_gaps, memory_order
+from lightning_autopar.exact.data.rank_share import BatchShare
+from lightning_autopar.exact.step.random_draws import Rows, default_generator, has_gaps, memory_order
 
 _LOG = logging.getLogger(__name__)
 _Call: TypeAlias = Callable[..., Any]

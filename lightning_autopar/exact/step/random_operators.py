@@ -1,7 +1,7 @@
 """The operators that draw random numbers, and how each is made to draw for the whole batch.
 
 Their kernels are replaced by ``torch.library``'s documented means (``get_kernel``, ``Library.impl``), below autograd: whatever draws on the
-CPU or a GPU ends in one of them, but for recurrent kernels. Knows what :class:`~lightning_autopar.exact.step.draws.GlobalDraws` decides,
+CPU or a GPU ends in one of them, but for recurrent kernels. Knows what ``random_draws.GlobalDraws`` decides,
 not why.
 """
 
@@ -15,9 +15,9 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from lightning_autopar.exact.data.share import index_of
-from lightning_autopar.exact.step.draws import Choice, GlobalDraws, Rows, pick_rows, scatter_rows, whole_like
+from lightning_autopar.exact.data.rank_share import index_of
 from lightning_autopar.exact.step.own_rows import drop_own, fill_own
+from lightning_autopar.exact.step.random_draws import Choice, GlobalDraws, Rows, pick_rows, scatter_rows, whole_like
 
 _Call: TypeAlias = Callable[..., Any]
 _Generator: TypeAlias = torch.Generator | None

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from lightning_autopar.devices.inventory import Device, devices_label
-from lightning_autopar.report.page.figure import Figure, Row, axis
+from lightning_autopar.report.page.drawing import Figure, Row, axis
 from lightning_autopar.report.page.markup import Html, element, join, rect, scrolled, share
 from lightning_autopar.report.page.style import CATEGORIES, color_class
 from lightning_autopar.report.report import Candidate, Report

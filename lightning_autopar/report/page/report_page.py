@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from lightning_autopar.report.page.markup import Html, element, fragment, page
 from lightning_autopar.report.page.memory import layer_section, memory_figure, memory_section
-from lightning_autopar.report.page.picture import Picture, picture_of
 from lightning_autopar.report.page.plan_list import table_section
 from lightning_autopar.report.page.step import parts_figure, step_figure, step_section
+from lightning_autopar.report.page.svg_file import Picture, picture_of
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.report.table import device_words, fullest
 from lightning_autopar.text import format_bytes, format_seconds

@@ -15,7 +15,7 @@ from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
-from lightning_autopar.report.page.figure import Figure, Row, axis
+from lightning_autopar.report.page.drawing import Figure, Row, axis
 from lightning_autopar.report.page.markup import Html, element, percent, rect, scrolled, share, text
 from lightning_autopar.report.page.style import color_class
 from lightning_autopar.report.report import Candidate, Report

@@ -20,10 +20,10 @@ from lightning_autopar.sharing.runs.status import RunStatus
 from lightning_autopar.sharing.sweep.children import Child, Children, Signals, wait
 from lightning_autopar.sharing.sweep.dry_runs import DryRunResult, last_words
 from lightning_autopar.sharing.sweep.folder import SweepFolder
+from lightning_autopar.sharing.sweep.idle_devices import Underway, widened
 from lightning_autopar.sharing.sweep.jobs import Job, Placed, RunOption, Schedule, SweepDevice, devices_of, options_of, scaled
 from lightning_autopar.sharing.sweep.runs_file import ListedRun, ListedSweep
 from lightning_autopar.sharing.sweep.scheduler import schedule
-from lightning_autopar.sharing.sweep.sweep_tail import Underway, widened
 
 RunWord = Literal["waiting", "running", "done", "done before", "failed", "stopped"]
 

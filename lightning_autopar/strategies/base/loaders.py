@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_autopar.exact.data.batch_making import collation_for
 from lightning_autopar.exact.data.loader import ExactLoader, orders_alike
-from lightning_autopar.exact.data.share import Dealing
+from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.exact.data.track import fit_progress
 from lightning_autopar.strategies.base.run_plan import RunPlan
 

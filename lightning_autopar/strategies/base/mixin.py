@@ -25,18 +25,18 @@ from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.step import own_backward
 from lightning_autopar.exact.step.batch_norm import restore as restore_batch_norm
 from lightning_autopar.exact.step.batch_norm import synchronise as synchronise_batch_norm
-from lightning_autopar.exact.step.draws import GlobalDraws
 from lightning_autopar.exact.step.micro_batches import MicroBatches
+from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.state.checkpoint import whole_optimizer_state, whole_state_dict
 from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
 from lightning_autopar.strategies.base import measure, resume
-from lightning_autopar.strategies.base.failure import LACKED, out_of_memory
 from lightning_autopar.strategies.base.gpu_limit import GpuLimit, shortage_words
 from lightning_autopar.strategies.base.loaders import Dropped, exact_loader
 from lightning_autopar.strategies.base.measure import Meter
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
 from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.base.worker_exception import LACKED, out_of_memory
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

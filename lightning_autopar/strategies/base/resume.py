@@ -21,7 +21,7 @@ from torchmetrics import MeanMetric, Metric
 from lightning_autopar._lightning_compat import RestartStage, loop_position, make_result, set_loop_position
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.loader import ExactLoader
-from lightning_autopar.exact.logs.metrics import sync_states
+from lightning_autopar.exact.logs.metrics_over_ranks import sync_states
 from lightning_autopar.state.checkpoint import KEY, put_loader_states_back, set_loader_states_aside
 
 if TYPE_CHECKING:

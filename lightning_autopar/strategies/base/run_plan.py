@@ -15,7 +15,7 @@ from lightning_autopar.devices.inventory import Device
 from lightning_autopar.exact.data.batch_making import Loading
 from lightning_autopar.exact.logs.log_rules import LogRules
 from lightning_autopar.exact.step.attribute_rules import KeptRules
-from lightning_autopar.exact.step.draws import DrawPlan
+from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 

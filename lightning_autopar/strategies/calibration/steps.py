@@ -26,9 +26,9 @@ from lightning_autopar.devices.inventory import Device
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration.ranks import torch_device, usual, waiter
-from lightning_autopar.strategies.processes.generation import run_folder, run_generation
 from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
 from lightning_autopar.strategies.processes.worker import make_job
+from lightning_autopar.strategies.processes.worker_generation import run_folder, run_generation
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

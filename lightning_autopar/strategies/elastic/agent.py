@@ -21,19 +21,19 @@ from rich.console import Console
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.report.report import NothingFits
-from lightning_autopar.strategies.base.failure import WorkerFailed, out_of_memory
 from lightning_autopar.strategies.base.gpu_limit import limit_after_out_of_memory
+from lightning_autopar.strategies.base.worker_exception import WorkerFailed, out_of_memory
+from lightning_autopar.strategies.elastic.kept_leases import ParkedPlace, Promises
+from lightning_autopar.strategies.elastic.move_requests import MoveRequest, Watcher
 from lightning_autopar.strategies.elastic.preemption import Preemption
-from lightning_autopar.strategies.elastic.promises import ParkedPlace, Promises
 from lightning_autopar.strategies.elastic.run_state import RunState
 from lightning_autopar.strategies.elastic.running import RunningGeneration
 from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
-from lightning_autopar.strategies.elastic.watcher import MoveRequest, Watcher
 from lightning_autopar.strategies.preparation.learning import learn_shortage
-from lightning_autopar.strategies.processes.generation import Generation, Outcome
 from lightning_autopar.strategies.processes.protocol import GenerationFiles, SnapshotRendezvous
 from lightning_autopar.strategies.processes.worker import WorkerJob
+from lightning_autopar.strategies.processes.worker_generation import Generation, Outcome
 from lightning_autopar.text import format_bytes, format_seconds
 
 if TYPE_CHECKING:

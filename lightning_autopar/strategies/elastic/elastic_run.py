@@ -26,17 +26,17 @@ from lightning_autopar.sharing.runs.status import Request
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.elastic.agent import Agent
+from lightning_autopar.strategies.elastic.kept_leases import Promises
+from lightning_autopar.strategies.elastic.move_requests import MoveRequest, Watcher
 from lightning_autopar.strategies.elastic.preemption import Preemption
-from lightning_autopar.strategies.elastic.promises import Promises
 from lightning_autopar.strategies.elastic.running import RunningGeneration, own_bytes
 from lightning_autopar.strategies.elastic.saver import SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore, run_key
-from lightning_autopar.strategies.elastic.watcher import MoveRequest, Watcher
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
-from lightning_autopar.strategies.processes.generation import Outcome, noted_interrupts, run_folder
-from lightning_autopar.strategies.processes.handover import results as handover
+from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.worker import WorkerJob
+from lightning_autopar.strategies.processes.worker_generation import Outcome, noted_interrupts, run_folder
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -18,8 +18,8 @@ from lightning_autopar.devices.inventory import devices_label
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.plan_log import PlanChange
 from lightning_autopar.strategies.elastic.history import HistoryRecorder
+from lightning_autopar.strategies.elastic.kept_leases import Promises
 from lightning_autopar.strategies.elastic.preemption import Preemption
-from lightning_autopar.strategies.elastic.promises import Promises
 from lightning_autopar.strategies.elastic.running import RunningGeneration
 from lightning_autopar.strategies.elastic.saver import COPY_BYTES_PER_SECOND, Saver
 from lightning_autopar.text import format_bytes

@@ -27,7 +27,7 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.strategies.fsdp.strategy import onto_shards, shard
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, numbers_of_whole_tensors
-from lightning_autopar.strategies.parity.check import Check, failed, not_made
+from lightning_autopar.strategies.parity.check_outcome import Check, failed, not_made
 from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from lightning_autopar._lightning_compat import (
     optimizers_to_device,
     update_properties,
 )
-from lightning_autopar.exact.step.device_draws import drawn_on, random_states, set_random_states
+from lightning_autopar.exact.step.initial_weights import drawn_on, random_states, set_random_states
 from lightning_autopar.state import checkpoint as whole
 from lightning_autopar.state.pretrained import check_values, shapes_only
 from lightning_autopar.strategies.base.host_optimizers import on_host, why_not

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.share import BatchShare, Dealing, share_of
-from lightning_autopar.exact.step.draws import Choice, Draw, DrawPlan, GlobalDraws, Rows, has_gaps, memory_order
+from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
+from lightning_autopar.exact.step.random_draws import Choice, Draw, DrawPlan, GlobalDraws, Rows, has_gaps, memory_order
 
 _T = TypeVar("_T")
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_autopar._temporary import patched
-from lightning_autopar.exact.data.share import BatchShare
-from lightning_autopar.exact.step.draws import Rows
+from lightning_autopar.exact.data.rank_share import BatchShare
+from lightning_autopar.exact.step.random_draws import Rows
 from lightning_autopar.strategies.parity.draw_probe import Observation
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
-from lightning_autopar.exact.logs.metrics import merge_states, metrics_of
+from lightning_autopar.exact.logs.metrics_over_ranks import merge_states, metrics_of
 
 _ATTRIBUTES = ("_sync_dist", "dist_sync_on_step", "distributed_available_fn")
 

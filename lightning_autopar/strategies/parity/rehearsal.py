@@ -34,7 +34,7 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.first_batch import copied as copied_batch
 from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.state.pretrained import check_values
-from lightning_autopar.strategies.parity.check import PASSED, Check, failed, not_made
+from lightning_autopar.strategies.parity.check_outcome import PASSED, Check, failed, not_made
 from lightning_autopar.text import format_bytes
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import cuttable
 from lightning_autopar.planning.candidates import build_plan
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
-from lightning_autopar.strategies.parity.check import not_made
+from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.pipeline.memory import rank_bytes
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
 from lightning_autopar.strategies.pipeline.timing import PipelineStep

@@ -22,11 +22,11 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_autopar._lightning_compat import NoLoss, default_backend, let_steps_be_skipped, reduce_over_ranks
 from lightning_autopar.exact.data.fingerprint import fingerprint
-from lightning_autopar.exact.data.share import BatchShare
+from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
-from lightning_autopar.exact.step.device_draws import drawn_on
-from lightning_autopar.exact.step.draws import GlobalDraws
+from lightning_autopar.exact.step.initial_weights import drawn_on
 from lightning_autopar.exact.step.micro_batches import PartGradients, several_loaders, uncut, whole_share
+from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.state.checkpoint import own_optimizer_state, own_state_dict
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.process_group import join_group

@@ -18,7 +18,7 @@ from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import Inventory
-from lightning_autopar.exact.data.share import Dealing
+from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.memory.allocator.options import options_from_environment
 from lightning_autopar.memory.learned.cache_files import cache_folder
 from lightning_autopar.memory.learned.records import load_residuals

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_autopar import engines
-from lightning_autopar._clean import CannotTravel, run_clean
+from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar.constraints import SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.data.batch_making import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.collate import CollateAll
-from lightning_autopar.exact.data.share import Dealing
+from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.exact.logs.log_rules import LogComparison
-from lightning_autopar.exact.step.draws import DrawPlan
 from lightning_autopar.exact.step.micro_batches import why_whole
+from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory import scaling
 from lightning_autopar.memory.footprint import Footprint
@@ -33,9 +33,9 @@ from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, fresh
 from lightning_autopar.memory.trace.guess import guess
 from lightning_autopar.memory.trace.trace import first_batch, trace
 from lightning_autopar.memory.workspace import Target
-from lightning_autopar.strategies.base.failure import Failure
-from lightning_autopar.strategies.parity.check import not_made
-from lightning_autopar.strategies.parity.probe import probe_evaluation, probe_split
+from lightning_autopar.strategies.base.worker_exception import Failure
+from lightning_autopar.strategies.parity.check_outcome import not_made
+from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

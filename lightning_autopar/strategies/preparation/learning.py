@@ -14,7 +14,7 @@ from lightning_autopar.memory.learned.records import add_record
 from lightning_autopar.memory.learned.step_times import StepTime, add_step_time, disturbance
 from lightning_autopar.planning.appraisal import links_seconds
 from lightning_autopar.report.report import Report
-from lightning_autopar.strategies.base.failure import LACKED
+from lightning_autopar.strategies.base.worker_exception import LACKED
 from lightning_autopar.text import format_bytes, format_seconds
 
 

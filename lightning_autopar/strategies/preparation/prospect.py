@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_autopar import engines
-from lightning_autopar._clean import CannotTravel, run_clean
+from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.changes import usable
@@ -25,7 +25,7 @@ from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.plans import Plan
 from lightning_autopar.sharing.reservation import Need
 from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
-from lightning_autopar.strategies.parity.check import Check, not_made
+from lightning_autopar.strategies.parity.check_outcome import Check, not_made
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs, need_of
 from lightning_autopar.strategies.preparation.findings import stage_of, validation_batch
 

@@ -26,13 +26,13 @@ from lightning_autopar._lightning_compat import latest_metrics, mute_hooks, no_h
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import batches_left
 from lightning_autopar.state.snapshot import save_snapshot
-from lightning_autopar.strategies.processes.handover.carry import carry_loggers_in, read_objects, write_objects
+from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, read_objects, write_objects
 from lightning_autopar.strategies.processes.protocol import _BEGIN, GenerationFiles
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_autopar.strategies.processes.handover.results import Before
+    from lightning_autopar.strategies.processes.handover.back_to_script import Before
 
 
 _SUFFIX = ".since"

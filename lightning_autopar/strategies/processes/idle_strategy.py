@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_autopar import engines
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.processes.external import is_alone
+from lightning_autopar.strategies.processes.external_launcher import is_alone
 
 
 class IdleStrategy(ParallelStrategy):

@@ -40,14 +40,14 @@ from lightning_autopar._lightning_compat import (
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.state import placed
-from lightning_autopar.strategies.base.failure import Failure
 from lightning_autopar.strategies.base.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.processes import jupyter
 from lightning_autopar.strategies.processes.boundary import Boundary, Paused
-from lightning_autopar.strategies.processes.handover import results as handover
+from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.protocol import GenerationFiles, StopRendezvous
 from lightning_autopar.strategies.processes.whereabouts import tell_when_asked
 

@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_autopar._lightning_compat import TrainerFn, bare_optimizer, update_properties
-from lightning_autopar.exact.step.device_draws import drawn_on
+from lightning_autopar.exact.step.initial_weights import drawn_on
 from lightning_autopar.memory.trace.parameter_use import GradientLooks
 from lightning_autopar.state.scratch_files import hand_back_freed
 from lightning_autopar.strategies.base.host_optimizers import on_host

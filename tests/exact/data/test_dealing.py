@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_autopar.exact.data.share import Dealing
+from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.plans import deal
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)

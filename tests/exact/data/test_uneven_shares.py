@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.exact.data.loader import ExactLoader
-from lightning_autopar.exact.data.share import Dealing
+from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.state.snapshot import save_snapshot
 

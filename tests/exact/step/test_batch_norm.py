@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autopar.exact.data.share import BatchShare, Dealing, cut, share_of
+from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
 from lightning_autopar.exact.step.batch_norm import restore, synchronise
 from tests.ranks import run_ranks
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_autopar.exact.data.share import BatchShare, Dealing, cut, share_of
+from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
 from lightning_autopar.exact.step import own_rows
 from lightning_autopar.exact.step import random_operators as random_ops
-from lightning_autopar.exact.step.draws import GlobalDraws, whole_like
 from lightning_autopar.exact.step.own_rows import Window, pieces
+from lightning_autopar.exact.step.random_draws import GlobalDraws, whole_like
 from lightning_autopar.plans import deal
 
 ONE = Window(elements=100, offset=4, least=76)

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate
 from lightning_autopar._fork import run_forked
-from lightning_autopar.strategies.processes.handover import results
-from lightning_autopar.strategies.processes.handover.carry import carry_loggers_in, read_objects, write_objects
+from lightning_autopar.strategies.processes.handover import back_to_script
+from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, read_objects, write_objects
 
 LOSSES: list[torch.Tensor] = []
 COUNT = 0
@@ -166,7 +166,7 @@ def test_generations_carry_them_on_and_say_nothing_of_what_cannot_move(tmp_path:
     trainer = trainer_with("auto", [Closing(keep)], tmp_path, devices=1)
     module = Net()
     trainer.strategy._lightning_module = module
-    before = results.survey(trainer)
+    before = back_to_script.survey(trainer)
     trainer.strategy.connect(module)
 
     def first() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autopar.exact.data.share import cut
-from lightning_autopar.exact.step.draws import DrawPlan
+from lightning_autopar.exact.data.rank_share import cut
+from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.parity.draw_probe import observe, shares_of
 from tests.strategies.fitted import tokens

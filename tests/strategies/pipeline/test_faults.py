@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.base.failure import RemoteTraceback, WorkerFailed
+from lightning_autopar.strategies.base.worker_exception import RemoteTraceback, WorkerFailed
 from tests.processes import descendants, left_since
 from tests.strategies.modules import QUIET, HookCounter
 

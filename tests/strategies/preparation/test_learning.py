@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar.memory.learned.step_times import LEAST, MOST, load_step_times
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.base.failure import LACKED
 from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.worker_exception import LACKED
 from lightning_autopar.strategies.preparation import learning as account
 
 

@@ -17,7 +17,7 @@ import torch
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.base.failure import WorkerFailed
+from lightning_autopar.strategies.base.worker_exception import WorkerFailed
 from lightning_autopar.strategies.processes import stalls
 from tests.fresh import fresh
 from tests.nullgpu import control

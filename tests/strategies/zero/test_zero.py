@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.base.failure import RemoteTraceback, WorkerFailed
+from lightning_autopar.strategies.base.worker_exception import RemoteTraceback, WorkerFailed
 from tests.strategies.fitted import QUIET, Fitted, assert_same, fit, numbers, plan
 from tests.strategies.modules import Regression, loader, on_rank
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from lightning_autopar.strategies.base.run_plan import BatchRule
     from lightning_autopar.strategies.elastic.restart.store_rendezvous import Stop
-    from lightning_autopar.strategies.processes.external import Peers
+    from lightning_autopar.strategies.processes.external_launcher import Peers
 
 #: How long ranks wait for each other at a boundary before the processes leave; launchers kill 30 s after SIGTERM.
 _LEAVE_SECONDS = 10.0

@@ -28,7 +28,7 @@ from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import STEPS
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
-from lightning_autopar.strategies.parity.check import PASSED, Check, failed, not_made
+from lightning_autopar.strategies.parity.check_outcome import PASSED, Check, failed, not_made
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision
 from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import CannotTry, Script, Trial, recorded_together
 from lightning_autopar.strategies.pipeline.stages.record import record

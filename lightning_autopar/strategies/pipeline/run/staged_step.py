@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning_compat import is_overridden
-from lightning_autopar.exact.data.share import BatchShare
+from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.step.micro_batches import detached, joined, several_loaders, take_part, uncut
 from lightning_autopar.memory.trace.first_batch import copied

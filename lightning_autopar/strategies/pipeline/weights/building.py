@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lightning_autopar.exact.absent.tensor import is_absent
-from lightning_autopar.exact.step.device_draws import random_states, set_random_states
+from lightning_autopar.exact.step.initial_weights import random_states, set_random_states
 from lightning_autopar.state.scratch_files import hand_back_pages
 from lightning_autopar.strategies.pipeline.weights.transfers import Pipeline
 

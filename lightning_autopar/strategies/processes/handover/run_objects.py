@@ -28,7 +28,7 @@ from lightning_autopar.state.objects.unpacking import put
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_autopar.strategies.processes.handover.results import Before
+    from lightning_autopar.strategies.processes.handover.back_to_script import Before
 
 
 MODULE, DATA = "module", "datamodule"

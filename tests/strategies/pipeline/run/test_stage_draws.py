@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.share import BatchShare, Dealing, cut, share_of
-from lightning_autopar.exact.step.draws import DrawPlan, GlobalDraws
+from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
+from lightning_autopar.exact.step.random_draws import DrawPlan, GlobalDraws
 from lightning_autopar.strategies.parity.draw_probe import observe, shares_of
 from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
 from tests.ranks import run_ranks

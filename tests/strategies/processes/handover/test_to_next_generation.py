@@ -35,8 +35,8 @@ from lightning_autopar._fork import run_forked
 from lightning_autopar._lightning_compat import mute_hooks
 from lightning_autopar.exact.absent.tensor import absent_like
 from lightning_autopar.state.objects import pickles as pickling
-from lightning_autopar.strategies.processes.handover import carried_files, results
-from lightning_autopar.strategies.processes.handover.carry import carry_loggers_in, read_objects, write_objects
+from lightning_autopar.strategies.processes.handover import back_to_script, carried_files
+from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, read_objects, write_objects
 
 
 class Note:
@@ -239,7 +239,7 @@ class Parent:
         )
         self.trainer.strategy._lightning_module = self.net
         self.trainer.datamodule = self.data
-        self.before = results.survey(self.trainer)
+        self.before = back_to_script.survey(self.trainer)
 
     def old(self, at: int, look: Callable[[Parent], Any]) -> Any:
         """A generation that writes what it has before the batch after ``at`` steps, and trains on; what there was to see then."""
@@ -481,7 +481,7 @@ def test_a_script_started_anew_with_other_objects_takes_what_has_names(tmp_path:
         carry_loggers_in(parent.trainer, parent.before, tmp_path)
     trainer, net = parent.trainer, parent.net
     net.steps, net.more = 70, [1]
-    parent.before = results.survey(trainer)
+    parent.before = back_to_script.survey(trainer)
     carry_loggers_in(trainer, parent.before, parent.folder)
     with pytest.warns(UserWarning, match="held other objects than now: what Lightning's checkpoints hold goes on") as caught:
         read_objects(trainer, parent.before, parent.folder)

@@ -23,9 +23,9 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_autopar.strategies import launcher
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.base.failure import RemoteTraceback, WorkerFailed
-from lightning_autopar.strategies.processes import generation, worker
-from lightning_autopar.strategies.processes.generation import run_folder
+from lightning_autopar.strategies.base.worker_exception import RemoteTraceback, WorkerFailed
+from lightning_autopar.strategies.processes import worker, worker_generation
+from lightning_autopar.strategies.processes.worker_generation import run_folder
 from tests.processes import descendants, left_since
 from tests.strategies.modules import HookCounter, Regression, loader, on_rank, trainer, weights
 
@@ -176,12 +176,12 @@ def test_a_group_that_cant_be_left_holds_up_nobody(tmp_path: Path, monkeypatch: 
 
 
 def test_a_worker_that_is_killed_and_doesnt_go_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "_KILL_SECONDS", 0.1)
-    monkeypatch.setattr(generation._Worker, "look", lambda self: None)  # the system waits in it for a driver
+    monkeypatch.setattr(worker_generation, "_KILL_SECONDS", 0.1)
+    monkeypatch.setattr(worker_generation._Worker, "look", lambda self: None)  # the system waits in it for a driver
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     process.start()
     pipe, theirs = multiprocessing.Pipe(duplex=False)
-    stuck = generation._Worker(rank=0, process=process, pipe=pipe)
+    stuck = worker_generation._Worker(rank=0, process=process, pipe=pipe)
     os.setpgid(process.pid or 0, process.pid or 0)
     with pytest.warns(UserWarning, match=f"process {process.pid}, the worker of rank 0, was killed but doesn't end"):
         stuck.end()
@@ -237,7 +237,7 @@ def test_an_exception_that_follows_a_death_is_its_cause_in_the_report_and_not_th
 
     error, _, _ = _fails(Regression({"training_step": step}), WorkerFailed, tmp_path)
     assert str(error).startswith("the worker of rank 1 on cpu:1 ended without a word: killed by SIGKILL")
-    assert re.search(r"; rank 0 on cpu:0 failed in _unwell \(test_generation.py:\d+\)$", str(error))
+    assert re.search(r"; rank 0 on cpu:0 failed in _unwell \(test_worker_generation.py:\d+\)$", str(error))
     assert isinstance(error.__cause__, Unwell)
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_autopar.exact.data.collate import CollateAll, CollateRows, CollateSamples
+from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
 from lightning_autopar.exact.data.rows import take_rows
-from lightning_autopar.exact.data.share import BatchShare, Dealing, cut, share_of
 from lightning_autopar.plans import deal
 
 UNEVEN = Dealing(deal((1, 2)))

@@ -29,8 +29,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.state import placed
-from lightning_autopar.strategies.base.failure import Failure, WorkerFailed
-from lightning_autopar.strategies.processes.handover import results as handover
+from lightning_autopar.strategies.base.worker_exception import Failure, WorkerFailed
+from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.protocol import StopRendezvous
 from lightning_autopar.strategies.processes.stalls import Stalls
 from lightning_autopar.strategies.processes.whereabouts import raised_at

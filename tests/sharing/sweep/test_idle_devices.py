@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_autopar.sharing.sweep.idle_devices import Underway, widened
 from lightning_autopar.sharing.sweep.jobs import DeviceNeed, Job, RunOption, SweepDevice
-from lightning_autopar.sharing.sweep.sweep_tail import Underway, widened
 
 DEVICES = [SweepDevice(id=f"d{index}", kind="a", free_bytes=10) for index in range(4)]
 

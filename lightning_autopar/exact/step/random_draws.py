@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from lightning_autopar.exact.data.share import BatchShare, index_of
+from lightning_autopar.exact.data.rank_share import BatchShare, index_of
 
 _LOG = logging.getLogger(__name__)
 _MASK = 2**64 - 1

@@ -15,7 +15,7 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.changes import device_events, usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.device_bytes import DeviceBytes
-from lightning_autopar.planning.moves import (
+from lightning_autopar.planning.move_verdict import (
     LONGEST_WAIT_SECONDS,
     MoveHistory,
     Rules,

@@ -24,12 +24,12 @@ from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar.constraints import SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.collate import CollateAll, CollateSamples
+from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.data.rows import alike, take_rows
-from lightning_autopar.exact.data.share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.attribute_rules import Evidence, Path, taken
 from lightning_autopar.exact.step.attributes import attributes, title
-from lightning_autopar.exact.step.draws import DrawPlan, Rows
+from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied, fresh, mapped

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.exact.step.device_draws import drawn_on, random_states, set_random_states
+from lightning_autopar.exact.step.initial_weights import drawn_on, random_states, set_random_states
 from tests.fresh import fresh
 
 CPU = torch.device("cpu")

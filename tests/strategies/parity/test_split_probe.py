@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_autopar.exact.step.draws import Rows
+from lightning_autopar.exact.step.random_draws import Rows
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
-from lightning_autopar.strategies.parity.probe import probe_split
+from lightning_autopar.strategies.parity.split_probe import probe_split
 
 SAMPLES = 6
 

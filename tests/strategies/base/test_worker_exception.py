@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from lightning_autopar.strategies.base.failure import Failure, RemoteTraceback
+from lightning_autopar.strategies.base.worker_exception import Failure, RemoteTraceback
 
 
 class NeedsTwo(ValueError):

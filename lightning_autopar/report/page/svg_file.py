@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_autopar.report.page.figure import SWATCH_PIXELS, Figure, Row
+from lightning_autopar.report.page.drawing import SWATCH_PIXELS, Figure, Row
 from lightning_autopar.report.page.markup import Html, element, join, write
 from lightning_autopar.report.page.style import pattern, picture_style
 

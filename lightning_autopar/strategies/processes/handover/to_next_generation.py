@@ -31,7 +31,7 @@ from lightning_autopar.strategies.processes.handover.run_objects import MODULE, 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_autopar.strategies.processes.handover.results import Before
+    from lightning_autopar.strategies.processes.handover.back_to_script import Before
 
 _RANK, _LOGGERS = "carried{}", "carried_loggers"
 

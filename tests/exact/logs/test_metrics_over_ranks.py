@@ -11,8 +11,8 @@ from torch import Tensor
 from torchmetrics import ExplainedVariance, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
-from lightning_autopar.exact.logs.metric_parts import _without
-from lightning_autopar.exact.logs.metrics import States, adopt, sync_states, value_of
+from lightning_autopar.exact.logs.metrics_over_parts import _without
+from lightning_autopar.exact.logs.metrics_over_ranks import States, adopt, sync_states, value_of
 from tests.blocking import Blocking
 from tests.ranks import run_ranks
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_autopar import AutoParallelStrategy, NothingFits, _clean
+from lightning_autopar import AutoParallelStrategy, NothingFits, _clean_process
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar.strategies.preparation import findings
 from tests.strategies.fitted import BLOCKS, Fitted, numbers
@@ -32,10 +32,10 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 @pytest.fixture
 def unclean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process can't fork for checks; the one that is kept for them ends with the test."""
-    monkeypatch.setattr(_clean, "unforkable", lambda: UNCLEAN)
+    monkeypatch.setattr(_clean_process, "unforkable", lambda: UNCLEAN)
     yield
-    if _clean._process is not None:
-        _clean._process.end()
+    if _clean_process._process is not None:
+        _clean_process._process.end()
 
 
 class Keeping(Fitted):
@@ -71,34 +71,34 @@ def planned(module: Any, allow: list[str]) -> AutoParallelStrategy:
 
 
 def test_a_clean_process_forks_the_child_itself() -> None:
-    assert _clean.run_clean(os.getppid, timeout_seconds=60) == os.getpid()
+    assert _clean_process.run_clean(os.getppid, timeout_seconds=60) == os.getpid()
 
 
 def test_one_fresh_process_is_kept_for_all_checks(unclean: None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.ones(1, requires_grad=True).sum().backward()
-    parents = {_clean.run_clean(os.getppid, timeout_seconds=60) for _ in range(2)}
+    parents = {_clean_process.run_clean(os.getppid, timeout_seconds=60) for _ in range(2)}
     assert len(parents) == 1
     assert parents != {os.getpid()}
     assert psutil.Process(parents.pop()).ppid() == os.getpid()
     monkeypatch.setenv("AUTOPAR_DISK", "set after it was started")
-    assert _clean.run_clean(os.getenv, "AUTOPAR_DISK", timeout_seconds=60) == "set after it was started"
+    assert _clean_process.run_clean(os.getenv, "AUTOPAR_DISK", timeout_seconds=60) == "set after it was started"
 
 
 def test_what_fails_there_is_told_and_leaves_the_process_as_it_was(unclean: None) -> None:
-    kept = _clean.run_clean(os.getppid, timeout_seconds=60)
+    kept = _clean_process.run_clean(os.getppid, timeout_seconds=60)
     with pytest.raises(ChildFailed, match="ValueError: math domain error"):
-        _clean.run_clean(math.sqrt, -1.0, timeout_seconds=60)
+        _clean_process.run_clean(math.sqrt, -1.0, timeout_seconds=60)
     with pytest.raises(ChildFailed, match="stopped after 1 seconds") as late:
-        _clean.run_clean(time.sleep, 60, timeout_seconds=1)
+        _clean_process.run_clean(time.sleep, 60, timeout_seconds=1)
     assert late.value.timed_out
-    assert _clean.run_clean(os.getppid, timeout_seconds=60) == kept
+    assert _clean_process.run_clean(os.getppid, timeout_seconds=60) == kept
 
 
 def test_another_is_started_where_it_was_killed(unclean: None) -> None:
-    kept = _clean.run_clean(os.getppid, timeout_seconds=60)
+    kept = _clean_process.run_clean(os.getppid, timeout_seconds=60)
     os.kill(kept, signal.SIGKILL)
     psutil.wait_procs([psutil.Process(kept)], timeout=20)
-    assert _clean.run_clean(os.getppid, timeout_seconds=60) != kept
+    assert _clean_process.run_clean(os.getppid, timeout_seconds=60) != kept
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
@@ -134,8 +134,8 @@ def test_what_a_script_defines_travels_by_value(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent("""
         import os
-        from lightning_autopar import _clean
-        _clean.unforkable = lambda: "it isn't"
+        from lightning_autopar import _clean_process
+        _clean_process.unforkable = lambda: "it isn't"
         factor = 3
         class Named:
             value = 7
@@ -143,7 +143,7 @@ def test_what_a_script_defines_travels_by_value(tmp_path: Path) -> None:
                 return self.value * factor
         def call(named):
             return named.times(), __name__, os.getppid()
-        result, name, parent = _clean.run_clean(call, Named(), timeout_seconds=60)
+        result, name, parent = _clean_process.run_clean(call, Named(), timeout_seconds=60)
         print(result, name, parent != os.getpid())
         """)
     )
@@ -155,9 +155,9 @@ def test_what_a_script_defines_travels_by_value(tmp_path: Path) -> None:
 def test_it_ends_with_its_process(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import os, signal
-        from lightning_autopar import _clean
-        _clean.unforkable = lambda: "it isn't"
-        print(_clean.run_clean(os.getppid, timeout_seconds=60), flush=True)
+        from lightning_autopar import _clean_process
+        _clean_process.unforkable = lambda: "it isn't"
+        print(_clean_process.run_clean(os.getppid, timeout_seconds=60), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
@@ -168,7 +168,7 @@ def test_it_ends_with_its_process(tmp_path: Path) -> None:
 
 
 def not_brought(*args: Any, **kwargs: Any) -> Any:
-    raise _clean.CannotTravel("of a lock")
+    raise _clean_process.CannotTravel("of a lock")
 
 
 def test_the_step_is_traced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan
-from lightning_autopar.report.page.figure import Figure, Row
+from lightning_autopar.report.page.drawing import Figure, Row
 from lightning_autopar.report.page.markup import rect
-from lightning_autopar.report.page.picture import Picture, picture_of
+from lightning_autopar.report.page.svg_file import Picture, picture_of
 from lightning_autopar.report.report import Candidate, NothingFits, Report
 from lightning_autopar.report.run_history import RunHistory, RunMark
 from tests.fakes.pages import HISTORY, NASTY, pipelined

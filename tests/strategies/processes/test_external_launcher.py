@@ -22,8 +22,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.processes import external
-from lightning_autopar.strategies.processes.external import Peers
+from lightning_autopar.strategies.processes import external_launcher
+from lightning_autopar.strategies.processes.external_launcher import Peers
 from tests.fakes.nvml import FakeGpu, FakeNvml
 from tests.processes import ForkedScript, lean_path
 
@@ -219,11 +219,11 @@ def test_a_rerun_has_had_the_earlier_runs_when_it_joins(script: Path, plain: lis
 @pytest.mark.parametrize(("allow", "alone"), [(("single",), True), (("single", "ddp"), False)])
 def test_what_may_use_one_device_only_runs_without_the_reruns(allow: Any, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a fit on two devices, by a script and its rerun: "2 processes were started", said the next one that may use one device only."""
-    monkeypatch.setenv(external.PARENT, "1")
+    monkeypatch.setenv(external_launcher.PARENT, "1")
     peers = Peers(store=dist.HashStore(), rank=0, world_size=2, node=0, environment=LightningEnvironment())
-    monkeypatch.setattr(external, "_peers", peers)
+    monkeypatch.setattr(external_launcher, "_peers", peers)
     strategy: Any = SimpleNamespace(settings=SimpleNamespace(plan=None, allow=allow), inventory=lambda: (probe("2xcpu:1GiB"), None))
-    assert external.under_external_launcher(strategy) is (None if alone else peers)
+    assert external_launcher.under_external_launcher(strategy) is (None if alone else peers)
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
