@@ -48,8 +48,8 @@ def after_trial(trainer: Trainer, look: PlanningInputs, plan: Plan) -> Constrain
     check = rehearse(trainer, footprint, plan, finding)
     if check.refusal is not None:
         return replace(constraints, excluded={**constraints.excluded, **dict.fromkeys(engine.ruled_out(plan), check.refusal)})
-    notes = {**constraints.notes, plan.engine: check.notes}
-    return replace(constraints, notes={name: told for name, told in notes.items() if told})
+    notes = {name: told for name, told in {**constraints.notes, plan.engine: check.notes}.items() if told}
+    return constraints if notes == constraints.notes else replace(constraints, notes=notes)
 
 
 def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Finding) -> Check:

@@ -23,7 +23,7 @@ from tests.strategies.preparation.test_decide import Stack, pinned, plan, staged
 def test_stages_that_were_only_recorded_are_tried_before_they_are_taken(
     found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probe, asked = stage_probe.probe_stages, []
+    probe, after_trial, asked, unchanged = stage_probe.probe_stages, confirm.after_trial, [], []
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         why = "a step is too long to try on the CPU"
@@ -35,6 +35,12 @@ def test_stages_that_were_only_recorded_are_tried_before_they_are_taken(
         refusal = "in stages the loss is 1 instead of 2" if found == "wrong" else None
         return Finding(value=Staging(refusal=refusal), untried="of its length" if found == "unknown" else None)
 
+    def after(trainer: Any, look: Any, plan: Any) -> Any:
+        constraints = after_trial(trainer, look, plan)
+        unchanged.append(constraints is look.constraints)
+        return constraints
+
+    monkeypatch.setattr(confirm, "after_trial", after)
     monkeypatch.setattr(stage_probe, "probe_stages", recorded)
     monkeypatch.setattr(stage_probe, "confirm_stages", confirmed)
     monkeypatch.setattr(confirm, "run_clean", lambda function, *args, timeout_seconds: function(*args))  # in here, to be counted
@@ -46,7 +52,7 @@ def test_stages_that_were_only_recorded_are_tried_before_they_are_taken(
         return
     assert asked == [("blocks.2",)]
     noted = any("only checked as they run: no trial was made, as a step is too long" in note for note in decision.candidate.notes)
-    assert noted == (found == "unknown")
+    assert noted == unchanged[0] == (found == "unknown"), "what a trial left as it was isn't planned for anew"
 
 
 def test_a_plans_stages_are_tried_in_a_process_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
