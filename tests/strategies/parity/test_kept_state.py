@@ -9,7 +9,6 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import Trainer
-from tests.strategies.parity.test_probe import Base, first_of, samples
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_autopar import AutoParallelStrategy, Batch, NothingFits
 from lightning_autopar.strategies.parity.split_probe import probe_split
 from tests.strategies.fitted import QUIET
+from tests.strategies.parity.test_split_probe import Base, first_of, samples
 
 
 class Bank(Base):

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from tests.strategies.parity.test_probe import Base, first_of, samples
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,6 +16,7 @@ from lightning_autopar import AutoParallelStrategy, Plan
 from lightning_autopar.strategies.parity.split_probe import probe_split
 from tests.strategies.fitted import QUIET
 from tests.strategies.parity.test_kept_state import Listening
+from tests.strategies.parity.test_split_probe import Base, first_of, samples
 
 
 class Meter:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.strategies.parity.test_probe import Base, first_of, samples
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.parity.split_probe import probe_split
 from lightning_autopar.strategies.parity.undo import undone
+from tests.strategies.parity.test_split_probe import Base, first_of, samples
 
 
 class Hoarder(Base):
