@@ -170,9 +170,10 @@ def _train(model: str, plan: Plan, steps: int, cache: Path) -> tuple[dict[str, A
     torch.set_num_threads(1)
     known, look = dict(_known.get(model, {})), decide.find_out
 
-    def remembered(trainer: Any, *asked: Any) -> Any:
+    def remembered(trainer: Any, *arguments: Any) -> Any:
+        asked = repr(arguments)  # they hold mappings
         if asked not in known:
-            known[asked] = look(trainer, *asked)
+            known[asked] = look(trainer, *arguments)
         return known[asked]
 
     _, _, length, batch = MODELS[model]

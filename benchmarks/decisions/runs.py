@@ -59,7 +59,7 @@ class RunFailed(RuntimeError):
 
 
 #: What was found out about a scenario's module and batch, by what was asked: the same for each of its runs, and found out once.
-_findings: dict[Scenario, dict[tuple[Any, ...], Any]] = {}
+_findings: dict[Scenario, dict[str, Any]] = {}
 
 
 def ask_planner(scenario: Scenario, cache: Path) -> Report:
@@ -88,7 +88,7 @@ class _Asked(BaseException):
     """Leaves ``fit`` before anything runs."""
 
 
-def _plan(scenario: Scenario, cache: Path) -> tuple[Report, dict[tuple[Any, ...], Any]]:
+def _plan(scenario: Scenario, cache: Path) -> tuple[Report, dict[str, Any]]:
     os.environ["AUTOPAR_CACHE"] = str(cache)
     calibrate(scenario.inventory, progress=False)
     reports: list[Report] = []
@@ -103,14 +103,14 @@ def _plan(scenario: Scenario, cache: Path) -> tuple[Report, dict[tuple[Any, ...]
             reports.append(error.report)
         raise _Asked
 
-    known: dict[tuple[Any, ...], Any] = {}
+    known: dict[str, Any] = {}
     with mock.patch.object(AutoLauncher, "launch", launch), tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Asked):
         _fit(scenario, AutoParallelStrategy(devices=scenario.devices), 1, known, folder)
     return reports[0], known
 
 
 def _fit(
-    scenario: Scenario, strategy: AutoParallelStrategy, steps: int, known: dict[tuple[Any, ...], Any], folder: str, *callbacks: pl.Callback
+    scenario: Scenario, strategy: AutoParallelStrategy, steps: int, known: dict[str, Any], folder: str, *callbacks: pl.Callback
 ) -> None:
     """So many steps. What is found out about the module is taken from ``known``, or put there."""
     model = MODELS[scenario.model]
@@ -121,9 +121,10 @@ def _fit(
     look = decide.find_out
 
     def remembered(trainer: pl.Trainer, *arguments: Any) -> Any:
-        if arguments not in known:
-            known[arguments] = look(trainer, *arguments)
-        return known[arguments]
+        asked = repr(arguments)  # they hold mappings
+        if asked not in known:
+            known[asked] = look(trainer, *arguments)
+        return known[asked]
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, callbacks=list(callbacks), default_root_dir=folder, **quiet)
@@ -146,7 +147,7 @@ class _Clock(pl.Callback):
             self.path.write_text(json.dumps(self.begun), encoding="utf-8")
 
 
-def _train(scenario: Scenario, plan: Plan, steps: int, known: dict[tuple[Any, ...], Any]) -> tuple[Took, dict[tuple[Any, ...], Any]]:
+def _train(scenario: Scenario, plan: Plan, steps: int, known: dict[str, Any]) -> tuple[Took, dict[str, Any]]:
     strategy = AutoParallelStrategy(plan=plan, devices=scenario.ample_devices)
     with tempfile.TemporaryDirectory() as folder:
         clock = _Clock(Path(folder) / "steps.json")
