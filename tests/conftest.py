@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 
 # Before torch is imported: two test processes of two threads each would fight over two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -43,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen: str = config.option.markexpr
     if not ("gpu" in chosen and "not gpu" not in chosen) and not all("gpu" in path.rpartition("/tests/")[2] for path in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background with Ctrl-C ignored
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
