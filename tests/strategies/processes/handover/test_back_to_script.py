@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 import warnings
@@ -373,7 +372,7 @@ class Hoarder(pl.Callback):
     """Holds what no pickle takes, and much data."""
 
     def __init__(self) -> None:
-        self.data = torch.zeros(500 * 2**18)
+        self.data = torch.zeros(250 * 2**18)
         self.lock = threading.Lock()
         self.file = open(__file__, encoding="utf-8")  # noqa: SIM115
         self.function = lambda: None
@@ -385,18 +384,16 @@ class Hoarder(pl.Callback):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_did_not_change_is_not_named_and_costs_little(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    gc.freeze()  # else the collections that it leads to visit what all earlier tests left
-    request.addfinalizer(gc.unfreeze)
-    _, _, lost = train("ddp", tmp_path, callbacks=[Keeper(Net(), [])])
-    begin = processor_seconds()
-    train("ddp", tmp_path)
-    without = processor_seconds() - begin
+def test_what_did_not_change_is_not_named_and_costs_little(tmp_path: Path) -> None:
+    def spent(*callbacks: pl.Callback) -> float:
+        begin = processor_seconds()
+        assert train("ddp", tmp_path, callbacks=[*callbacks])[2] == []
+        return processor_seconds() - begin
+
+    spent(Keeper(Net(), []))
     hoarder = Hoarder()
-    begin = processor_seconds()
-    _, _, more = train("ddp", tmp_path, callbacks=[hoarder])
-    assert lost == more == []
-    assert processor_seconds() - begin < without + 3  # 0.8 more, in three processes together, alone on two cores
+    # Some 0.4 more, of three processes together; the lesser of two, as a child of an earlier test may be reaped meanwhile.
+    assert min(spent(hoarder), spent(hoarder)) < spent() + 3
 
 
 class Breaker(Hoarder):
