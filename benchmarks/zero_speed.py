@@ -25,12 +25,12 @@ import traceback
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import lightning.pytorch as pl
 import torch
+from decisions.runs import remembering
 from step_time import forget_runs
 from torch import nn
 from torch.nn import functional as F
@@ -41,7 +41,6 @@ from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.plans import OFFLOADS
 from lightning_autopar.strategies.calibration.calibration import calibrate
-from lightning_autopar.strategies.preparation import decide
 
 RESULTS = Path(__file__).resolve().parent / "results" / "zero_speed.json"
 #: Blocks, width, sequence length and batch size.
@@ -168,18 +167,11 @@ def _train(model: str, plan: Plan, steps: int, cache: Path) -> tuple[dict[str, A
     forget_runs(cache)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    known, look = dict(_known.get(model, {})), decide.find_out
-
-    def remembered(trainer: Any, *arguments: Any) -> Any:
-        asked = repr(arguments)  # they hold mappings
-        if asked not in known:
-            known[asked] = look(trainer, *arguments)
-        return known[asked]
-
+    known = dict(_known.get(model, {}))
     _, _, length, batch = MODELS[model]
     samples = TensorDataset(torch.randint(256, (batch * (steps + WARM_UP + 1), length + 1)))
     strategy = AutoParallelStrategy(plan=plan, devices=DEVICES, calibrate="auto")
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(decide, "find_out", remembered):
+    with tempfile.TemporaryDirectory() as folder, remembering(known):
         out = Path(folder) / "steps.json"
         trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, default_root_dir=folder, **_QUIET)
         trainer.fit(GPT(model, out), DataLoader(samples, batch_size=batch))

@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -118,6 +118,15 @@ def _fit(
     module = model.build()
     data = model.data(scenario.batch)
     loader = DataLoader(data.repeat(steps, *[1] * (data.dim() - 1)), batch_size=scenario.batch)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, callbacks=list(callbacks), default_root_dir=folder, **quiet)
+    with remembering(known):
+        trainer.fit(module, loader)
+
+
+@contextlib.contextmanager
+def remembering(known: dict[str, Any]) -> Iterator[None]:
+    """Inside, planning takes what it would find out about a module from ``known``, or puts it there."""
     look = decide.find_out
 
     def remembered(trainer: pl.Trainer, *arguments: Any) -> Any:
@@ -126,10 +135,8 @@ def _fit(
             known[asked] = look(trainer, *arguments)
         return known[asked]
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, callbacks=list(callbacks), default_root_dir=folder, **quiet)
     with mock.patch.object(decide, "find_out", remembered):
-        trainer.fit(module, loader)
+        yield
 
 
 class _Clock(pl.Callback):

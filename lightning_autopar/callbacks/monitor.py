@@ -29,7 +29,7 @@ class PlanMonitor(Callback):
     def __init__(self) -> None:
         self.comparisons: tuple[Comparison, ...] = ()
         self._said = False
-        #: What was logged of which run: its folder, and the number of its changes of plan. In a later plan's workers, as in the snapshot.
+        #: The run's folder and how many changes of plan were logged so far. In a later plan's workers, as in the snapshot.
         self._logged: tuple[str, int] | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -91,7 +91,7 @@ _COMPUTE_EXCLUSIVE_PROCESS, _COMPUTE_PROHIBITED = 3, 2
 _RECENT_SECONDS = 5.0
 #: A process with less of a GPU's memory can't compute there: every CUDA context takes more.
 _LEAST_CONTEXT_BYTES = 32 << 20
-#: What the driver says must be done with a GPU before anything new can run there (nvml.h, ``nvmlDeviceGpuRecoveryAction_t``).
+#: What a GPU needs before anything new can run on it, as the driver says (nvml.h, ``nvmlDeviceGpuRecoveryAction_t``).
 _RECOVERY_ACTIONS = {1: "a reset", 2: "a reboot of its node", 3: "its peers to be drained", 4: "to be drained and a reset"}
 
 

@@ -40,7 +40,7 @@ _BATCH_HOOKS = (
 )
 
 
-#: Those that are called between an automatic step's forward and its end.
+#: The hooks that Lightning calls between an automatic step's forward and its end.
 _WITHIN_STEP = (
     "on_before_zero_grad",
     "on_before_backward",

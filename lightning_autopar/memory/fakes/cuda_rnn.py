@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 #: cuDNN's modes (``cudnnRNNMode_t``).
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-#: What a layer keeps for each position, in multiples of the hidden size, see :func:`reserve_elements`.
+#: A layer keeps so many values for each position, in multiples of the hidden size, see :func:`reserve_elements`.
 _KEPT = {0: 1, 1: 1, 2: 5, 3: 6}
 _ACCEPTED = (torch.float16, torch.float32, torch.float64)
 _NOTE = "recurrent layers run by cuDNN; what they keep for backward is estimated"

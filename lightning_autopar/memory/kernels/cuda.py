@@ -230,8 +230,8 @@ def cuda_scratch(notes: dict[str, None]) -> Mapping[Any, ScratchOf]:
     return {**CUDA_SCRATCH, **{operation: telling(CUDA_SCRATCH[operation], sentence) for operation, sentence in _ESTIMATES.items()}}
 
 
-#: What is the same as on a CPU, as the code around the kernel is the same: losses before they are reduced, copies of what isn't contiguous
-#: (Loss.cpp, SoftMax.cu, layer_norm_kernel.cu, ReduceOps.cpp, attention.cpp).
+#: Operations with the same scratch memory as on a CPU, for losses before they are reduced and copies of what isn't contiguous: the code
+#: around the kernel is the same (Loss.cpp, SoftMax.cu, layer_norm_kernel.cu, ReduceOps.cpp, attention.cpp).
 _SHARED = (
     aten.mse_loss.default,
     aten.smooth_l1_loss.default,

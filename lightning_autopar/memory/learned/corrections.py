@@ -200,8 +200,8 @@ class Corrections:
 
     def corrected(self, plan: Plan, sizes: Mapping[str, _Need]) -> tuple[Mapping[str, _Need], tuple[str, ...]]:
         """A prediction corrected by measured runs, with a sentence that says so. If this plan was measured in this step, the result is
-        never less than that measurement. What another plan of the module took beyond its prediction is added by half, as a share of
-        activations and temporaries; what it took less isn't subtracted.
+        never less than that measurement. If another plan of the module took more than predicted, half of the excess is added, as a
+        share of activations and temporaries. If it took less, nothing is subtracted.
 
         Args:
             plan: what is predicted.

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: What the user's code may raise while planning runs it. That happens in a forked child, which gets no Ctrl-C: a KeyboardInterrupt comes
-#: from that code.
+#: Exceptions that the user's code may raise while planning runs it. It runs in a forked child, which gets no Ctrl-C: a KeyboardInterrupt
+#: comes from that code.
 RAISED = (Exception, KeyboardInterrupt, SystemExit)
 
 #: How many batches of a loader are looked at, and from how many of its order they are picked.

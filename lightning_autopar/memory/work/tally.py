@@ -131,8 +131,8 @@ def collected(counts: Mapping[Work, int], batches: int = 1) -> tuple[Work, ...]:
 
     Args:
         counts: how often each ran.
-        batches: in so many batches. What didn't run equally often in each (a gradient is added from the second batch on) gets its share of
-            the FLOPs and bytes of a run.
+        batches: in so many batches. Work that didn't run equally often in each (gradients are added from the second batch on) gets its
+            share of the FLOPs and bytes of a run.
     """
     found = []
     for work, count in counts.items():
