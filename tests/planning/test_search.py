@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch
 from benchmarks.memory.stage_rank import GPT
 from benchmarks.referee.judge import Referee
 from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.scaling import scaled
@@ -67,6 +68,31 @@ def test_even_parts_are_looked_at_where_fewer_uneven_ones_take_too_long(monkeypa
     plan = Plan(engine="single", devices=(here.devices[0].id,))
     ((promised, following),) = search._followed(4.0, _Prospect(plan=plan, step="parts", left=(5, 6, 8, 16)))
     assert (promised, following.left) == (3.7, (8, 16))
+
+
+def test_uneven_micro_batches_in_stages_are_no_faster_than_fewer_even_ones() -> None:
+    """Six samples in four parts, of which the larger two have as many as each of three."""
+    step, here = scaled(step_of(1024, 12), 6), parse_spec("6xL4")
+    devices, cuts = tuple(device.id for device in here.devices), tuple(block.fqn for block in step.blocks[2::2])
+    three = Plan(engine="pipeline", devices=devices, micro_batches=3, cuts=cuts, schedule="gpipe")
+    seconds = [predict_seconds(step, replace(three, micro_batches=parts), here, precision=PRECISION).step for parts in (3, 4)]
+    assert seconds[1] >= seconds[0], seconds
+
+
+def seconds_of_cuts(plan: Plan, step: Footprint, here: Inventory) -> list[float]:
+    """Of the plan with all other cuts, nothing recomputed."""
+    names = [block.fqn for block in step.blocks]
+    others = (replace(plan, cuts=cuts, recompute=()) for cuts in combinations(names[1:], plan.stages - 1))
+    return [predict_seconds(step, other, here, precision=PRECISION).step for other in others]
+
+
+@pytest.mark.parametrize(("batch", "devices"), [(2, "2xRTX3090"), (2, "2xL4")])
+def test_stages_of_which_a_rank_has_two_are_cut_by_the_ranks_sums(batch: int, devices: str) -> None:
+    """With cuts by the slowest stage alone they take 3 % longer."""
+    step, here = scaled(step_of(1024, 12), batch), parse_spec(devices)
+    found = make_report(step, here, Constraints(precision=PRECISION, allow=("pipeline",))).candidates
+    chosen = next(one for one in found if one.plan.schedule == "interleaved_1f1b")
+    assert chosen.step_seconds <= 1.01 * min(seconds_of_cuts(chosen.plan, step, here))
 
 
 @pytest.mark.parametrize(("batch", "devices", "seconds"), [(2, "3xRTX3090", 0.0305), (4, "6xRTX3090", 0.0335)])

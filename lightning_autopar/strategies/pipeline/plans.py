@@ -34,8 +34,10 @@ _CORRECTIONS = 3
 _CERTAIN = 0.97
 #: Sizes are rounded for each micro-batch, so their sum may be smaller than the whole batch's size by this share.
 _ROUNDED = 1e-6
-#: How often cuts of the best pipeline are moved by a block.
-_MOVES = 40
+#: How often cuts of a pipeline are moved.
+_MOVES = 100
+#: How much slower cuts may be that are moved. With several stages a rank, the programme's slowest stage isn't the slowest rank's.
+_GAINED = 1.1
 #: What the engine does.
 REASON = "blocks are spread over the devices"
 
@@ -100,7 +102,7 @@ def pipeline_plans(
 
 
 def with_better_cuts(appraiser: Appraiser, plan: Plan, speed: Mapping[str, float], rates: Rates | None = None) -> Plan:
-    """A pipeline with its cuts moved by a block as long as that makes it faster and it fits. Arguments as above."""
+    """A pipeline with its cuts moved as long as that makes it faster and it fits. Arguments as above."""
     maker = PipelineMaker(appraiser, [appraiser.device[device] for device in plan.devices], speed, rates)
     return maker.moved(plan)
 
@@ -138,12 +140,16 @@ class PipelineMaker:
         """
         found: Plan | None = None
         seconds = math.inf
+        movable = schedule in INTERLEAVED
         for least, shape in self._promising(schedule):
-            if least >= min(limit(), seconds):
+            below = min(limit(), seconds)
+            if least >= below:
                 break
             if self._lacks(shape):
                 continue
-            plan = self._fitted(shape, min(limit(), seconds))
+            plan = self._fitted(shape, below * _GAINED if movable else below)
+            if plan is not None and movable:
+                plan = self.moved(plan)
             if plan is not None and (exact := self.appraiser.step_seconds(plan)) < seconds:
                 found, seconds = plan, exact
         return found
@@ -178,7 +184,8 @@ class PipelineMaker:
 
         if family not in self._lacking:
             most = self._parts(shape.schedule, shape.ranks, -(-self.footprint.batch_size // shape.replicas))[-1]
-            self._lacking[family] = most if self._cut(replace(shape, micro_batches=most), self._caps(shape)) is None else 0
+            room = self._even_room(shape, self._caps(shape))
+            self._lacking[family] = most if self._cut(replace(shape, micro_batches=most), room) is None else 0
         lacking = self._lacking[family]
         return shape.micro_batches <= lacking and flight(shape.micro_batches) == flight(lacking)
 
@@ -247,8 +254,8 @@ class PipelineMaker:
             self._tables[key] = stage_tables(self.footprint, key[0], key[1], recompute=recompute)
         return self._tables[key]
 
-    def _cut(self, shape: _Shape, caps: Sequence[float]) -> Partition | None:
-        """The stages by the tables, each with enough recomputed blocks to stay within its part of its rank's bytes."""
+    def _cut(self, shape: _Shape, room: Sequence[float]) -> Partition | None:
+        """The stages by the tables, each with enough recomputed blocks to stay within the bytes that it may take."""
         groups = self._groups(shape)
         share = self._share(shape)
         slowest = [group[0] if self.alike else min(group, key=lambda device: self.speed[device.id]) for group in groups]
@@ -259,10 +266,10 @@ class PipelineMaker:
             device, following = slowest[rank], groups[(rank + 1) % shape.ranks][0]
             flight = in_flight(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches)
             plain = self._stage_seconds(device, following, share, recompute=False)
-            key = flight, caps[rank], id(plain)
+            key = flight, room[stage], id(plain)
             if key not in known:
-                cap = caps[rank] / shape.local
-                known[key] = self._affordable(shape, stage, cap, plain, self._stage_seconds(device, following, share, recompute=True))
+                again = self._stage_seconds(device, following, share, recompute=True)
+                known[key] = self._affordable(shape, stage, room[stage], plain, again)
             costs.append(known[key])
         return partition(costs, self.cuttable)
 
@@ -312,10 +319,10 @@ class PipelineMaker:
         margin = 1 + self.footprint.margin
         groups = self._groups(shape)
         whole = self._caps(shape)
-        caps, best, seconds = whole, None, limit
-        for _ in range(_CORRECTIONS):
-            cut = self._cut(shape, caps)
-            if cut is None and caps is whole:
+        caps, room, best, seconds = whole, self._even_room(shape, whole), None, limit
+        for turn in range(_CORRECTIONS):
+            cut = self._cut(shape, room)
+            if cut is None and not turn:
                 family = replace(shape, micro_batches=1)
                 self._lacking[family] = max(shape.micro_batches, self._lacking.get(family, 0))
             if cut is None or shape.seconds(cut) * _CERTAIN >= seconds:
@@ -328,10 +335,23 @@ class PipelineMaker:
                 if any_will_do:
                     break
             off = [max(self._beyond(shape, cut, one, rank, groups[rank]) for one in {bare, most}) for rank in range(shape.ranks)]
-            before, caps = caps, [cap - more / margin for cap, more in zip(whole, off, strict=True)]
-            if all(abs(cap - old) <= 0.01 * old for cap, old in zip(caps, before, strict=True)):
+            caps = [cap - more / margin for cap, more in zip(whole, off, strict=True)]
+            before, room = room, self._shared_room(shape, cut, caps)
+            if all(abs(cap - old) <= 0.01 * old for cap, old in zip(room, before, strict=True)):
                 break
         return best
+
+    @staticmethod
+    def _even_room(shape: _Shape, caps: Sequence[float]) -> list[float]:
+        """The bytes that each stage may take, where a rank's stages share them evenly."""
+        return [caps[stage % shape.ranks] / shape.local for stage in range(shape.stages)]
+
+    def _shared_room(self, shape: _Shape, cut: Partition, caps: Sequence[float]) -> list[float]:
+        """The same, where each stage has what it needs in a cut, and an even part of what its rank has beyond."""
+        ends = [*cut.starts[1:], len(self.footprint.blocks)]
+        needs = [float(self._needs(shape, stage, recompute=False)[cut.starts[stage], ends[stage]]) for stage in range(shape.stages)]
+        beyond = [(cap - sum(needs[rank :: shape.ranks])) / shape.local for rank, cap in enumerate(caps)]
+        return [need + beyond[stage % shape.ranks] for stage, need in enumerate(needs)]
 
     def _beyond(self, shape: _Shape, cut: Partition, plan: Plan, rank: int, group: Sequence[Device]) -> float:
         """By how many bytes a rank needs more than the tables say."""
@@ -373,30 +393,36 @@ class PipelineMaker:
         return fewer if self.appraiser.holds(fewer) else plan
 
     def moved(self, plan: Plan) -> Plan:
-        """The plan with its cuts moved by a block as long as that makes it faster and it fits."""
+        """The plan with its cuts moved as long as that makes it faster and it fits."""
         names = [block.fqn for block in self.footprint.blocks]
         ranks = plan.devices_per_replica
         groups = [[self.appraiser.device[device] for device in plan.devices[rank::ranks]] for rank in range(ranks)]
-        tries, seconds = _MOVES, self.appraiser.step_seconds(plan)
-        better = True
-        while better and tries > 0:
-            better = False
-            starts = [names.index(fqn) for fqn in plan.cuts]
-            for number, step in itertools.product(range(len(starts)), (-1, 1)):
-                place = starts[number] + step
-                if not 0 < place < len(names) or place in starts or not self.cuttable[place] or tries <= 0:
-                    continue
-                tries -= 1
-                trial: Plan | None = replace(plan, cuts=tuple(names[start] for start in sorted({*starts} - {starts[number]} | {place})))
+        seconds = self.appraiser.step_seconds(plan)
+        tries = itertools.count()
+        while True:
+            for starts in self._moves([names.index(fqn) for fqn in plan.cuts]):
+                if next(tries) == _MOVES:
+                    return plan
+                trial: Plan | None = replace(plan, cuts=tuple(names[start] for start in starts))
                 assert trial is not None
                 if self.appraiser.step_seconds(without_recompute(trial)) >= seconds:
                     continue
                 if not self.appraiser.holds(trial):
                     trial = self._relieved(with_recompute(without_recompute(trial), self.footprint, self.again), groups)
                 if trial is not None and self.appraiser.step_seconds(trial) < seconds * (1 - 1e-9):
-                    plan, seconds, better = trial, self.appraiser.step_seconds(trial), True
+                    plan, seconds = trial, self.appraiser.step_seconds(trial)
                     break
-        return plan
+            else:
+                return plan
+
+    def _moves(self, starts: Sequence[int]) -> Iterator[list[int]]:
+        """Cuts of which neighbouring ones were moved together by one or two blocks. The stages between them keep their size."""
+        for count, step in itertools.product(range(1, len(starts) + 1), (-1, 1, -2, 2)):
+            for first in range(len(starts) - count + 1):
+                moved = [start + step * (first <= number < first + count) for number, start in enumerate(starts)]
+                ends = [0, *moved, len(self.footprint.blocks)]
+                if all(a < b for a, b in itertools.pairwise(ends)) and all(self.cuttable[start] for start in moved):
+                    yield moved
 
     def _anyhow(self, shape: _Shape) -> Plan:
         """A plan whose stages have about equally many blocks, where none fits into memory."""

@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from lightning_autopar.memory.allocator.play import parts_of
 from lightning_autopar.plans import Schedule
 from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
 from lightning_autopar.timing.rank import LaneSpan, RankWork, work_of
@@ -32,6 +33,7 @@ class Stages:
         backward: of its backward, a second forward included.
         sends: seconds of sending from each stage to the next: one fewer than there are stages. Gradients take as long.
         held: the part of each of ``sends`` in which neither sender nor receiver computes; 0 unless given.
+        sizes: of each micro-batch, as a multiple of the one that the seconds are of; all 1 unless given.
     """
 
     schedule: Schedule
@@ -41,6 +43,7 @@ class Stages:
     backward: tuple[float, ...]
     sends: tuple[float, ...]
     held: tuple[float, ...] = ()
+    sizes: tuple[float, ...] = ()
 
 
 class Done(NamedTuple):
@@ -91,7 +94,12 @@ def _pace(stages: Stages) -> float:
 
 
 def _with(stages: Stages, micro_batches: int) -> Stages:
-    return replace(stages, micro_batches=micro_batches)
+    """With fewer micro-batches, and of each size as large a part of them."""
+    kept = [
+        stages.sizes[(2 * number + 1) * stages.micro_batches // (2 * micro_batches)]
+        for number in range(micro_batches if stages.sizes else 0)
+    ]
+    return replace(stages, micro_batches=micro_batches, sizes=tuple(kept))
 
 
 def _few(stages: Stages) -> tuple[int, int] | None:
@@ -123,6 +131,7 @@ def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
     forward, backward, sends = stages.forward, stages.backward, stages.sends
     last = count - 1
     held = stages.held or (0.0,) * len(sends)
+    sizes = stages.sizes or (1.0,) * stages.micro_batches
     crosses = [index % ranks != (index + 1) % ranks for index in range(last)]
     queues = [rank_actions(stages.schedule, rank, ranks, count, stages.micro_batches) for rank in range(ranks)]
     places, clocks = [0] * ranks, [0.0] * ranks
@@ -136,14 +145,15 @@ def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
         while place < len(queue):
             action = queue[place]
             work, stage, index = action
+            size = sizes[index]
             need = work != "forward", stage, index
             there = arrived.get(need)
             if there is None:
                 waiting[need] = rank
                 break
             edge = stage - 1 if work == "forward" else stage
-            start = max(clock + held[edge] if 0 <= edge < last and crosses[edge] else clock, there)
-            clock = start + (forward[stage] if work == "forward" else backward[stage])
+            start = max(clock + held[edge] * size if 0 <= edge < last and crosses[edge] else clock, there)
+            clock = start + (forward[stage] if work == "forward" else backward[stage]) * size
             place += 1
             out.append((rank, action, start, clock))
             made: tuple[bool, int, int] | None = None
@@ -154,8 +164,8 @@ def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
                 made = True, stage - 1, index
             if made is not None:
                 sent = 0 <= edge < last and crosses[edge]
-                arrived[made] = clock + (sends[edge] if sent else 0.0)
-                clock += held[edge] if sent else 0.0
+                arrived[made] = clock + (sends[edge] * size if sent else 0.0)
+                clock += held[edge] * size if sent else 0.0
                 if made in waiting:
                     ready.append(waiting.pop(made))
         places[rank], clocks[rank] = place, clock
@@ -242,7 +252,14 @@ class PipelineStep(Step):
             tuple(sum(run.backwards()) + action for run, action in zip(runs, besides, strict=True)),
             sends,
             held,
+            self.sizes(),
         )
+
+    def sizes(self) -> tuple[float, ...]:
+        """Each micro-batch's samples, as a multiple of their average, for the largest share of the batch; none where all are equal."""
+        rows = max(self.rows)
+        found = parts_of(rows, self.parts)
+        return tuple(part * self.parts / rows for part in found) if rows % self.parts and len(found) == self.parts else ()
 
     def action(self, run: RankWork) -> float:
         """What a stage's forward or backward of a micro-batch takes the host beside its operations; a GPU's runs ahead of it."""

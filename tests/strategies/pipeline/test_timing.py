@@ -52,6 +52,14 @@ def test_gpipe_does_all_forwards_first() -> None:
     assert pipeline_ends(stages("gpipe", 3, 4, (1, 1, 1), (2, 2, 2))) == ((4 + 2) * 3, (4 + 1) * 3 + 1, 4 * 3 + 2)
 
 
+def test_micro_batches_of_other_sizes_take_time_by_their_size() -> None:
+    # Five samples in three micro-batches of 2, 2 and 1: the small one waits behind the others.
+    asked = replace(stages("gpipe", 2, 3, (1.0, 1.0), (2.0, 2.0)), sizes=(1.2, 1.2, 0.6))
+    assert pipeline_ends(asked) == pytest.approx((1.2 * 3 + 0.6 + 1.2 * 2 + 3 * 2, 1.2 * 3 + 0.6 + 3 * 2))
+    many = replace(asked, schedule="1f1b", micro_batches=900, sizes=(1.2,) * 600 + (0.6,) * 300)
+    assert max(pipeline_ends(many)) == pytest.approx(900 * 3 + 3, rel=0.001)
+
+
 def test_sending_takes_as_long_as_it_does_forward_and_back() -> None:
     assert max(pipeline_ends(stages("gpipe", 2, 1, (1, 1), (2, 2), send=0.5))) == 6 + 1
 
