@@ -94,7 +94,7 @@ class Referee:
         devices = chosen if shape.engine == "pipeline" and shape.replicas == 1 else sorted(chosen, key=order.index)
         recomputed = (self.again[::-1] if shape.last else self.again)[: shape.recompute]
         names = frozenset(recomputed)
-        if max(shape.cuts, default=0) >= len(self.blocks):
+        if not all(0 < cut < len(self.blocks) for cut in shape.cuts):
             return None
         try:
             plan = Plan(

@@ -109,6 +109,8 @@ _HALVINGS = 3
 _FEW_BLOCKS = 16
 #: Up to this number of ranks, samples are moved between ranks in every plan, not only in the best.
 _FEW_RANKS = 8
+#: With more ranks, each number of parts is at least so many times the one before.
+_FINE = 1.3
 
 #: Seconds of each block's forward by FQN, under a plan.
 BlockSeconds = Callable[[Plan], Mapping[str, float]]
@@ -159,7 +161,7 @@ class Remedies:
             return counts
         kept = [1]
         for count in counts:
-            if count >= 2 * kept[-1] or count == counts[-1] > kept[-1]:
+            if count >= _FINE * kept[-1] or count == counts[-1] > kept[-1]:
                 kept.append(count)
         return kept
 

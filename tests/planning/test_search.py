@@ -70,6 +70,14 @@ def test_even_parts_are_looked_at_where_fewer_uneven_ones_take_too_long(monkeypa
     assert (promised, following.left) == (3.7, (8, 16))
 
 
+def test_many_ranks_have_numbers_of_parts_between_the_powers_of_two() -> None:
+    """Four may not fit where eight take too long."""
+    here = parse_spec("5x8xA100-40GB")
+    search = Search(scaled(step_of(1024, 12), 36 * 29), here, Constraints(precision=PRECISION))
+    plan = Plan(engine="ddp", devices=tuple(device.id for device in here.devices[:36]))
+    assert search.remedies.parts(plan) == [1, 2, 3, 4, 6, 8, 15, 29]
+
+
 def test_uneven_micro_batches_in_stages_are_no_faster_than_fewer_even_ones() -> None:
     """Six samples in four parts, of which the larger two have as many as each of three."""
     step, here = scaled(step_of(1024, 12), 6), parse_spec("6xL4")
