@@ -78,6 +78,12 @@ def test_many_ranks_have_numbers_of_parts_between_the_powers_of_two() -> None:
     assert search.remedies.parts(plan) == [1, 2, 3, 4, 6, 8, 15, 29]
 
 
+def test_replicas_are_looked_at_where_islands_of_a_node_are_of_different_sizes() -> None:
+    """Four GPUs with NVLink and four without: nothing but the gradients' shards goes from the ones to the others."""
+    search = Search(scaled(step_of(1024, 12), 35), parse_spec("4xRTX3090,4xV100-32GB"), Constraints(precision=PRECISION))
+    assert {2, 4} <= {plan.replicas for plan in search._options() if plan.engine == "fsdp" and plan.world_size == 8}
+
+
 def test_uneven_micro_batches_in_stages_are_no_faster_than_fewer_even_ones() -> None:
     """Six samples in four parts, of which the larger two have as many as each of three."""
     step, here = scaled(step_of(1024, 12), 6), parse_spec("6xL4")

@@ -169,18 +169,16 @@ class FSDP(Engine):
 
 
 def _copies(devices: Sequence[Device], inventory: Inventory) -> list[int]:
-    """How many copies of the model hybrid sharding may have: one a node, or one an island of well linked devices, and half as many; with
-    few devices on one node, any number that divides theirs.
+    """How many copies of the model hybrid sharding may have. With few devices on one node it is any number that divides theirs; else one a
+    node, or one an island of well linked devices, and half as many.
     """
     found: list[int] = []
     nodes: dict[int, list[Device]] = {}
     for device in devices:
         nodes.setdefault(device.node, []).append(device)
-    groups: list[list[Device]] = list(nodes.values())
-    if len(groups) == 1:
-        groups = islands(inventory, devices)
-    if len(groups) == 1 and len(devices) <= _FEW_DEVICES:
+    if len(nodes) == 1 and len(devices) <= _FEW_DEVICES:
         return [count for count in range(len(devices) // 2, 1, -1) if len(devices) % count == 0]
+    groups: list[list[Device]] = list(nodes.values()) if len(nodes) > 1 else islands(inventory, devices)
     if len({len(group) for group in groups}) != 1:
         return []
     count = len(groups)
