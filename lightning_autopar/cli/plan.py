@@ -9,6 +9,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
+from lightning_autopar._autoload import when_executed
 from lightning_autopar.cli.arguments import (
     add_devices,
     add_script,
@@ -19,6 +20,7 @@ from lightning_autopar.cli.arguments import (
     split_devices,
     strategy_options,
 )
+from lightning_autopar.cli.run import refuse_the_other
 from lightning_autopar.cli.spinner import progress
 
 if TYPE_CHECKING:
@@ -65,7 +67,8 @@ def plan_script(options: argparse.Namespace) -> int:
     spec, trainer_devices = split_devices(options.devices)
     check_picture(options.picture)
     # Standard output has only the report: what the script prints goes to stderr.
-    with contextlib.redirect_stdout(sys.stderr), progress() as show:
+    with contextlib.redirect_stdout(sys.stderr), progress() as show, contextlib.ExitStack() as until_the_end:
+        until_the_end.callback(when_executed("pytorch_lightning.trainer.connectors.accelerator_connector", refuse_the_other))
         show("importing Lightning")
         from lightning_autopar.cli.dry_run import ScriptFailed, dry_run
         from lightning_autopar.cli.replace_strategy import Wanted

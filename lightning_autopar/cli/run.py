@@ -90,7 +90,7 @@ def run_script(options: argparse.Namespace) -> int:
 
         # Not before the script imports it: environment variables that the script sets first must count.
         until_the_end.callback(when_executed("lightning.pytorch", replace_from_now_on))
-        until_the_end.callback(when_executed("pytorch_lightning.trainer.connectors.accelerator_connector", _refuse_the_other))
+        until_the_end.callback(when_executed("pytorch_lightning.trainer.connectors.accelerator_connector", refuse_the_other))
         start_again = [sys.executable, "-m", "lightning_autopar", "run", *option_words(options)]
         what = ["-m", script.target] if script.is_module else [str(Path(script.target).resolve())]
         until_the_end.enter_context(started_by([*start_again, *what]))
@@ -126,7 +126,7 @@ def _run(script: Script) -> int:
     return 0
 
 
-def _refuse_the_other(module: Any) -> None:
+def refuse_the_other(module: Any) -> None:
     """Make a Trainer of ``pytorch_lightning``, which can't use our strategy, raise an error when it is built."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
