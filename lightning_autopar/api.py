@@ -80,7 +80,7 @@ def plan(
 
 def _accelerator() -> Literal["cuda", "cpu"]:
     """What the Trainer's ``accelerator="auto"`` would take; asks NVML, so that CUDA stays uninitialised."""
-    from lightning.fabric.accelerators.cuda import num_cuda_devices
+    from lightning_autopar._lightning import num_cuda_devices
 
     return "cuda" if num_cuda_devices() else "cpu"
 

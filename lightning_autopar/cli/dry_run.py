@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
-
+from lightning_autopar._lightning import Trainer, rank_zero_warn
 from lightning_autopar._lightning_compat import attach_data, run_arguments
 from lightning_autopar.cli.replace_strategy import Replaced, Replacement, Wanted, strategies_replaced
 from lightning_autopar.report.report import Candidate, NothingFits, Report

@@ -11,11 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning.fabric.accelerators.cuda import num_cuda_devices
-from lightning.pytorch.plugins import DeepSpeedPrecision, FSDPPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
-
+from lightning_autopar._lightning import (
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+    num_cuda_devices,
+)
 from lightning_autopar._lightning_compat import requests_changed
+from lightning_autopar._root import LIGHTNING
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 
 _ARGUMENTS = "_autopar_arguments"
@@ -185,7 +190,7 @@ def _why(setting: str) -> str:
 def _kind_notes(asked: Strategy) -> tuple[str, ...]:
     kind = type(asked)
     notes = []
-    if not kind.__module__.startswith(("lightning.", "pytorch_lightning.")):
+    if not kind.__module__.startswith(LIGHTNING):
         notes.append(f"{kind.__name__} is a class of the script's or a library's own: what its methods do isn't done")
     if any(base.__name__ == "ModelParallelStrategy" for base in kind.__mro__):
         notes.append("a configure_model that shards by self.device_mesh finds none; leave the sharding to the plan")

@@ -7,8 +7,7 @@ No ``from __future__ import annotations`` here: jsonargparse reads the annotatio
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch.strategies import Strategy
-
+from lightning_autopar._lightning import Strategy
 from lightning_autopar._lightning_compat import bare_optimizer, combined_loaders, requested_devices, restore_loaders
 from lightning_autopar.constraints import check_allow, check_memory_limit
 from lightning_autopar.devices.discover import probe

@@ -14,11 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_autopar import engines
 from lightning_autopar._fork import unforkable
+from lightning_autopar._lightning import ParallelStrategy, rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import (
     Launcher,
     TrainerFn,
