@@ -42,10 +42,10 @@ def choose(root: str, what: str) -> None:
     Raises:
         ValueError: if the process has settled on the other one, or if the root's version can't be used.
     """
-    global _chosen, _why, _is_guess
+    global _chosen, _is_guess
     if _chosen is None:
         _check_version(root)
-        _chosen, _why = root, f"{what} was {root}'s"
+        _chosen = root
     elif _chosen != root and _is_guess:
         raise ValueError(
             f"{what} is {root}'s, but lightning_autopar was imported for {_chosen}, since {_why}; set {VARIABLE}={root}, "
@@ -53,7 +53,7 @@ def choose(root: str, what: str) -> None:
         )
     elif _chosen != root:
         raise ValueError(
-            f"{what} is {root}'s, but autopar serves {_chosen} in this process, since {_why}; "
+            f"{what} is {root}'s, but autopar serves {_chosen} in this process already; "
             f"import all Trainers, modules, callbacks and loggers of a process from one package: change {root} to {_chosen} or the reverse"
         )
     _is_guess = False

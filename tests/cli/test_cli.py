@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
-from contextlib import redirect_stderr
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 
-from lightning_autopar._fork import run_forked
 from lightning_autopar.cli import main
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.strategies.calibration import calibration
@@ -183,21 +180,6 @@ def test_a_script_that_never_comes_to_fit(body: str, says: str, tmp_path: Path, 
 def test_what_cannot_be_is_said_in_a_sentence(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert says in capsys.readouterr().err
-
-
-def test_a_script_of_the_other_lightning_is_not_trained(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(_MODULE.replace("lightning as L", "pytorch_lightning as L") + dedent(_FIT).replace('strategy="autopar", ', ""))
-
-    def planned() -> tuple[int, str]:
-        with redirect_stderr(io.StringIO()) as said:
-            return main(["plan", "--devices", "cpu:1GiB", str(script)]), said.getvalue()
-
-    code, said = run_forked(planned)  # in a process of its own: the other Lightning stays imported
-    assert "trained" not in said
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
-    assert code == 2
-    assert "belongs to lightning.pytorch, but this Trainer is pytorch_lightning's" in said
 
 
 def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
