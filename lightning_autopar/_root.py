@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOTS = ("lightning.pytorch", "pytorch_lightning")
 #: How the names of all modules of either begin.
@@ -22,9 +22,15 @@ VARIABLE = "AUTOPAR_LIGHTNING"
 _OLDEST = (2, 5, 3)
 _COMPROMISED = ("2.6.2", "2.6.3")  # on the package index (Lightning-AI/pytorch-lightning#21691)
 
-_chosen: str | None = None
-_why = ""
-_is_guess = False
+
+class Choice(NamedTuple):
+    """A root; and why, where that is a guess."""
+
+    root: str
+    guess: str | None = None
+
+
+choice: Choice | None = None
 
 
 def within(*packages: str) -> tuple[str, ...]:
@@ -42,21 +48,20 @@ def choose(root: str, what: str) -> None:
     Raises:
         ValueError: if the process has settled on the other one, or if the root's version can't be used.
     """
-    global _chosen, _is_guess
-    if _chosen is None:
+    global choice
+    if choice is None:
         _check_version(root)
-        _chosen = root
-    elif _chosen != root and _is_guess:
+    elif choice.root != root and choice.guess is not None:
         raise ValueError(
-            f"{what} is {root}'s, but lightning_autopar was imported for {_chosen}, since {_why}; set {VARIABLE}={root}, "
+            f"{what} is {root}'s, but lightning_autopar was imported for {choice.root}, since {choice.guess}; set {VARIABLE}={root}, "
             "or write strategy='autopar' and import nothing else of lightning_autopar before the Trainer is built"
         )
-    elif _chosen != root:
+    elif choice.root != root:
         raise ValueError(
-            f"{what} is {root}'s, but autopar serves {_chosen} in this process already; "
-            f"import all Trainers, modules, callbacks and loggers of a process from one package: change {root} to {_chosen} or the reverse"
+            f"{what} is {root}'s, but autopar serves {choice.root} in this process already; import all Trainers, modules, callbacks and "
+            f"loggers of a process from one package: change {root} to {choice.root} or the reverse"
         )
-    _is_guess = False
+    choice = Choice(root)
 
 
 def chosen() -> str:
@@ -65,12 +70,12 @@ def chosen() -> str:
     Raises:
         ValueError: if the variable names neither, or if the root's version can't be used.
     """
-    global _chosen, _why, _is_guess
-    if _chosen is None:
-        root, why = _guess()
-        _check_version(root)
-        _chosen, _why, _is_guess = root, why, True
-    return _chosen
+    global choice
+    if choice is None:
+        guess = _guess()
+        _check_version(guess.root)
+        choice = guess
+    return choice.root
 
 
 def check(thing: object, what: str) -> None:
@@ -90,7 +95,7 @@ def version() -> str:
 
 def for_child(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that runs our code alone, with the root of this one."""
-    return {**environment, VARIABLE: _chosen} if _chosen is not None else dict(environment)
+    return {**environment, VARIABLE: choice.root} if choice is not None else dict(environment)
 
 
 def _check_version(root: str) -> None:
@@ -120,24 +125,23 @@ def _version(root: str) -> str | None:
 # -- the guess -------------------------------------------------------------------------------------------------------------------------
 
 
-def _guess() -> tuple[str, str]:
-    """The root, and why."""
+def _guess() -> Choice:
     if said := os.environ.get(VARIABLE):
         if said not in ROOTS:
             raise ValueError(f"{VARIABLE}={said!r} must be {' or '.join(ROOTS)}")
-        return said, f"{VARIABLE} says so"
+        return Choice(said, f"{VARIABLE} says so")
     frame: FrameType | None = sys._getframe()
     while frame is not None:  # from the inside out: the code that imports us imports its Trainer, before or after
         name = str(frame.f_globals.get("__name__", ""))
         if name.partition(".")[0] not in ("lightning_autopar", "importlib") and not frame.f_code.co_filename.startswith("<frozen"):
             named = _named(name, frame)
             if len(named) == 1:
-                return named.pop(), f"{name} uses that"
+                return Choice(named.pop(), f"{name} uses that")
         frame = frame.f_back
     loaded = [root for root in ROOTS if sys.modules.get(root) is not None]
     if len(loaded) == 1:
-        return loaded[0], "it was imported"
-    return ROOTS[0] if _has_lightning() else ROOTS[1], "it is installed"
+        return Choice(loaded[0], "it was imported")
+    return Choice(ROOTS[0] if _has_lightning() else ROOTS[1], "it is installed")
 
 
 def _named(module: str, frame: FrameType) -> set[str]:

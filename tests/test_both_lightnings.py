@@ -46,7 +46,7 @@ def fit(begin=None, max_epochs=2, **options):
 def say_root():
     import json
     from lightning_autopar import _root
-    print("GOT", json.dumps(_root._chosen))
+    print("GOT", json.dumps(_root.chosen()))
 """
 FIT = """
 from lightning_autopar import AutoParallelStrategy
@@ -146,7 +146,7 @@ def test_lightning_cli_finds_the_class_and_the_name(root: str, python: Rootless,
     code = """
 from {root}.cli import LightningCLI
 from lightning_autopar import _root
-assert _root._chosen is None
+assert _root.choice is None
 for config in sys.argv[1:]:
     cli = LightningCLI(Net, args=["--config", config], run=False, save_config_callback=None)
     assert isinstance(cli.trainer.strategy, sys.modules["{root}"].strategies.Strategy)
@@ -175,7 +175,7 @@ print("trained", trainer.strategy.plan.title())
 """
     script.write_text(module(root, before="import lightning_autopar\n" + LIBRARY, after=body))
     code = "import sys\nfrom lightning_autopar.cli import main\ncode = main(sys.argv[1:])\n"
-    code += "import json; from lightning_autopar import _root; print('GOT', json.dumps(_root._chosen)); sys.exit(code)\n"
+    code += "import json; from lightning_autopar import _root; print('GOT', json.dumps(_root.chosen())); sys.exit(code)\n"
     options = ("--devices", "2xcpu:1GiB", "--allow", "fsdp")
     result = python.run(code, command, *options, str(script), str(tmp_path / "left"))
     assert got(result) == root

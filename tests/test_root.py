@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +23,7 @@ L, PL = _root.ROOTS
 
 @pytest.fixture(autouse=True)
 def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_root, "_chosen", None)
-    monkeypatch.setattr(_root, "_is_guess", False)
+    monkeypatch.setattr(_root, "choice", None)
     monkeypatch.delenv(_root.VARIABLE, raising=False)
 
 
@@ -68,7 +68,7 @@ def test_the_variable_names_one_of_the_two(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_objects_class_says_whose_it_is() -> None:
     _root.check(object(), "this thing")
-    assert _root._chosen is None
+    assert _root.choice is None
     _root.check(Derived(), "this module")
     assert _root.chosen() == PL
 
@@ -84,7 +84,7 @@ def test_a_version_that_cannot_be_used_is_refused(found: str, why: str, monkeypa
     monkeypatch.setattr(metadata, "version", lambda name: found)
     with pytest.raises(ValueError, match=rf"pytorch-lightning {found} {why}.*pip install --upgrade pytorch-lightning"):
         _root.choose(PL, "this Trainer")
-    assert _root._chosen is None
+    assert _root.choice is None
 
 
 @pytest.mark.parametrize("found", ["2.5.3", "2.5.3.post1", "2.6.6", "2.10.0.dev20260101", "3.0"])
@@ -114,7 +114,7 @@ def test_imports_still_to_come_count(code: str, root: str) -> None:
 
 def test_what_a_notebook_holds_counts() -> None:
     assert guessed("", pl=ModuleType(PL)) == PL
-    _root._chosen = None
+    _root.choice = None
     assert guessed("", Net=Derived) == PL
 
 
@@ -139,25 +139,32 @@ def test_a_module_that_says_nothing_is_passed_over() -> None:
     assert namespace["through"] == PL
 
 
+def guessed_where_no_code_says_it() -> str:
+    """On a thread's stack there is no module of a user's."""
+    with ThreadPoolExecutor() as pool:
+        return pool.submit(_root.chosen).result()
+
+
 @pytest.mark.parametrize(("loaded", "root"), [((PL,), PL), ((L,), L), ((L, PL), L), ((), L)])
 def test_without_a_word_it_is_what_was_imported_or_is_installed(
     loaded: tuple[str, ...], root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_root, "_named", lambda module, frame: set())
     for each in _root.ROOTS:
         monkeypatch.setitem(sys.modules, each, ModuleType(each) if each in loaded else None)  # type: ignore[arg-type]
-    assert _root.chosen() == root
+    assert guessed_where_no_code_says_it() == root
 
 
 def test_without_lightning_it_is_pytorch_lightning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_root, "_named", lambda module, frame: set())
     for name in ("lightning", *_root.ROOTS):
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
-    assert _root.chosen() == PL
-    (tmp_path / "lightning").mkdir()  # a folder of the user's
+    assert guessed_where_no_code_says_it() == PL
+    (tmp_path / "lightning").mkdir()
+    (tmp_path / "lightning" / "__init__.py").touch()  # a package of the user's
+    monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
     monkeypatch.delitem(sys.modules, "lightning")
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert not _root._has_lightning()
+    monkeypatch.syspath_prepend(tmp_path)
+    _root.choice = None
+    assert guessed_where_no_code_says_it() == PL
 
 
 # -- the one module that imports Lightning -----------------------------------------------------------------------------------------------
