@@ -60,10 +60,15 @@ test-cuda-build: $(CUDA_INSTALLED)
 	env -u NULLGPU_DEVICES $(CUDA_VENV)/bin/python -m pytest -m "not gpu"
 
 # Every feature under every engine, half an hour or more; `make test` has a part of it. Writes docs/features.md.
+# With LIGHTNING=pytorch_lightning that part runs under the other Lightning, some minutes, and writes nothing.
 conformance: export OMP_NUM_THREADS = 1
 conformance: $(INSTALLED)
+ifeq ($(LIGHTNING),pytorch_lightning)
+	$(RUN)/python -m tests.other_lightning tests/conformance
+else
 	$(RUN)/python -m pytest tests/conformance --all-cells --slow --deselect tests/conformance/test_conformance.py::test_the_page_shows_what_is_expected
 	$(RUN)/python -m tests.conformance.render
+endif
 
 # The same on GPUs: on stub ones, or on real ones where there are two. Writes docs/features_cuda.md from what was run.
 conformance-cuda: $(INSTALLED)

@@ -25,27 +25,20 @@ OFF_SWITCH = "LIGHTNING_AUTOPAR_AUTOLOAD"
 _DESCRIPTION = "plans by itself how the model runs on the devices that are free"
 
 
-def make_strategy(**options: Any) -> Any:
-    """Makes the strategy when somebody uses the name in ``lightning.pytorch``; only then is our code imported."""
-    from lightning_autopar.strategies.auto import AutoParallelStrategy
+def _maker(root: str) -> Callable[..., Any]:
+    def make_strategy(**options: Any) -> Any:
+        """Makes the strategy when a Trainer of this root is given the name; only then is our code imported."""
+        from lightning_autopar import _root
 
-    return AutoParallelStrategy(**options)
+        _root.choose(root, "this Trainer")
+        from lightning_autopar.strategies.auto import AutoParallelStrategy
 
+        return AutoParallelStrategy(**options)
 
-def refuse(**options: Any) -> Any:
-    """Refuses the name in ``pytorch_lightning``.
-
-    Raises:
-        ValueError: always. ``lightning`` installs both packages, each with classes of its own, and a strategy of one fails in the
-            other's Trainer with a bare ``AssertionError``.
-    """
-    raise ValueError(
-        f"strategy={NAME!r} belongs to lightning.pytorch, but this Trainer is pytorch_lightning's; "
-        "use `from lightning.pytorch import Trainer` (or `import lightning as L` and `L.Trainer`), and the same package's LightningModule"
-    )
+    return make_strategy
 
 
-_FACTORIES = {"lightning.pytorch.strategies": make_strategy, "pytorch_lightning.strategies": refuse}
+_FACTORIES = {f"{root}.strategies": _maker(root) for root in ("lightning.pytorch", "pytorch_lightning")}
 
 
 def install() -> None:
@@ -91,6 +84,9 @@ def _register(module: ModuleType) -> None:
         registry = getattr(module, "StrategyRegistry", None)  # None while the module is still being imported
         if registry is not None and NAME not in registry:
             registry.register(NAME, _FACTORIES[module.__name__], description=_DESCRIPTION)
+        let_take = getattr(sys.modules.get("lightning_autopar.strategies.auto"), "let_trainers_take_it", None)  # None while it is imported
+        if let_take is not None:
+            let_take(module)
     except Exception:
         _tell(f"couldn't be registered with {module.__name__}")
 

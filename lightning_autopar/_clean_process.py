@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autopar._fork import ChildFailed, read_message, run_forked, unforkable, write_message
+from lightning_autopar._root import for_child
 
 T = TypeVar("T")
 
@@ -226,7 +227,7 @@ def serve() -> None:
 
 def _environment() -> dict[str, str]:
     """This process's as it is now, but for GPUs, which checks leave alone."""
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return for_child({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
 
 
 def _call(payload: bytes, environment: dict[str, str]) -> Any:

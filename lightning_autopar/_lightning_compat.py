@@ -15,34 +15,38 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd as script_command
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_properties
-from lightning.fabric.utilities.distributed import _distributed_is_initialized as distributed_is_initialized
-from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
-from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_cores
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_ranks
-from lightning.fabric.utilities.init import _materialize_distributed_module as materialize_module
-from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.pytorch.accelerators.cpu import CPUAccelerator
-from lightning.pytorch.accelerators.cuda import CUDAAccelerator
-from lightning.pytorch.core.datamodule import LightningDataModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.loops.evaluation_loop import RestartStage
-from lightning.pytorch.loops.fit_loop import RestartStage as FitRestartStage
-from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
-from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer import trainer as trainer_module
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities._pytree import tree_unflatten
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
-from lightning.pytorch.utilities.model_helpers import is_overridden as _is_overridden
+
+from lightning_autopar._lightning import (
+    CombinedLoader,
+    CPUAccelerator,
+    CUDAAccelerator,
+    DoublePrecision,
+    FitRestartStage,
+    LightningDataModule,
+    LightningEnvironment,
+    LightningOptimizer,
+    RestartStage,
+    SIGTERMException,
+    TrainerFn,
+    TrainerStatus,
+    _AcceleratorConnector,
+    call,
+    find_free_network_port,
+    trainer_module,
+    tree_unflatten,
+)
+from lightning_autopar._lightning import _basic_subprocess_cmd as script_command
+from lightning_autopar._lightning import _distributed_is_initialized as distributed_is_initialized
+from lightning_autopar._lightning import _get_default_process_group_backend_for_device as default_backend
+from lightning_autopar._lightning import _init_dist_connection as init_dist_connection
+from lightning_autopar._lightning import _Launcher as Launcher
+from lightning_autopar._lightning import _materialize_distributed_module as materialize_module
+from lightning_autopar._lightning import _optimizers_to_device as optimizers_to_device
+from lightning_autopar._lightning import _set_num_threads_if_needed as share_cores
+from lightning_autopar._lightning import _sync_ddp_if_available as reduce_over_ranks
+from lightning_autopar._lightning import _TunerExitException as TunerExit
+from lightning_autopar._lightning import _update_properties as update_properties
+from lightning_autopar._lightning import is_overridden as _is_overridden
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -409,7 +413,7 @@ def restore_loaders(trainer: Trainer, found: dict[str, tuple[Any, str, Any]]) ->
 
 def verify_configuration(trainer: Trainer) -> None:
     """Raise what Lightning raises for a module that lacks what the trainer's function needs (``_verify_loop_configurations``)."""
-    from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
+    from lightning_autopar._lightning import _verify_loop_configurations
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run itself warns
@@ -418,7 +422,7 @@ def verify_configuration(trainer: Trainer) -> None:
 
 def make_result(options: dict[str, Any], metric: Any | None, device: torch.device) -> Any:
     """An entry of a result collection (``_ResultMetric``): for a logged tensor, or for a torchmetrics object."""
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+    from lightning_autopar._lightning import _Metadata, _ResultMetric, _Sync
 
     meta = _Metadata(**options)
     meta.sync = _Sync()
@@ -445,7 +449,7 @@ def arguments_from(snapshot: Path, function: Callable[..., Any], args: tuple[Any
 
 def loader_source(trainer: Trainer, stage: str) -> Any:
     """The loaders of a stage as its loop's ``setup_data`` requests them (``_request_dataloader``); None where the user gave none."""
-    from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+    from lightning_autopar._lightning import _request_dataloader
 
     source = getattr(trainer, f"{stage}_loop")._data_source
     if source.instance is None or (stage != "fit" and not source.is_defined()):
@@ -471,7 +475,7 @@ def transfer_batch(module: LightningModule, batch: Any) -> Any:
 
 def parse_optimizers(conf: Any) -> tuple[list[Any], list[Any]]:
     """The optimizers and the schedulers in what ``configure_optimizers`` returned (``_configure_optimizers``)."""
-    from lightning.pytorch.core.optimizer import _configure_optimizers
+    from lightning_autopar._lightning import _configure_optimizers
 
     optimizers, schedulers, _ = _configure_optimizers(conf)
     return optimizers, schedulers

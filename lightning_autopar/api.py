@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_autopar._fork import run_forked
+from lightning_autopar._root import check
 from lightning_autopar.constraints import Constraints, check_allow, check_memory_limit
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.memory.allocator.options import options_from_environment
@@ -59,6 +60,7 @@ def plan(
         NothingFits: if no plan fits, with the report.
         ValueError: if an argument isn't allowed.
     """
+    check(module, "the module")
     inventory = probe(devices, accelerator=_accelerator())
     rates = None if any(device.kind == "catalogue" for device in inventory.devices) else calibrated(inventory)
     constraints = Constraints(
@@ -80,7 +82,7 @@ def plan(
 
 def _accelerator() -> Literal["cuda", "cpu"]:
     """What the Trainer's ``accelerator="auto"`` would take; asks NVML, so that CUDA stays uninitialised."""
-    from lightning.fabric.accelerators.cuda import num_cuda_devices
+    from lightning_autopar._lightning import num_cuda_devices
 
     return "cuda" if num_cuda_devices() else "cpu"
 

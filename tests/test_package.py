@@ -54,10 +54,14 @@ def test_planning_and_every_engine_import_neither_torch_nor_lightning() -> None:
 def test_installed_metadata() -> None:
     distribution = importlib.metadata.distribution("lightning-autopar")
     assert distribution.version == lightning_autopar.__version__
-    lightning = next(requirement for requirement in distribution.requires or [] if requirement.startswith("lightning"))
-    assert {"!=2.6.2", "!=2.6.3", ">=2.5.3"} == set(lightning.removeprefix("lightning").split(","))
     hooks = [point.value for point in distribution.entry_points if point.group == "torch.backends"]
     assert hooks == ["lightning_autopar._autoload:install"]
+
+
+def test_lightning_has_the_same_bounds_under_both_names() -> None:
+    found = re.findall(r'"(lightning|pytorch-lightning)([><=!][^"]*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert [name for name, _ in found] == ["pytorch-lightning", "lightning", "lightning"]
+    assert {bounds for _, bounds in found} == {">=2.5.3,!=2.6.2,!=2.6.3"}
 
 
 def test_typed() -> None:

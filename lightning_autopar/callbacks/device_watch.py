@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from lightning.pytorch.utilities import rank_zero_info
-
+from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.devices.changes import DeviceEvent, device_events, usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.planning.memory import host_bytes

@@ -6,10 +6,7 @@ No ``from __future__ import annotations`` here: jsonargparse reads the annotatio
 import time
 import weakref
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_info
-
+from lightning_autopar._lightning import Callback, pl, rank_zero_info
 from lightning_autopar.callbacks.device_watch import DeviceLook, Watch
 from lightning_autopar.planning.move_verdict import Rules
 from lightning_autopar.strategies.base.mixin import EngineMixin

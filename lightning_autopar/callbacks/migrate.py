@@ -6,8 +6,7 @@ the annotations as objects.
 
 from pathlib import Path
 
-from lightning.pytorch.callbacks import Callback
-
+from lightning_autopar._lightning import Callback
 from lightning_autopar.strategies.elastic.saver import SnapshotSettings
 
 

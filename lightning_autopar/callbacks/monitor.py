@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_autopar._lightning import Callback, CSVLogger, Logger, TensorBoardLogger, pl, rank_zero_info, rank_zero_warn
 from lightning_autopar.report.comparison import Comparison, compare, metrics, table, warnings
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.plan_log import Arrival, PlanChanges, predictions

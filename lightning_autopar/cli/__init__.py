@@ -5,7 +5,8 @@ Modules, in reading order:
     program           the parser of all commands; shell completion
     arguments         arguments that commands share
     plan              `plan`: a script up to `fit`
-    dry_run           a script up to its first call of the trainer; imports Lightning
+    dry_run           a script up to its first call of the trainer
+    first_trainer     waits for the script to build its first Trainer
     run               `run`
     replace_strategy  our strategy in place of the script's
     devices           `devices`, `calibrate`

@@ -53,7 +53,7 @@ def add_script(command: argparse.ArgumentParser) -> None:
         "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="a module to run, as python -m, and its arguments"
     )
     command.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script that uses lightning.pytorch's Trainer, and its arguments"
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script that uses Lightning's Trainer, and its arguments"
     )
 
 

@@ -201,7 +201,7 @@ def _accelerator() -> Literal["cuda", "cpu"]:
     except nvml.NvmlUnavailable:
         if ctypes.util.find_library("cuda") is None:
             return "cpu"
-    from lightning.fabric.accelerators.cuda import num_cuda_devices
+    from lightning_autopar._lightning import num_cuda_devices
 
     return "cuda" if num_cuda_devices() else "cpu"
 

@@ -1,6 +1,7 @@
 """Run somebody's script up to ``fit``, plan for what it was about to do, and train nothing.
 
-Knows the Trainer and our strategy; nothing of the command line that asks for it, nor of how a report is shown.
+Knows the Trainer and our strategy, which it imports when the script builds its Trainer. Knows nothing of the command line that asks for it,
+nor of how a report is shown.
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
-
-from lightning_autopar._lightning_compat import attach_data, run_arguments
-from lightning_autopar.cli.replace_strategy import Replaced, Replacement, Wanted, strategies_replaced
-from lightning_autopar.report.report import Candidate, NothingFits, Report
-from lightning_autopar.strategies.base.run_plan import BatchRule
-from lightning_autopar.strategies.elastic.elastic_run import watchers
-from lightning_autopar.strategies.launcher import AutoLauncher
-from lightning_autopar.strategies.preparation.decide import plan_only
+from lightning_autopar.cli.first_trainer import Wanted, at_first_trainer
 from lightning_autopar.strategies.processes.script import Script
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_autopar.cli.replace_strategy import Replaced, Replacement
+    from lightning_autopar.report.report import Candidate, Report
+    from lightning_autopar.strategies.base.run_plan import BatchRule
+    from lightning_autopar.strategies.launcher import AutoLauncher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
     """
     found: list[DryRun] = []
     failure: BaseException | None = None
-    with _planning(found, Wanted() if wanted is None else wanted, on_plan):
+    with at_first_trainer(lambda: _planning(found, Wanted() if wanted is None else wanted, on_plan)):
         try:
             script.run()
         except _Planned:
@@ -90,10 +90,10 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
         if isinstance(failure, ValueError):
             raise failure
         how = f"failed ({type(failure).__name__}: {failure})" if failure is not None else "ended"
-        raise ScriptFailed(
-            f"{script.name} {how} before it called fit, validate, test or predict of lightning.pytorch's Trainer"
-        ) from failure
+        raise ScriptFailed(f"{script.name} {how} before it called fit, validate, test or predict of Lightning's Trainer") from failure
     if failure is not None:
+        from lightning_autopar._lightning import rank_zero_warn
+
         rank_zero_warn(f"autopar: {script.name} failed after {found[-1].function}, which returned nothing ({failure!r})")
     return found[-1]
 
@@ -101,6 +101,13 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
 @contextmanager
 def _planning(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None]) -> Iterator[None]:
     """While open, every Trainer gets our strategy, and plans instead of running."""
+    from lightning_autopar._lightning_compat import attach_data, run_arguments
+    from lightning_autopar.cli.replace_strategy import strategies_replaced
+    from lightning_autopar.report.report import NothingFits
+    from lightning_autopar.strategies.elastic.elastic_run import watchers
+    from lightning_autopar.strategies.launcher import AutoLauncher
+    from lightning_autopar.strategies.preparation.decide import plan_only
+
     built: list[Replacement] = []
 
     def launch(launcher: AutoLauncher, function: Callable[..., Any], *args: Any, trainer: Trainer, **kwargs: Any) -> Any:

@@ -7,8 +7,10 @@ import contextlib
 import json
 import logging
 import sys
-from typing import TYPE_CHECKING
+from types import ModuleType
 
+from lightning_autopar._autoload import when_executed
+from lightning_autopar._root import ROOTS
 from lightning_autopar.cli.arguments import (
     add_devices,
     add_script,
@@ -19,10 +21,9 @@ from lightning_autopar.cli.arguments import (
     split_devices,
     strategy_options,
 )
+from lightning_autopar.cli.dry_run import DryRun, ScriptFailed, dry_run
+from lightning_autopar.cli.first_trainer import Wanted
 from lightning_autopar.cli.spinner import progress
-
-if TYPE_CHECKING:
-    from lightning_autopar.cli.dry_run import DryRun
 
 _FITS, _NOTHING_FITS, _FAILED = 0, 1, 2
 _EXAMPLES = """\
@@ -65,12 +66,9 @@ def plan_script(options: argparse.Namespace) -> int:
     spec, trainer_devices = split_devices(options.devices)
     check_picture(options.picture)
     # Standard output has only the report: what the script prints goes to stderr.
-    with contextlib.redirect_stdout(sys.stderr), progress() as show:
-        show("importing Lightning")
-        from lightning_autopar.cli.dry_run import ScriptFailed, dry_run
-        from lightning_autopar.cli.replace_strategy import Wanted
-
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    with contextlib.redirect_stdout(sys.stderr), progress() as show, contextlib.ExitStack() as until_the_end:
+        for root in ROOTS:  # whose logger gets its level when it is imported
+            until_the_end.callback(when_executed(root, _quiet))
         wanted = Wanted(devices=spec, trainer_devices=trainer_devices, options=wanted_options)
         show(f"{script.name} runs up to fit")
         try:
@@ -93,6 +91,10 @@ def plan_script(options: argparse.Namespace) -> int:
     else:
         _print_report(found)
     return _FITS if found.report.best is not None else _NOTHING_FITS
+
+
+def _quiet(module: ModuleType) -> None:
+    logging.getLogger(module.__name__).setLevel(logging.WARNING)
 
 
 def _as_json(found: DryRun) -> dict[str, object]:

@@ -11,14 +11,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning.fabric.accelerators.cuda import num_cuda_devices
-from lightning.pytorch.plugins import DeepSpeedPrecision, FSDPPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
-
+from lightning_autopar._lightning import (
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+    num_cuda_devices,
+)
 from lightning_autopar._lightning_compat import requests_changed
+from lightning_autopar._root import LIGHTNING
+from lightning_autopar.cli.first_trainer import Wanted, remembered_arguments
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 
-_ARGUMENTS = "_autopar_arguments"
 #: Arguments of strategies that belong to the run, not to its distribution: the Trainer gets them instead.
 _PASSED_ON = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 _OWN_GROUPS = "autopar sets up its process groups itself"
@@ -54,21 +59,6 @@ _WORDS = {
     "config": "what it says of optimizer, precision, clipping and batches isn't done",
     "device": "autopar takes the device that suits the plan",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The options for our strategy, in addition to what the script says.
-
-    Args:
-        devices: a spec, in place of the Trainer's devices; None for those.
-        trainer_devices: in place of the Trainer's devices, as the Trainer takes it; None for what the script says.
-        options: arguments of :class:`AutoParallelStrategy`.
-    """
-
-    devices: str | None = None
-    trainer_devices: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +118,6 @@ def strategies_replaced(
         on_replace(replacement)
         return changed
 
-    _remember_arguments()
     with requests_changed(change):
         yield
 
@@ -185,7 +174,7 @@ def _why(setting: str) -> str:
 def _kind_notes(asked: Strategy) -> tuple[str, ...]:
     kind = type(asked)
     notes = []
-    if not kind.__module__.startswith(("lightning.", "pytorch_lightning.")):
+    if not kind.__module__.startswith(LIGHTNING):
         notes.append(f"{kind.__name__} is a class of the script's or a library's own: what its methods do isn't done")
     if any(base.__name__ == "ModelParallelStrategy" for base in kind.__mro__):
         notes.append("a configure_model that shards by self.device_mesh finds none; leave the sharding to the plan")
@@ -243,23 +232,9 @@ def _device_count(request: Mapping[str, Any]) -> int:
 # -- what a strategy was given ---------------------------------------------------------------------------------------------------------
 
 
-def _remember_arguments() -> None:
-    """From now on, each strategy keeps its constructor's arguments; most of Lightning's keep only derived values."""
-    if Strategy.__new__ is not object.__new__:
-        return
-
-    def make(cls: type[Strategy], *args: Any, **kwargs: Any) -> Any:
-        made = object.__new__(cls)
-        if not cls.__module__.startswith(f"{__package__.partition('.')[0]}."):
-            vars(made)[_ARGUMENTS] = args, kwargs
-        return made
-
-    Strategy.__new__ = make  # type: ignore[assignment]
-
-
 def _arguments(strategy: Strategy) -> dict[str, Any]:
     """A strategy's constructor arguments, by name; empty if it was made before they were kept."""
-    args, kwargs = vars(strategy).get(_ARGUMENTS, ((), {}))
+    args, kwargs = remembered_arguments(strategy)
     signature = inspect.signature(type(strategy).__init__)
     bound = dict(signature.bind(strategy, *args, **kwargs).arguments)
     bound.pop(next(iter(signature.parameters)), None)

@@ -6,12 +6,10 @@ import argparse
 import json
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning_autopar._autoload import refuse, when_executed
 from lightning_autopar.cli.arguments import (
     add_devices,
     add_script,
@@ -24,6 +22,7 @@ from lightning_autopar.cli.arguments import (
     split_devices,
 )
 from lightning_autopar.cli.arguments import strategy_options as chosen_options
+from lightning_autopar.cli.first_trainer import Wanted, at_first_trainer
 from lightning_autopar.strategies.processes.script import Script, own_traceback, started_by
 
 if TYPE_CHECKING:
@@ -80,23 +79,19 @@ def run_script(options: argparse.Namespace) -> int:
     spec, trainer_devices = split_devices(options.devices)
     check_picture(options.picture)
     built: list[Replacement] = []
-    with ExitStack() as until_the_end:
 
-        def replace_from_now_on(module: ModuleType) -> None:
-            from lightning_autopar.cli.replace_strategy import Wanted, strategies_replaced
+    def replace_from_now_on() -> AbstractContextManager[None]:
+        from lightning_autopar.cli.replace_strategy import strategies_replaced
 
-            wanted = Wanted(devices=spec, trainer_devices=trainer_devices, options=wanted_options)
-            until_the_end.enter_context(strategies_replaced(built, wanted, on_replace=_tell))
+        wanted = Wanted(devices=spec, trainer_devices=trainer_devices, options=wanted_options)
+        return strategies_replaced(built, wanted, on_replace=_tell)
 
-        # Not before the script imports it: environment variables that the script sets first must count.
-        until_the_end.callback(when_executed("lightning.pytorch", replace_from_now_on))
-        until_the_end.callback(when_executed("pytorch_lightning.trainer.connectors.accelerator_connector", _refuse_the_other))
-        start_again = [sys.executable, "-m", "lightning_autopar", "run", *option_words(options)]
-        what = ["-m", script.target] if script.is_module else [str(Path(script.target).resolve())]
-        until_the_end.enter_context(started_by([*start_again, *what]))
+    start_again = [sys.executable, "-m", "lightning_autopar", "run", *option_words(options)]
+    what = ["-m", script.target] if script.is_module else [str(Path(script.target).resolve())]
+    with at_first_trainer(replace_from_now_on), started_by([*start_again, *what]):
         code = _run(script)
     if not built and code == 0:
-        print(f"autopar: {script.name} has built no Trainer of lightning.pytorch, so that there was nothing to replace", file=sys.stderr)
+        print(f"autopar: {script.name} has built no Trainer of Lightning, so that there was nothing to replace", file=sys.stderr)
     if _is_first_rank():
         if options.summary is not None:
             _write_summary(options.summary, script, built, code)
@@ -126,15 +121,6 @@ def _run(script: Script) -> int:
     return 0
 
 
-def _refuse_the_other(module: Any) -> None:
-    """Make a Trainer of ``pytorch_lightning``, which can't use our strategy, raise an error when it is built."""
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        refuse()
-
-    module._AcceleratorConnector.__init__ = init
-
-
 _told: set[str] = set()
 
 
@@ -150,7 +136,7 @@ def _tell(replacement: Replacement) -> None:
 
 def _is_first_rank() -> bool:
     """Whether this process reports for the run; known once Lightning has been imported, and true before."""
-    utilities = sys.modules.get("lightning.fabric.utilities.rank_zero")
+    utilities = sys.modules.get("lightning_utilities.core.rank_zero")
     return not getattr(getattr(utilities, "rank_zero_only", None), "rank", None)
 
 

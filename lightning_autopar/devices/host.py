@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from lightning_autopar import _root
+
 _ROOT = Path("/")
 
 
@@ -164,8 +166,8 @@ def machine_identity(host_threads: int, *, root: Path = _ROOT) -> tuple[str, ...
         host_threads: cores that this process may use.
         root: where ``/proc`` is; another than ``/`` is for tests.
     """
-    names = ("torch", "lightning", "lightning-autopar")
-    return (_processor(root), str(host_threads), *(f"{name} {_version(name)}" for name in names), _driver(root))
+    versions = {"torch": _version("torch"), "lightning": _root.version(), "lightning-autopar": _version("lightning-autopar")}
+    return (_processor(root), str(host_threads), *(f"{name} {found}" for name, found in versions.items()), _driver(root))
 
 
 def machine_key(host_threads: int, *, root: Path = _ROOT) -> str:

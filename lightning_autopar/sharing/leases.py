@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from lightning.pytorch.utilities import rank_zero_warn
-
+from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.sharing.lease_files import Lease
 from lightning_autopar.sharing.ledger import (

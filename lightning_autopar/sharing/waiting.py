@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from lightning.pytorch.utilities import rank_zero_info
 from rich.console import Console
 from rich.markup import escape
 
+from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.leases import words
 from lightning_autopar.sharing.ledger import LEDGER_VARIABLE

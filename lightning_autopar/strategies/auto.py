@@ -4,11 +4,12 @@ plan's engine.
 No ``from __future__ import annotations`` here: jsonargparse reads the annotations as objects.
 """
 
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch.strategies import Strategy
-
+from lightning_autopar import _root
+from lightning_autopar._lightning import Strategy
 from lightning_autopar._lightning_compat import bare_optimizer, combined_loaders, requested_devices, restore_loaders
 from lightning_autopar.constraints import check_allow, check_memory_limit
 from lightning_autopar.devices.discover import probe
@@ -122,6 +123,7 @@ class AutoParallelStrategy(IdleStrategy):
     # -- what the launcher uses --------------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
+        _root.check(self.accelerator, "this Trainer")  # has just put its own accelerator here
         self._requested = requested_devices()
         self._launcher = AutoLauncher(self)
 
@@ -185,3 +187,17 @@ def _calibration_rule(calibrate: object) -> CalibrationRule:
             "'trial' (run the best plans for some steps)"
         )
     return calibrate
+
+
+def let_trainers_take_it(strategies: Any) -> None:
+    """Let a Trainer take our class for a strategy where it was made for the other Lightning: it comes as far as the check, which says so.
+
+    Args:
+        strategies: the module ``strategies`` of either Lightning; while it is being imported, nothing happens.
+    """
+    if (base := getattr(strategies, "Strategy", None)) is not None:
+        base.register(AutoParallelStrategy)
+
+
+for _each in _root.ROOTS:
+    let_trainers_take_it(sys.modules.get(f"{_each}.strategies"))

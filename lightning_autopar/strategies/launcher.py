@@ -14,11 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_autopar import engines
+from lightning_autopar import _root, engines
 from lightning_autopar._fork import unforkable
+from lightning_autopar._lightning import ParallelStrategy, rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import (
     Launcher,
     TrainerFn,
@@ -89,6 +88,8 @@ class AutoLauncher(Launcher):
         assert trainer is not None
         arguments = run_arguments(function, args, kwargs)
         attach_data(trainer, arguments)
+        for each in (trainer.datamodule, *trainer.callbacks, *trainer.loggers):  # type: ignore[attr-defined]  # set by connectors
+            _root.check(each, type(each).__name__)  # for the module Lightning itself checks it
         peers = under_external_launcher(self._strategy)
         with showing(
             trainer,

@@ -24,5 +24,5 @@ PACKAGES: dict[str, str] = {
     "diffusers": "diffusers",
     "tensordict": "tensordict.nn",
 }
-#: Packages whose modules belong to `pytorch_lightning`, with a Trainer of its own, which doesn't know the strategy.
+#: Packages whose modules belong to `pytorch_lightning`: this matrix has modules of `lightning.pytorch`.
 OTHER_LIGHTNING = ("darts", "neuralforecast")

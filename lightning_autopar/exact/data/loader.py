@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
+from lightning_autopar._lightning import pl_worker_init_function
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.collate import CollateAll, CollateRows, CollateSamples
 from lightning_autopar.exact.data.loader_pass import LoaderPass, alone

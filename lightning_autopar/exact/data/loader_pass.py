@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
 
+from lightning_autopar._lightning import sized_len
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.collate import CollateRows
 from lightning_autopar.exact.data.order import DrawLog, Order

@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_autopar._lightning import LightningModule, rank_zero_warn
 from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.hooks import (

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
 
+from lightning_autopar._lightning import Callback, LightningModule
 from lightning_autopar._lightning_compat import bare_optimizer, is_overridden
+from lightning_autopar._root import PYTORCH, within
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -52,7 +53,7 @@ _WITHIN_STEP = (
     "backward",
 )
 #: Packages whose modules and callbacks log nothing in a step.
-_QUIET = ("torch.", "torchmetrics.", "transformers.", "lightning.pytorch.", "lightning_autopar.callbacks.")
+_QUIET = ("torch.", "torchmetrics.", "transformers.", *PYTORCH, "lightning_autopar.callbacks.")
 
 
 def logs_between_steps(trainer: Trainer) -> bool:
@@ -89,7 +90,7 @@ def _overridden(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, s
     """The user's module and callbacks, each with the hooks that it overrides."""
     module: Any = trainer.lightning_module
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    ours = ("lightning.pytorch.callbacks.", "lightning_autopar.callbacks.")
+    ours = (*within("callbacks"), "lightning_autopar.callbacks.")
     users = [each for each in callbacks if not type(each).__module__.startswith(ours)]
     parents = [(module, LightningModule), *((each, Callback) for each in users)]
     names = tuple(hooks)

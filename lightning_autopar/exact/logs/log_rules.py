@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import Tensor
+
+from lightning_autopar._lightning import LightningModule
 
 #: Hook and name of a logged value → ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
 LogRules = Mapping[tuple[str, str], str]

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar.exact.logs.logged_values import Combiner, Entry
 
 #: How many numbers an exchange sends without first exchanging their count: this many, or up to the most if the last one needed more.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_autopar._root import LIGHTNING
 from lightning_autopar.exact.data.rank_share import BatchShare
 
 try:
@@ -38,7 +39,7 @@ _RULES = ("same", "mean", "growth", "sum", "max", "min", "rows", "items", "union
 _EQUAL = 1e-5
 #: Deeper levels, longer lists and larger tensors are data rather than what a step keeps.
 _DEEP, _MOST_ITEMS, _TENSOR_BYTES = 5, 10_000, 64 << 20
-_NOT_THE_USERS = ("torch.", "torchmetrics.", "lightning.", "lightning_autopar.", "builtins.", "functools.", "types.", "numpy.")
+_NOT_THE_USERS = ("torch.", "torchmetrics.", *LIGHTNING, "lightning_autopar.", "builtins.", "functools.", "types.", "numpy.")
 #: Stands for a value that is missing, or can't be copied.
 MISSING = SimpleNamespace()
 

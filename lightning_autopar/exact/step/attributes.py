@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_autopar._lightning import LightningModule, rank_zero_warn
+from lightning_autopar._root import PYTORCH
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.step.attribute_rules import (
     MISSING,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 #: Packages whose modules' attributes aren't looked at.
-_OTHERS = ("torch.", "torchmetrics.", "transformers.", "lightning.pytorch.")
+_OTHERS = ("torch.", "torchmetrics.", "transformers.", *PYTORCH)
 _NOT_KEPT = frozenset((*vars(LightningModule()), "trainer", "log", "log_dict", "print", "all_gather", "manual_backward", "optimizers",
                        "lr_schedulers"))  # fmt: skip
 

@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor
 
+from lightning_autopar._lightning import Callback
 from lightning_autopar._lightning_compat import combined_mode, is_overridden
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.tensor import is_absent

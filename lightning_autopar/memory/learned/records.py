@@ -13,17 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 from torch import nn
 
 from lightning_autopar import _version
+from lightning_autopar._lightning import pl
+from lightning_autopar._root import LIGHTNING
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.learned import cache_files
 from lightning_autopar.memory.learned.corrections import Corrections, RunRecord, device_name
 from lightning_autopar.memory.learned.step_times import StepTimes, load_step_times
 
-_FOREIGN = ("torch.", "lightning.", "builtins")
+_FOREIGN = ("torch.", *LIGHTNING, "builtins")
 
 
 def module_hash(module: nn.Module) -> str:
@@ -86,7 +87,7 @@ def load_residuals(module: torch.nn.Module, precision: str, inventory: Inventory
     """
     if cache_folder() is None:
         return Corrections()
-    versions = (torch.__version__, lightning.__version__, _version.__version__)
+    versions = (torch.__version__, pl.__version__, _version.__version__)
     parts = json.dumps([_FORMAT, module_hash(module), precision, *versions])
     key = hashlib.sha256(parts.encode()).hexdigest()[:32]
     devices = {device.id: device_name(device) for device in inventory.devices}

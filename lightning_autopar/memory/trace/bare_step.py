@@ -15,12 +15,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_autopar._lightning import LightningModule, LightningOptimizer, Precision
 from lightning_autopar._lightning_compat import is_overridden, parse_optimizers
 from lightning_autopar._temporary import patched
 from lightning_autopar.memory.trace.first_batch import RAISED

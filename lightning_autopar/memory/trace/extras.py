@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import callbacks
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_autopar._lightning import callbacks
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

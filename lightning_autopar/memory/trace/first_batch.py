@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from lightning_autopar._lightning import CombinedLoader
 from lightning_autopar._lightning_compat import TrainerFn, combined_mode, loader_source, loaders_apart, transfer_batch
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues

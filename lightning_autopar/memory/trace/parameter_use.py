@@ -14,11 +14,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep

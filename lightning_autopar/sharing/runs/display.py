@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning.pytorch.utilities import rank_zero_warn
-
+from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar.sharing.reservation import Need
 from lightning_autopar.sharing.runs.progress import RunProgress, RunSpeed
 from lightning_autopar.sharing.runs.status import SHOW_SECONDS, Request, RunFiles, open_run

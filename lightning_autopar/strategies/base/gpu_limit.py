@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.memory.device_bytes import DeviceBytes

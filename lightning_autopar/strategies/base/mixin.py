@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_autopar._lightning import Strategy
 from lightning_autopar._lightning_compat import TrainerFn, combined_mode, hyperparameters_added, loaders_of_one_device
 from lightning_autopar._temporary import Calls, Exits
 from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state

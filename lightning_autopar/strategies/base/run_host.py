@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from lightning.pytorch.strategies import Strategy
-
+from lightning_autopar._lightning import Strategy
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Report

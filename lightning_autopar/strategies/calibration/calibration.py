@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_autopar import engines
 from lightning_autopar._fork import ChildFailed, run_forked, unforkable
+from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
+from lightning_autopar._root import for_child
 from lightning_autopar.devices.inventory import Device, DeviceProcess, Inventory, Link
 from lightning_autopar.memory.learned.cache_files import VARIABLE, cache_folder
 from lightning_autopar.planning.device_sets import one_of_each_gpu
@@ -259,7 +260,7 @@ def _quietly(run: Callable[[Calibration], list[Curve]], known: Calibration) -> l
 
 def be_silent() -> None:
     """From now on no logs or warnings of this process, a child of ``run_forked``, reach the user; its output is discarded already."""
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
     nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as the process lives
@@ -376,7 +377,15 @@ def _in_another_process(inventory: Inventory, *, again: bool) -> tuple[list[Curv
         answer = Path(folder) / "calibration.json"
         command = [sys.executable, "-c", f"from {__name__} import answer; answer()", str(answer)]
         try:
-            subprocess.run(command, input=words, text=True, timeout=most_seconds + _START_SECONDS, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                command,
+                input=words,
+                text=True,
+                env=for_child(os.environ),
+                timeout=most_seconds + _START_SECONDS,
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
             data = json.loads(answer.read_text(encoding="utf-8"))
         except (subprocess.SubprocessError, OSError, ValueError) as error:
             names = tuple(name for each in measurements(inventory, Calibration()) for name in each.names)

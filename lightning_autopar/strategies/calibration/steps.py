@@ -13,14 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import engines
+from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import Launcher, attach_data, run_arguments
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.plans import Plan
@@ -29,9 +29,6 @@ from lightning_autopar.strategies.calibration.ranks import torch_device, usual, 
 from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
 from lightning_autopar.strategies.processes.worker import make_job
 from lightning_autopar.strategies.processes.worker_generation import run_folder, run_generation
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _WIDTH, _LAYERS, _STEPS = 8, 4, 18
 TINY_BLOCKS = tuple(f"layers.{index}" for index in range(_LAYERS))
@@ -53,7 +50,7 @@ class Taken(NamedTuple):
     calls: int
 
 
-class _Tiny(L.LightningModule):
+class _Tiny(LightningModule):
     """So small that a step only takes the time of what surrounds it. Rank 0 records how long one took, and the last one's number of calls.
 
     Args:
@@ -132,7 +129,7 @@ def step_taken(plan: Plan, devices: Sequence[Device]) -> Taken:
     launcher = _Launcher(RunPlan(plan=plan, devices=tuple(devices), findings={plan.engine: value}))
     strategy = _Calibrating(launcher)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
-    trainer = L.Trainer(
+    trainer = Trainer(
         accelerator="cpu" if devices[0].kind == "cpu" else "cuda",
         devices=1,
         strategy=strategy,

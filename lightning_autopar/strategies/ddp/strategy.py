@@ -9,11 +9,11 @@ from inspect import signature
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_autopar._lightning import DDPStrategy, SingleDeviceStrategy
 from lightning_autopar._temporary import without_noise
 from lightning_autopar.exact.step.own_backward import average
 from lightning_autopar.strategies.base.mixin import EngineMixin, SplitMixin

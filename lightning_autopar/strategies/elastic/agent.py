@@ -15,9 +15,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
+from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.report.report import NothingFits

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException, TrainerFn, run_arguments
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.runs.display import RunDisplay

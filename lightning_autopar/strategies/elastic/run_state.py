@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.utilities import rank_zero_info
-
+from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import devices_label
 from lightning_autopar.report.report import NothingFits

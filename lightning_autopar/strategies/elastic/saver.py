@@ -6,8 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning.pytorch.utilities import rank_zero_warn
-
+from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar.strategies.elastic.running import RunningGeneration
 from lightning_autopar.strategies.elastic.snapshot_store import Snapshot, SnapshotStore
 from lightning_autopar.strategies.processes.protocol import Ask

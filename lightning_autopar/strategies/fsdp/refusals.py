@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.plugins import BitsandbytesPrecision
 
+from lightning_autopar._lightning import BitsandbytesPrecision
 from lightning_autopar._lightning_compat import TrainerFn
 
 if TYPE_CHECKING:

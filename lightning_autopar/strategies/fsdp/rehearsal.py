@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar._root import LIGHTNING
 from lightning_autopar.engines import FirstStep
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
@@ -164,7 +165,7 @@ def _parameters_in(value: Any, names: Mapping[int, str], depth: int) -> Iterator
             inside = value.values()
         elif isinstance(value, (list, tuple, set, frozenset)):
             inside = value
-        elif not type(value).__module__.startswith(("torch.", "lightning.", "pytorch_lightning.", "builtins", "numpy")):
+        elif not type(value).__module__.startswith(("torch.", *LIGHTNING, "builtins", "numpy")):
             inside = vars(value).values() if hasattr(value, "__dict__") else ()
         for each in inside:
             yield from _parameters_in(each, names, depth + 1)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
+from lightning_autopar._lightning import ModelParallelStrategy
 from lightning_autopar._lightning_compat import (
     TrainerFn,
     bare_optimizer,

@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar.constraints import SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng

@@ -17,6 +17,7 @@ import psutil
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
+from lightning_autopar._root import LIGHTNING
 from lightning_autopar.text import format_bytes
 
 try:
@@ -31,7 +32,7 @@ _HOST_SHARE = 0.5
 #: The most objects and bytes in attributes: more objects, or larger tensors, are data rather than what a step keeps.
 _MOST_OBJECTS, _TENSOR_BYTES = 10_000, 64 << 20
 _TORCHS = frozenset(vars(nn.Module()))
-_NOT_THE_USERS = ("torch.", "lightning.", "lightning_autopar.", "builtins.", "functools.", "types.", "numpy.")
+_NOT_THE_USERS = ("torch.", *LIGHTNING, "lightning_autopar.", "builtins.", "functools.", "types.", "numpy.")
 
 
 @dataclass(kw_only=True)

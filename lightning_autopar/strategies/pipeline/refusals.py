@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.plugins import BitsandbytesPrecision
 from torch import nn
 
+from lightning_autopar._lightning import BitsandbytesPrecision
 from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.exact.random_state import find_generators
 from lightning_autopar.memory.fakes.fakes import is_compiled

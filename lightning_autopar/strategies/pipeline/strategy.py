@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_autopar._lightning import ParallelStrategy, rank_zero_only
 from lightning_autopar._lightning_compat import NoLoss, default_backend, let_steps_be_skipped, reduce_over_ranks
 from lightning_autopar.exact.data.fingerprint import fingerprint
 from lightning_autopar.exact.data.rank_share import BatchShare

@@ -9,8 +9,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-
+from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.planning.planner import make_report

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities import rank_zero_warn
-
 from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar.constraints import SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep

@@ -6,8 +6,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info
-
+from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.learned.corrections import make_record, make_shortage, plan_shape
 from lightning_autopar.memory.learned.records import add_record

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import callbacks
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from lightning_autopar import engines
+from lightning_autopar._lightning import callbacks, is_param_in_hook_signature
 from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.plans import all_engines
 

@@ -13,10 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
-from lightning.pytorch.utilities import rank_zero_warn
-
 from lightning_autopar._fork import ChildFailed, run_forked, unforkable
+from lightning_autopar._lightning import BaseFinetuning, GradientAccumulationScheduler, rank_zero_warn
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration.calibration import be_silent

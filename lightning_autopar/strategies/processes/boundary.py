@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.callbacks import ProgressBar
+from lightning_utilities.core import rank_zero
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lightning_autopar._lightning import ProgressBar, get_filesystem
 from lightning_autopar._lightning_compat import latest_metrics, mute_hooks, no_hyperparameters
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import batches_left
@@ -236,7 +236,7 @@ def _say_no_restore() -> Callable[[], None]:
     function that allows messages on checkpoints again; the warning of the folder stays off, as each setup of a callback would repeat it.
     """
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
-    speaker = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # from ``_CheckpointConnector``'s ``rank_zero_info``
+    speaker = rank_zero.log  # of ``_CheckpointConnector``'s ``rank_zero_info``: the one of that Lightning which was imported last
 
     def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(("Restoring states from the checkpoint path", "Restored all states from the checkpoint"))

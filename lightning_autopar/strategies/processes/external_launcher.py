@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_autopar import engines
+from lightning_autopar._lightning import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, rank_zero_info
 from lightning_autopar._lightning_compat import find_free_network_port
 from lightning_autopar.devices.host import host_cores, host_memory
 from lightning_autopar.devices.inventory import Device, Inventory, Link

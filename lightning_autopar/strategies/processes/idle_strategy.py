@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_autopar import engines
+from lightning_autopar._lightning import ParallelStrategy
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.processes.external_launcher import is_alone

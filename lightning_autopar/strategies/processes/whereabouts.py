@@ -18,8 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-import lightning
 import torch
+
+from lightning_autopar._lightning import fabric, pl
 
 #: The signal that asks for the stack: the last real-time signal, which no library and no launcher uses; macOS has none.
 _ASK = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
@@ -30,7 +31,7 @@ _WRAPPERS = ("c10d_logger.py", "contextlib.py")
 #: Better-known names of functions that do only one thing.
 _NAMES = {"_engine_run_backward": "backward"}
 #: Folders of code that is neither the user's nor this package's.
-_STRANGERS = (*(os.path.dirname(package.__file__ or "") for package in (torch, lightning)), sysconfig.get_paths()["stdlib"], "<")
+_STRANGERS = (*(os.path.dirname(package.__file__ or "") for package in (torch, pl, fabric)), sysconfig.get_paths()["stdlib"], "<")
 #: Functions that are on the stack while a CUDA graph is captured, which another thread's wait would spoil.
 _CAPTURES = (os.path.join("torch", "cuda", "graphs.py"), "cudagraph_trees.py")
 

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 
 from lightning_autopar._fork import begin_child
+from lightning_autopar._lightning import rank_zero_only
 from lightning_autopar._lightning_compat import (
     SIGTERMException,
     TunerExit,

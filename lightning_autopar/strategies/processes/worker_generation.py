@@ -25,8 +25,8 @@ from typing import Any
 
 import psutil
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.state import placed
 from lightning_autopar.strategies.base.worker_exception import Failure, WorkerFailed

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_autopar._lightning import Callback, HalfPrecision, MixedPrecision, Precision
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
 from lightning_autopar.memory.footprint import Conduct

@@ -14,8 +14,8 @@ from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import LightningEnvironment
 
+from lightning_autopar._lightning import LightningEnvironment
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.first_batch import FirstBatch

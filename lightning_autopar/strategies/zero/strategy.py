@@ -14,17 +14,14 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_autopar._lightning import DeepSpeedStrategy, GradClipAlgorithmType, HalfPrecision, MixedPrecision, Precision, Strategy, pl
 from lightning_autopar._lightning_compat import TrainerFn, bare_optimizer, update_properties
 from lightning_autopar.exact.step.initial_weights import drawn_on
 from lightning_autopar.memory.trace.parameter_use import GradientLooks

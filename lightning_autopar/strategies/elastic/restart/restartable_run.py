@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_autopar._lightning import SLURMEnvironment, rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import TrainerFn, TunerExit, arguments_from
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, asked_for, snapshot_settings, watchers
 from lightning_autopar.strategies.elastic.restart.signals import Signals

@@ -14,8 +14,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities import rank_zero_warn
-
+from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar.strategies.elastic.restart.store_rendezvous import Word
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch.utilities.grads as lightning_grads
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
+from lightning_autopar._lightning import grads as lightning_grads
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.logs.log_rules import recorded_logs
 from lightning_autopar.memory.fakes.fakes import fake_copy

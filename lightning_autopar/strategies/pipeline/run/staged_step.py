@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_autopar._lightning import Callback, LightningModule
 from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar._root import PYTORCH
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.step.micro_batches import detached, joined, several_loaders, take_part, uncut
@@ -312,7 +313,7 @@ class StagedStep:
         if watcher is None or is_overridden(watcher, self._trainer.lightning_module, parent=LightningModule):
             return True
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        users = [callback for callback in callbacks if not type(callback).__module__.startswith("lightning.pytorch.")]
+        users = [callback for callback in callbacks if not type(callback).__module__.startswith(PYTORCH)]
         return any(is_overridden(watcher, callback, parent=Callback) for callback in users)
 
     def _told(self, value: Any) -> Any:

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_autopar._lightning import LightningModule
 from lightning_autopar.exact.absent.tensor import resolved
 from lightning_autopar.memory.fakes.fakes import is_compiled
 from lightning_autopar.strategies.pipeline.stages.recording import StepRecording

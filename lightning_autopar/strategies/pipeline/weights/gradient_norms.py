@@ -26,7 +26,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
 
-import lightning.pytorch.utilities.grads as lightning_grads
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from lightning_autopar._lightning import grads as lightning_grads
 from lightning_autopar.exact.absent.tensor import MissingValue, absent_like, is_absent
 from lightning_autopar.exact.data.rank_share import index_of
 from lightning_autopar.strategies.pipeline.weights.transfers import Group, Pipeline

@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from lightning_autopar._lightning import Callback, CombinedLoader, Logger
 from lightning_autopar._lightning_compat import (
     TrainerFn,
     bare_optimizer,
@@ -36,6 +34,7 @@ from lightning_autopar._lightning_compat import (
     restore_loaders,
     restore_progress,
 )
+from lightning_autopar._root import within
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.data.loader import unwrapped
@@ -61,7 +60,7 @@ _PRIVATE = (
     | {"_trainer", "_fabric", "_device_mesh", "_device", "_jit_is_scripting", "trainer", "training", "_iterator"}
     | {"forward", "log", "training_step", "validation_step", "test_step", "predict_step"}
 )
-_LIGHTNINGS_OWN = ("lightning.pytorch.loops", "lightning.pytorch.trainer", "lightning.pytorch.accelerators", "lightning.pytorch.plugins")
+_LIGHTNINGS_OWN = within("loops", "trainer", "accelerators", "plugins")
 _MODULE = "module"
 _OPTIMIZERS, _LOADERS = "the optimizers", "the trainer's data loaders"
 

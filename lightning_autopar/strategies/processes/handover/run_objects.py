@@ -11,13 +11,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
+from lightning_autopar._lightning import Callback, LightningDataModule, LRSchedulerConfig, ProgressBar
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.state.objects.contents import get_items

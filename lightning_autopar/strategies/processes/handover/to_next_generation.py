@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_autopar._lightning import CSVLogger
 from lightning_autopar.state.objects.survey import Changes, Part, Survey, merged
 from lightning_autopar.state.objects.unpacking import put
 from lightning_autopar.strategies.processes.handover import run_objects as pristine
