@@ -74,7 +74,7 @@ class StepState:
             self._look()
         results: Any = trainer.fit_loop.epoch_loop._results
         self._collectives, self.exchanged = _collectives(), False
-        self.draws = rng.capture(self._generators), 0 if draws is None else draws.place
+        self.draws = rng.capture(self._generators, kept=False), 0 if draws is None else draws.place
         self._noted = {
             "fx": connector._current_fx,
             "results": {key: dict(result.__dict__) for key, result in results.items()},

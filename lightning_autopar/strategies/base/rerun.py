@@ -190,7 +190,8 @@ class Reruns:
     # -- both ----------------------------------------------------------------------------------------------------------------------------
 
     def _may(self, error: Exception, why_not: Callable[[], str | None]) -> bool:
-        if not out_of_memory(error) or isinstance(error, dist.DistError):  # a communicator that lacked memory is broken
+        # A communicator that lacked memory is broken; a user's own exception may speak of memory.
+        if not isinstance(error, (RuntimeError, MemoryError)) or isinstance(error, dist.DistError) or not out_of_memory(error):
             return False
         limit, meter, why = self._engine.gpu_limit, self._engine.meter, why_not()
         if why is not None:
