@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_autopar._lightning_compat import TrainerFn, combined_mode, hyperparameters_added, loaders_of_one_device
-from lightning_autopar._temporary import Calls, Exits, patched
+from lightning_autopar._temporary import Calls, Exits
 from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
 from lightning_autopar.exact.data.loader_pass import without_group
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
@@ -72,6 +72,8 @@ class EngineMixin(Strategy):
         #: What the running step found; None where no batch is run again.
         self._found: StepState | None = None
         self._reruns: Reruns | None = None
+        #: Whether this rank runs its batches in more parts than planned, and so than others may.
+        self._alone = False
         #: Of the running step.
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._drawing = False
@@ -223,7 +225,6 @@ class EngineMixin(Strategy):
         fits = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization
         if self.reruns_batches and fits and self.run_plan.undivided is None:
             self._found = StepState(trainer, self.run_plan.kept_rules.get("training_step", {}))
-            self._reruns = Reruns(self, self._found)
         super().setup(trainer)
 
     def prepare_steps(self, trainer: Trainer) -> None:
@@ -254,7 +255,7 @@ class EngineMixin(Strategy):
             self._logging.begin_parts()
             self._prepare_parts(trainer)
         assert self._micro is not None
-        self._micro.number, self._micro.gradients.apart = parts, True
+        self._micro.number, self._micro.gradients.apart, self._alone = parts, True, True
         return self._micro
 
     def teardown(self) -> None:
@@ -279,7 +280,7 @@ class EngineMixin(Strategy):
         """If a GPU's memory ran out, add to the exception what was promised and predicted, and what to do."""
         device = self.run_plan.devices[self._rank]
         if out_of_memory(error) and self._trainer.training and self.run_plan.undivided is not None:
-            error.add_note(f"autopar: the batch couldn't be run again in more parts: {self.run_plan.undivided}")
+            error.add_note(f"autopar: the batch wasn't run again in more parts: {self.run_plan.undivided}")
         if device.kind == "cuda" and out_of_memory(error):
             error.add_note(shortage_words(self.run_plan, self._rank, self.gpu_limit))
             if self.gpu_limit is not None:
@@ -350,14 +351,14 @@ class EngineMixin(Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step`` on this rank's share."""
-        own, found, reruns = super().training_step, self._found, self._reruns
-        if found is None or reruns is None:
+        own, found = super().training_step, self._found
+        if found is None:
             return self._train(own, args, kwargs)
 
         def step(*args: Any, **kwargs: Any) -> Any:
             output = own(*args, **kwargs)
             if found.exchanges():
-                reruns.exchanged()
+                self._rerun.exchanged()
             return output
 
         self._arguments = args, kwargs
@@ -366,10 +367,18 @@ class EngineMixin(Strategy):
             try:
                 return self._train(step, args, kwargs)
             except Exception as error:  # it may be any of several classes
-                if not reruns.may_begin_anew(error):
+                if not self._rerun.may_begin_anew(error):
                     raise
             # Outside of the handler, as the exception holds the failed step's tensors.
-            reruns.begin_anew()
+            self._rerun.begin_anew()
+
+    @property
+    def _rerun(self) -> Reruns:
+        """Made where the first batch runs out of memory."""
+        if self._reruns is None:
+            assert self._found is not None
+            self._reruns = Reruns(self, self._found)
+        return self._reruns
 
     def _train(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.lightning_module
@@ -439,8 +448,8 @@ class EngineMixin(Strategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward from a step's loss; where that runs out of memory, complete the gradients in parts of the batch."""
-        loss, found, reruns, plugin = self.weighted(closure_loss), self._found, self._reruns, self.precision_plugin
-        if found is None or reruns is None:
+        loss, found, plugin = self.weighted(closure_loss), self._found, self.precision_plugin
+        if found is None:
             return super().backward(loss, optimizer, *args, **kwargs)
 
         def run(tensor: Tensor, *more: Any, **options: Any) -> None:
@@ -452,25 +461,15 @@ class EngineMixin(Strategy):
                 type(plugin).backward(plugin, tensor, *more, **options)
                 return
             except Exception as error:  # as in training_step
-                if not reruns.may_complete(error, marks):
+                if not self._rerun.may_complete(error, marks):
                     raise
-            reruns.complete([tensor, loss, closure_loss])
+            self._rerun.complete([tensor, loss, closure_loss])
 
-        with patched(plugin, "backward", run):
+        plugin.__dict__["backward"] = run
+        try:
             return super().backward(loss, optimizer, *args, **kwargs)
-
-    def loss_of(self, part: BatchShare, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The weighted loss of a part of the batch, as the precision wants it for backward. Neither hooks are called nor an engine's
-        wrapper, which prepares for a backward pass of its own.
-        """
-        assert self._micro is not None
-        assert self.lightning_module is not None
-        self._micro.part, self._drawing = part, True
-        with self.precision_plugin.train_step_context():
-            output = self.lightning_module.training_step(*args, **kwargs)
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        with self._micro.silent():
-            return self.precision_plugin.pre_backward(loss * (part.weight / self._trainer.accumulate_grad_batches), self.lightning_module)
+        finally:
+            del plugin.__dict__["backward"]
 
     def gradient_marks(self) -> list[int] | None:
         """A number for each trained parameter that changes when its gradient goes to the other ranks; None where none does in the backward

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -64,11 +64,6 @@ class Reruns:
         self.parts = self._planned
         self._left: list[Parameter] = []
         self._synced = False
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this rank runs its batches in more parts than planned, and so than others may."""
-        return self.parts > self._planned
 
     # -- a step that failed in its forward ---------------------------------------------------------------------------------------------
 
@@ -180,12 +175,25 @@ class Reruns:
                 rng.restore(began[0], {})
                 if engine._draws is not None:
                     engine._draws.begin(began[1])
-                loss = engine.loss_of(part, (rows, *args[1:]), kwargs)
+                loss = self._loss(part, (rows, *args[1:]), kwargs)
                 for parameter, gradient in zip(self._left, torch.autograd.grad(loss, self._left, allow_unused=True), strict=True):
                     if gradient is not None:
                         found[parameter] = found[parameter].add_(gradient) if parameter in found else gradient
                 del loss, rows
         return found
+
+    def _loss(self, part: BatchShare, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The weighted loss of a part of the batch, as the precision wants it for backward. Neither hooks are called nor DDP's wrapper, which
+        prepares for a backward pass of its own.
+        """
+        engine, precision, trainer = self._engine, self._engine.precision_plugin, self._engine._trainer
+        engine._micro.part, engine._drawing = part, True
+        with precision.train_step_context():
+            output = trainer.lightning_module.training_step(*args, **kwargs)
+        loss = (output["loss"] if isinstance(output, Mapping) else output) * (part.weight / trainer.accumulate_grad_batches)
+        with engine._micro.silent():
+            scaled: Tensor = precision.pre_backward(loss, trainer.lightning_module)
+        return scaled
 
     # -- both ----------------------------------------------------------------------------------------------------------------------------
 
@@ -196,7 +204,7 @@ class Reruns:
         limit, meter, why = self._engine.gpu_limit, self._engine.meter, why_not()
         if why is not None:
             error.add_note(f"autopar: the batch wasn't run again in more parts: {why}")
-        elif not self.is_alone:  # what the planned number of parts lacked
+        elif not self._engine._alone:  # what the planned number of parts lacked
             meter.lacked_bytes = 0 if limit is None else limit.lacked_bytes()
         return why is None
 
@@ -239,7 +247,7 @@ class Reruns:
         Raises:
             RuntimeError: if this rank runs its step more often than others run theirs.
         """
-        if self.is_alone:
+        if self._engine._alone:
             raise RuntimeError(
                 f"rank {self._engine._rank} ran out of memory, so that it runs each batch in {self.parts} parts, and its training_step "
                 "exchanges something with other ranks, which run a batch in one piece; take a smaller batch, or a plan with more "

@@ -86,7 +86,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
         ranks' equal means.
         """
         wrapped: Any = self.model
-        if self._reduced or (self._reruns is not None and self._reruns.is_alone):
+        if self._reduced or self._alone:
             with wrapped.no_sync():
                 yield
             return
@@ -106,7 +106,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """See :class:`.EngineMixin`. A rank that runs its batches in more parts than planned learns of the buckets here."""
-        if self._reruns is not None and self._reruns.is_alone and not (self._reduced or self._stepping):
+        if self._alone and not (self._reduced or self._stepping):
             wrapped: Any = self.model
             if wrapped.require_backward_grad_sync:
                 self._keep_views()

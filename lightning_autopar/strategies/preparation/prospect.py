@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
-from lightning_autopar.constraints import SPLIT_TOLERANCE, Constraints
+from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.engines import Finding, FirstStep
@@ -22,7 +22,6 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import first_batch
 from lightning_autopar.planning.planner import best_candidate
-from lightning_autopar.planning.refusals import micro_batch_refusal
 from lightning_autopar.plans import Plan
 from lightning_autopar.sharing.reservation import Need
 from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
@@ -78,24 +77,6 @@ def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Findi
     batch = first_batch(module, trainer, stage)
     first = FirstStep(trainer=trainer, stage=stage, batch=batch, validation=validation, footprint=footprint)
     return engines.of(plan).rehearse(plan, first, finding)  # type: ignore[no-any-return]  # a Check
-
-
-def _why_undivided(look: PlanningInputs) -> str | None:
-    """Why a training batch can't be run again in more parts; None where it can, as far as is known."""
-    refusal, split = micro_batch_refusal(look.findings.footprint, look.constraints), look.constraints.split
-    if refusal is not None:
-        return refusal
-    if split is None:
-        return "planning didn't look whether its parts give the whole batch's loss, as the step takes less than half of the memory"
-    differs = split.probed and not split.difference <= SPLIT_TOLERANCE
-    return f"its parts don't give the whole batch's loss ({split.reason})" if differs else None
-
-
-def _unknown(look: PlanningInputs) -> str:
-    split = look.constraints.split
-    if split is None or split.probed:
-        return ""
-    return f"whether parts of a batch give its loss is not known ({split.reason})"
 
 
 #: From this size on, only rank 0 builds the whole module.
@@ -156,8 +137,8 @@ class Prospect:
                 budgets=report.budgets,
                 findings={name: each.value for name, each in findings.engines.items() if each.value is not None},
                 elastic=self._elastic,
-                undivided=_why_undivided(look),
-                unknown=_unknown(look),
+                undivided=look.undivided,
+                unknown=look.unknown,
             ),
         )
 
