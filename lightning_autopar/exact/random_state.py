@@ -45,7 +45,7 @@ def capture(own: Mapping[str, Any], *, cuda: bool = True, kept: bool = True) -> 
     """
     state: RngState = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if numpy is not None:
-        state["numpy"] = numpy.random.get_state(legacy=kept)
+        state["numpy"] = numpy.random.get_state() if kept else numpy.random.get_state(legacy=False)
     if cuda and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     for name, generator in own.items():

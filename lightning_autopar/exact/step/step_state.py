@@ -191,7 +191,8 @@ def _collectives() -> int:
     """How many collectives this process has begun in all its groups."""
     if not dist.is_initialized():
         return 0
-    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
+    groups: Any = dist.distributed_c10d._world.pg_map  # torch has no public list of them, nor a public count
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def _of(tensor: Tensor | None) -> Tensor:

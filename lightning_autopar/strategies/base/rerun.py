@@ -183,8 +183,8 @@ class Reruns:
         return found
 
     def _loss(self, part: BatchShare, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The weighted loss of a part of the batch, as the precision wants it for backward. Neither hooks are called nor DDP's wrapper, which
-        prepares for a backward pass of its own.
+        """The weighted loss of a part of the batch, as the precision wants it for backward. Neither hooks are called nor DDP's wrapper,
+        which prepares for a backward pass of its own.
         """
         engine, precision, trainer = self._engine, self._engine.precision_plugin, self._engine._trainer
         engine._micro.part, engine._drawing = part, True

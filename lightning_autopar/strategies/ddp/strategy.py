@@ -128,14 +128,14 @@ class DDPEngine(SplitMixin, DDPStrategy):
         """DDP takes a gradient when autograd has added to it. Here autograd adds nothing, and hooks on the parameters, which have seen the
         gradients, aren't called again.
         """
-        hooks = [(each, dict(each._backward_hooks)) for each in parameters if each._backward_hooks]
-        for parameter, _ in hooks:
-            parameter._backward_hooks.clear()
+        hooks = [(each._backward_hooks, dict(each._backward_hooks)) for each in parameters if each._backward_hooks]
+        for held, _ in hooks:
+            held.clear()
         try:
             _Nothing.apply(*parameters).backward()  # type: ignore[no-untyped-call]
         finally:
-            for parameter, theirs in hooks:
-                parameter._backward_hooks.update(theirs)
+            for held, theirs in hooks:
+                held.update(theirs)
 
     def _into_bucket(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
         """A gradient is about to be added to the parameter's, which lies in the bucket unless an earlier batch's waits there."""

@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
 
+from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base.mixin import EngineMixin
-from tests.strategies.fitted import Fitted, assert_same, fit, numbers, plan
+from tests.strategies.fitted import QUIET, Fitted, assert_same, fit, numbers, plan
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -228,6 +230,19 @@ def test_what_a_step_keeps_on_its_module_is_kept_once(point: str, engine: Any, r
 @pytest.mark.parametrize(("point", "layer"), PLACES)
 def test_on_two_ranks(point: str, layer: int, batches: tuple[int, ...], options: Any, rank: int) -> None:
     rerun(partial(Short, point, layer, rank, dict.fromkeys(batches, 1)), plan("ddp"), **options)
+
+
+def test_planning_says_whether_batches_can_be_run_again() -> None:
+    found = []
+    for strategy in (AutoParallelStrategy(devices="2xcpu:4GiB", allow=["ddp"], calibrate="off"), "auto"):
+        pl.seed_everything(3, verbose=False)
+        module: Any = Short("backward", 3, 1, {1: 1})
+        trainer = pl.Trainer(accelerator="cpu", devices="auto" if found == [] else 1, strategy=strategy, max_epochs=1, **QUIET)
+        trainer.fit(module, DataLoader(numbers(), batch_size=8))
+        found.append(dict(module.state_dict()))
+        if isinstance(strategy, AutoParallelStrategy):
+            assert [values["lacked_bytes"] for values in strategy.measured.values()] == [None, 0]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 class Wide(Short):
