@@ -238,7 +238,7 @@ def test_planning_says_whether_batches_can_be_run_again() -> None:
         pl.seed_everything(3, verbose=False)
         module: Any = Short("backward", 3, 1, {1: 1})
         trainer = pl.Trainer(accelerator="cpu", devices="auto" if found == [] else 1, strategy=strategy, max_epochs=1, **QUIET)
-        trainer.fit(module, DataLoader(numbers(), batch_size=8))
+        trainer.fit(module, DataLoader(numbers(), batch_size=8), DataLoader(numbers(), batch_size=8))
         found.append(dict(module.state_dict()))
         if isinstance(strategy, AutoParallelStrategy):
             assert [values["lacked_bytes"] for values in strategy.measured.values()] == [None, 0]
