@@ -146,8 +146,13 @@ class StepState:
         if draws is not None:
             draws.begin(self.draws[1])
 
+    def drop(self) -> None:
+        """A forward or a backward pass has succeeded: hold no tensor for it any longer."""
+        self._noted, self._gradients = {}, []
+        self._buffers = [(buffer, version, None) for buffer, version, _ in self._buffers]
+
     def note_gradients(self) -> None:
-        """A backward pass begins."""
+        """A backward pass begins. Until :meth:`drop` the gradients are held that there are."""
         found = [parameter.grad for parameter in self._parameters]
         self._gradients = [(each, 0 if each is None else each._version) for each in found]
 

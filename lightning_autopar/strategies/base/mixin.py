@@ -365,7 +365,9 @@ class EngineMixin(Strategy):
         found.note(self._logging, self._draws)
         while True:
             try:
-                return self._train(step, args, kwargs)
+                output = self._train(step, args, kwargs)
+                found.drop()
+                return output
             except Exception as error:  # it may be any of several classes
                 if not self._rerun.may_begin_anew(error):
                     raise
@@ -459,6 +461,7 @@ class EngineMixin(Strategy):
             found.note_gradients()
             try:
                 type(plugin).backward(plugin, tensor, *more, **options)
+                found.drop()
                 return
             except Exception as error:  # as in training_step
                 if not self._rerun.may_complete(error, marks):

@@ -159,6 +159,7 @@ class Reruns:
         if self._synced:
             engine.send_gradients(self._left)
         self._left = []
+        found.drop()
         self._go_on_in(max(self.parts, run * pieces), "backward")
 
     def _gradients(self, share: BatchShare, run: int, pieces: int, began: tuple[rng.RngState, int]) -> dict[Parameter, Tensor]:
