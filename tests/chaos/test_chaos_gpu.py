@@ -20,6 +20,8 @@ from tests.chaos.chaos_schedules import ddp, fsdp, pipeline, single
 from tests.chaos.chaos_stage import Action
 from tests.fresh import fresh
 from tests.nullgpu import control
+from tests.strategies.base.test_rerun import said_by_reruns
+from tests.strategies.fitted import _decided
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 
@@ -111,7 +113,7 @@ class Wide(pl.LightningModule):
         return nn.functional.mse_loss(self.net(batch[0]) + room[:1], batch[1])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 1e-2, momentum=0.9, foreach=True)
+        return torch.optim.SGD(self.parameters(), 1e-2, momentum=0.9, weight_decay=1e-3, foreach=True)
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         room = batch[0].new_zeros(4 << 20)
@@ -119,20 +121,22 @@ class Wide(pl.LightningModule):
 
 
 class Shortage(pl.Callback):
-    """In each part of a step an allocation of the last rank's fails.
+    """In each part of a step an allocation of one rank's fails.
 
     Args:
         at: the steps, by the parts.
         folder: where it is noted that one has failed.
         again: whether it fails whenever the run comes there, not only once.
+        rank: whose; None for the last.
     """
 
-    def __init__(self, at: dict[str, int], folder: Path, *, again: bool = False) -> None:
-        self.at, self.folder, self.again = at, folder, again
+    def __init__(self, at: dict[str, int], folder: Path, *, again: bool = False, rank: int | None = None) -> None:
+        self.at, self.folder, self.again, self.rank = at, folder, again, rank
 
     def _strike(self, part: str, trainer: pl.Trainer) -> None:
         done = self.folder / part
-        if trainer.global_step == self.at.get(part) and trainer.global_rank == trainer.world_size - 1 and (self.again or not done.exists()):
+        here = trainer.global_rank == (trainer.world_size - 1 if self.rank is None else self.rank)
+        if trainer.global_step == self.at.get(part) and here and (self.again or not done.exists()):
             done.touch()
             torch.cuda.empty_cache()
             control.fail_allocations(trainer.strategy.root_device.index, from_bytes=8 << 20)
@@ -174,6 +178,22 @@ def _pinned(engine: str) -> AutoParallelStrategy:
     return AutoParallelStrategy(plan=Plan(devices=ids, **PLANS[engine]), calibrate="off")  # type: ignore[arg-type]
 
 
+def _run_again(engine: str, part: str, rank: int, folder: Path) -> list[str]:
+    """What the rank said."""
+    shortage = Shortage({part: 3}, folder, rank=rank)
+    with said_by_reruns() as said:
+        if engine == "ddp":
+            module = _fit(_pinned(engine), [shortage], folder)
+        else:
+            (device,) = (found.id for found in probe(accelerator="cuda").devices[:1])
+            with _decided(Plan(engine="single", devices=(device,)), undivided=None):
+                module = _fit(AutoParallelStrategy(calibrate="off"), [shortage], folder, devices=1)
+    for ours, theirs in zip(module.parameters(), _fit("auto", [], folder, devices=1).parameters(), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=0, atol=1e-5)
+    assert (folder / part).exists()
+    return said
+
+
 def _short(engine: str, part: str, folder: Path) -> None:
     _fit(_pinned(engine), [Shortage({part: 3}, folder)], folder)
 
@@ -208,8 +228,22 @@ def test_an_elastic_run_whose_allocation_fails_each_time_ends_as_a_want_of_memor
 
 
 @pytest.mark.stub
-@pytest.mark.parametrize("part", ["forward", "backward", "optimizer", "validation"])
-@pytest.mark.parametrize("engine", PLANS)
+@pytest.mark.parametrize("part", ["forward", "backward"])
+@pytest.mark.parametrize(("engine", "rank"), [("single", 0), ("ddp", 0), ("ddp", 1)])
+def test_a_batch_whose_allocation_fails_is_run_again(
+    engine: str, rank: int, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NULLGPU_STATE", str(tmp_path / "state"))
+    said = fresh(_run_again, engine, part, rank, tmp_path)
+    if engine == "single":  # which runs in this process
+        assert f"ran out of memory in the {part} of batch 3, whose 8 samples ran in one piece" in "".join(said)
+
+
+@pytest.mark.stub
+@pytest.mark.parametrize(
+    ("engine", "part"),
+    [("ddp", "optimizer"), ("ddp", "validation"), ("fsdp", "forward"), ("fsdp", "backward"), ("fsdp", "optimizer"), ("fsdp", "validation")],
+)
 def test_an_allocation_that_fails_ends_the_run_as_a_want_of_memory(
     engine: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,8 @@ def fit(
     *,
     draws: DrawPlan | None = None,
     large: bool = False,
+    undivided: str | None = "not asked",
+    kept_rules: Any = None,
     resume: Path | None = None,
     **options: Any,
 ) -> Any:
@@ -96,7 +98,7 @@ def fit(
         callbacks=callbacks,
     )
     loaders = DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=8)
-    with _decided(plan, draws=draws, large=large, from_snapshot=is_snapshot(resume)):
+    with _decided(plan, draws=draws, large=large, undivided=undivided, kept_rules=kept_rules or {}, from_snapshot=is_snapshot(resume)):
         trainer.fit(module, *loaders, ckpt_path=resume)
     return module, losses.losses, trainer
 

@@ -96,7 +96,8 @@ class GlobalLogging:
         self._device = device or torch.device("cpu")
         self._combiner = Combiner(rules)
         self._exchange = Exchange(self._combiner, device=self._device, ranks_per_replica=ranks_per_replica)
-        self._kept = KeptSteps(trainer, kept, device=self._device, group=lambda: self._exchange.host_group, parts=parts) if kept else None
+        self._kept_rules = kept or {}
+        self._kept = self._keeper(parts)
         self._installed = False
         self._in_parts = parts
         self._alone = True
@@ -153,6 +154,31 @@ class GlobalLogging:
         if self._in_parts:
             self._undo.append(shadow_log(self._module, self._note_log))
         self._adopt_metrics()
+
+    def begin_parts(self) -> None:
+        """From the next step on, this rank's training steps come in parts; those of others may go on without. Between two steps, or where
+        one is begun again. A step's exchange stays where it was.
+        """
+        if self._in_parts:
+            return
+        self._in_parts = True
+        self._kept = self._keeper(parts=True)
+        if self._installed:
+            self._undo.append(shadow_log(self._module, self._note_log))
+            self._undo += [self._metric_parts.adopt(metric) for metric in metrics_of(self._module) if id(metric) in self._adopted]
+
+    def _keeper(self, parts: bool) -> KeptSteps | None:
+        if not self._kept_rules:
+            return None
+        return KeptSteps(self._trainer, self._kept_rules, device=self._device, group=lambda: self._exchange.host_group, parts=parts)
+
+    def noted(self) -> tuple[list[Entry], dict[tuple[int, str], dict[str, Any] | None]]:
+        """What waits for the next exchange, for :meth:`go_back`."""
+        return list(self._pending), dict(self._before)
+
+    def go_back(self, noted: tuple[list[Entry], dict[tuple[int, str], dict[str, Any] | None]]) -> None:
+        """Forget what was logged since; the results themselves are the caller's matter."""
+        self._pending, self._before = list(noted[0]), dict(noted[1])
 
     def uninstall(self) -> None:
         """Stop, and restore everything as it was before :meth:`install`."""
@@ -344,7 +370,9 @@ class GlobalLogging:
             if not self._in_part and (own or self._alone):
                 own_log(fx, name, value, **arguments)
                 return
-            arguments = {**already_global(arguments), "rank_zero_only": own}
+            # One rank's results keep the user's options: its run may have logged to them before its batches came in parts.
+            given, arguments = arguments, {**already_global(arguments), "rank_zero_only": own}
+            passed = given if self._alone else arguments
             entry = Entry(
                 collection=index,
                 fx=fx,
@@ -363,7 +391,7 @@ class GlobalLogging:
             try:
                 result = results.get(keys.get(entry.key))
                 if result is None or entry.is_metric or result.value.device != value.device:
-                    own_log(fx, name, value, **arguments)
+                    own_log(fx, name, value, **passed)
                     keys[entry.key] = entry.result
                 else:
                     # Instead of Lightning's own, which moves every tensor of a result, and so costs more than all the rest.

@@ -10,6 +10,7 @@ Modules, in reading order:
     device_draws      initial weights drawn on the device, as plain Lightning draws them
     attribute_rules   how what a step keeps on its module grows with the samples
     attributes        what steps keep on their module, held to what one device would keep
+    step_state        what a step changes, put back where it fails half-way
     own_backward      backward passes that the user's code begins itself
     own_rows          a rank's rows of a GPU's random draw, bit for bit
 """

@@ -66,6 +66,10 @@ class MicroBatches:
         self._before_last = before_last
         self._note = note
         self.gradients = PartGradients(trainer)
+        #: Into how many parts a batch is cut, where it has as many samples.
+        self.number = plan.micro_batches
+        #: How many parts the current batch has.
+        self.parts = 1
         #: The current batch's part that runs, or ran last.
         self.part: BatchShare | None = None
 
@@ -90,7 +94,7 @@ class MicroBatches:
             ValueError: if the batch can't be cut into samples.
             RuntimeError: if the step returns a loss for some of the parts only.
         """
-        number = min(self._plan.micro_batches, max(1, *self._plan.rows(share.of)))
+        self.parts = number = min(self.number, max(1, *self._plan.rows(share.of)))
         weights: list[int] = []
         losses: list[Any] = []
         extras: list[dict[str, Any]] = []
@@ -125,7 +129,7 @@ class MicroBatches:
                 if not last:
                     extras.append(detached(output) if isinstance(output, Mapping) else {})
                     if loss is not None and goes_back:
-                        with self._silent():
+                        with self.silent():
                             backward(loss * (self.part.weight / self._trainer.accumulate_grad_batches))
                     del output, loss  # this also frees the part's graph
         if number == 1 or losses[0] is None:
@@ -145,7 +149,7 @@ class MicroBatches:
         return take_part(batch, index, number, samples, several=several_loaders(self._trainer), collates=True)
 
     @contextmanager
-    def _silent(self) -> Iterator[None]:
+    def silent(self) -> Iterator[None]:
         """While open, the precision plugin doesn't call these hooks, which it calls in each backward pass; a batch has one."""
         trainer: Any = self._trainer
         module, callbacks = trainer.lightning_module, trainer.callbacks
@@ -175,6 +179,9 @@ class PartGradients:
         self._apart: dict[Parameter, Tensor | None] = {}
         self._had: set[Parameter] = set()
         self._adds_at_once = False
+        self._begun = False
+        #: Whether a batch's gradients are always held apart from earlier batches', so that :meth:`give_up` can drop them.
+        self.apart = False
 
     @property
     def beside(self) -> bool:
@@ -193,10 +200,11 @@ class PartGradients:
             apart: parameters whose gradients of this batch must be known separately when the parts are over.
         """
         self._parts.clear()
-        self._earlier = None
+        self._earlier, self._begun = None, True
         trainer = self._trainer
         begins = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
         watched = self._overridden("on_before_zero_grad", "optimizer_zero_grad") if begins else self.watched
+        watched = watched or (self.apart and not begins)
         self._adds_at_once = not begins and not watched
         self._apart = {}
         if self._adds_at_once:
@@ -213,6 +221,7 @@ class PartGradients:
         Args:
             complete: gets the batch's gradients, at least of the parameters that are held apart, to change them.
         """
+        self._begun = False
         if self._adds_at_once:
             batch = {parameter: parameter.grad for parameter in self._apart if parameter.grad is not None}
             complete(batch)
@@ -230,6 +239,20 @@ class PartGradients:
         with torch.no_grad():
             for parameter, gradient in self._parts.items():
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._parts.clear()
+
+    @property
+    def mixed(self) -> bool:
+        """Whether gradients of the running parts were added to those of earlier batches, so that nobody can tell them apart."""
+        return self._begun and self._adds_at_once
+
+    def give_up(self) -> None:
+        """The parts failed: drop their gradients, and restore the earlier ones."""
+        assert not self.mixed, "asked before"
+        if self._begun:
+            self._taken()
+            self._put_back()
+        self._begun = False
         self._parts.clear()
 
     def forget(self) -> None:

@@ -128,6 +128,8 @@ class Measured:
         context_bytes: on a GPU what the process holds besides, as the driver counts it; None where the driver doesn't tell.
         host_bytes: on a CPU device the most bytes at once that the plan's offloading, and the optimizer's work on it, took of the host's
             memory; no other figure contains them. 0 where nothing is offloaded, None where it wasn't measured.
+        lacked_bytes: where batches were run again in more parts, as memory ran out: the bytes of the device that weren't enough, 0 where
+            that isn't known. The other figures are then those of more parts than planned. None where that didn't happen.
     """
 
     peak_bytes: int | None = None
@@ -138,6 +140,7 @@ class Measured:
     reserved_bytes: int | None = None
     context_bytes: int | None = None
     host_bytes: int | None = None
+    lacked_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The dictionary that ``strategy.measured`` has for each device."""
@@ -172,6 +175,8 @@ class Meter:
         self._reserved_bytes: int | None = None
         self._context_bytes: int | None = None
         self._host_bytes: int | None = None
+        #: See :class:`Measured`.
+        self.lacked_bytes: int | None = None
 
     @property
     def measured(self) -> Measured:
@@ -185,6 +190,7 @@ class Meter:
             reserved_bytes=self._reserved_bytes,
             context_bytes=self._context_bytes,
             host_bytes=self._host_bytes,
+            lacked_bytes=self.lacked_bytes,
         )
 
     def begin(self, device: torch.device) -> None:

@@ -28,6 +28,7 @@ from lightning_autopar.exact.step.batch_norm import synchronise as synchronise_b
 from lightning_autopar.exact.step.micro_batches import MicroBatches
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
+from lightning_autopar.exact.step.step_state import StepState
 from lightning_autopar.state.checkpoint import whole_optimizer_state, whole_state_dict
 from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
 from lightning_autopar.strategies.base import measure, resume
@@ -35,6 +36,7 @@ from lightning_autopar.strategies.base.gpu_limit import GpuLimit, shortage_words
 from lightning_autopar.strategies.base.loaders import Dropped, exact_loader
 from lightning_autopar.strategies.base.measure import Meter
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
+from lightning_autopar.strategies.base.rerun import Reruns
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.worker_exception import LACKED, out_of_memory
 
@@ -49,6 +51,8 @@ class EngineMixin(Strategy):
     """
 
     run_plan: RunPlan
+    #: Whether a batch that runs out of memory can be run again by this rank alone: ranks exchange nothing within a step's forward.
+    reruns_batches = False
     _layer_sync: Any
 
     def attach(self, run_plan: RunPlan) -> None:
@@ -65,6 +69,13 @@ class EngineMixin(Strategy):
         self._draws: GlobalDraws | None = None
         self._logging: GlobalLogging | None = None
         self._micro: MicroBatches | None = None
+        #: What the running step found; None where no batch is run again.
+        self._found: StepState | None = None
+        self._reruns: Reruns | None = None
+        #: Whether this rank runs its batches in more parts than planned, and so than others may.
+        self._alone = False
+        #: Of the running step.
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._drawing = False
         self._stepping = False  # while the parts of a batch run
         self._in_backward = False
@@ -211,6 +222,9 @@ class EngineMixin(Strategy):
             self._exit.callback(restore_batch_norm, module)
         if self.splits or self.in_parts:
             self.prepare_steps(trainer)
+        fits = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization
+        if self.reruns_batches and fits and self.run_plan.undivided is None:
+            self._found = StepState(trainer, self.run_plan.kept_rules.get("training_step", {}))
         super().setup(trainer)
 
     def prepare_steps(self, trainer: Trainer) -> None:
@@ -223,10 +237,26 @@ class EngineMixin(Strategy):
         if self.run_plan.draws is not None:
             self._draws = self._exit.enter_context(GlobalDraws(self._share_for_draws, self.run_plan.draws))
         if self.in_parts:
-            note = partial(self.meter.note, self)
-            self._micro = MicroBatches(
-                trainer, self.run_plan.plan, self._logging, draws=self._draws, before_last=self.before_last_part, note=note
-            )
+            self._prepare_parts(trainer)
+
+    def _prepare_parts(self, trainer: Trainer) -> None:
+        assert self._logging is not None
+        note = partial(self.meter.note, self)
+        self._micro = MicroBatches(
+            trainer, self.run_plan.plan, self._logging, draws=self._draws, before_last=self.before_last_part, note=note
+        )
+
+    def run_in(self, parts: int) -> MicroBatches:
+        """From now on, run each training batch in so many parts on this rank; the other ranks may go on as before."""
+        trainer, self.in_parts = self._trainer, True
+        if self._logging is None:
+            self.prepare_steps(trainer)
+        elif self._micro is None:
+            self._logging.begin_parts()
+            self._prepare_parts(trainer)
+        assert self._micro is not None
+        self._micro.number, self._micro.gradients.apart, self._alone = parts, True, True
+        return self._micro
 
     def teardown(self) -> None:
         """Undo what :meth:`setup` patched."""
@@ -249,6 +279,8 @@ class EngineMixin(Strategy):
     def explain(self, error: BaseException) -> None:
         """If a GPU's memory ran out, add to the exception what was promised and predicted, and what to do."""
         device = self.run_plan.devices[self._rank]
+        if out_of_memory(error) and self._trainer.training and self.run_plan.undivided is not None:
+            error.add_note(f"autopar: the batch wasn't run again in more parts: {self.run_plan.undivided}")
         if device.kind == "cuda" and out_of_memory(error):
             error.add_note(shortage_words(self.run_plan, self._rank, self.gpu_limit))
             if self.gpu_limit is not None:
@@ -319,12 +351,44 @@ class EngineMixin(Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step`` on this rank's share."""
+        own, found = super().training_step, self._found
+        if found is None:
+            return self._train(own, args, kwargs)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            output = own(*args, **kwargs)
+            if found.exchanges():
+                self._rerun.exchanged()
+            return output
+
+        self._arguments = args, kwargs
+        found.note(self._logging, self._draws)
+        while True:
+            try:
+                output = self._train(step, args, kwargs)
+                found.drop()
+                return output
+            except Exception as error:  # it may be any of several classes
+                if not self._rerun.may_begin_anew(error):
+                    raise
+            # Outside of the handler, as the exception holds the failed step's tensors.
+            self._rerun.begin_anew()
+
+    @property
+    def _rerun(self) -> Reruns:
+        """Made where the first batch runs out of memory."""
+        if self._reruns is None:
+            assert self._found is not None
+            self._reruns = Reruns(self, self._found)
+        return self._reruns
+
+    def _train(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.lightning_module
         assert module is not None
         if self._micro is not None:
-            return self._step_in_parts(self._micro, super().training_step, args, kwargs)
+            return self._step_in_parts(self._micro, step, args, kwargs)
         with self._step(), self._own_backward():
-            output = super().training_step(*args, **kwargs)
+            output = step(*args, **kwargs)
             if self._logging is not None and module.automatic_optimization:
                 self._logging.note_loss(output)
         if not module.automatic_optimization:
@@ -380,6 +444,45 @@ class EngineMixin(Strategy):
         self._drawing = False
         return output
 
+    def weighted(self, loss: Tensor) -> Tensor:
+        """A step's loss, as this rank runs backward from it."""
+        return loss
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward from a step's loss; where that runs out of memory, complete the gradients in parts of the batch."""
+        loss, found, plugin = self.weighted(closure_loss), self._found, self.precision_plugin
+        if found is None:
+            return super().backward(loss, optimizer, *args, **kwargs)
+
+        def run(tensor: Tensor, *more: Any, **options: Any) -> None:
+            if self._micro is not None:
+                self._micro.gradients.take_up()
+            marks = self.gradient_marks()
+            found.note_gradients()
+            try:
+                type(plugin).backward(plugin, tensor, *more, **options)
+                found.drop()
+                return
+            except Exception as error:  # as in training_step
+                if not self._rerun.may_complete(error, marks):
+                    raise
+            self._rerun.complete([tensor, loss, closure_loss])
+
+        plugin.__dict__["backward"] = run
+        try:
+            return super().backward(loss, optimizer, *args, **kwargs)
+        finally:
+            del plugin.__dict__["backward"]
+
+    def gradient_marks(self) -> list[int] | None:
+        """A number for each trained parameter that changes when its gradient goes to the other ranks; None where none does in the backward
+        pass that begins.
+        """
+        return None
+
+    def send_gradients(self, parameters: list[Parameter]) -> None:
+        """These parameters' gradients, which no backward pass of this batch has added to, are complete: let them go to the other ranks."""
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Put the gradients of the batch's earlier parts in place before the last part's backward."""
         if self._micro is not None and not self._stepping and not self._micro.gradients.watched:
@@ -397,6 +500,7 @@ class EngineMixin(Strategy):
         assert module is not None
         if module.automatic_optimization and not self._stepping:
             self._drawing = False
+            self._arguments = (), {}
 
     # -- snapshots ---------------------------------------------------------------------------------------------------------------------
 
@@ -489,8 +593,6 @@ class EngineMixin(Strategy):
 class SplitMixin(EngineMixin):
     """For engines whose ranks average the gradients of their parts of a batch."""
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def weighted(self, loss: Tensor) -> Tensor:
         """Weight this rank's mean by its number of samples, so that the ranks' average is the whole batch's mean."""
-        if self._share is not None and self._share.weight != 1.0:
-            closure_loss = closure_loss * self._share.weight
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        return loss if self._share is None or self._share.weight == 1.0 else loss * self._share.weight

@@ -44,6 +44,8 @@ class RunPlan:
         budgets: bytes that the plan may use of each device, by its id.
         findings: what engines found out about the step, by the engine's name; only that engine reads it.
         elastic: whether the run may go on under another plan, so that every loader's position must be known.
+        undivided: why a training batch can't be run again in more parts where memory runs out; None where it can.
+        unknown: what isn't known of running it in parts, in words; empty where that is known.
         at_least: bytes by device id to ask for, whatever is predicted, as the plan ran out of memory before.
     """
 
@@ -62,6 +64,8 @@ class RunPlan:
     budgets: Mapping[str, int] = field(default_factory=dict)
     findings: Mapping[str, Any] = field(default_factory=dict)
     elastic: bool = False
+    undivided: str | None = "planning didn't look whether its batches can be run in parts"
+    unknown: str = ""
     at_least: Mapping[str, int] = field(default_factory=dict)
 
     @property

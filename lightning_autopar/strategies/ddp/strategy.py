@@ -39,8 +39,10 @@ _ADVICE = (b"find_unused_parameters=True was specified in DDP constructor",)
 class DDPEngine(SplitMixin, DDPStrategy):
     """Executes a DDP plan: each rank has a whole copy of the module."""
 
+    reruns_batches = True
     _advised = False
     _trained: frozenset[int] = frozenset()
+    _in_order: tuple[Parameter, ...] = ()
     _reduced = False
 
     def __init__(self, run_plan: RunPlan, *, forked: bool) -> None:
@@ -58,7 +60,8 @@ class DDPEngine(SplitMixin, DDPStrategy):
         """The processes exist already."""
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        self._trained = frozenset(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
+        self._in_order = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._trained = frozenset(map(id, self._in_order))
         if not self._trained:  # DDP refuses a module that has no gradients to reduce
             return model  # type: ignore[return-value]  # Lightning runs it as it is
         wrapped = super()._setup_model(model)
@@ -83,7 +86,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
         ranks' equal means.
         """
         wrapped: Any = self.model
-        if self._reduced:
+        if self._reduced or self._alone:
             with wrapped.no_sync():
                 yield
             return
@@ -92,10 +95,47 @@ class DDPEngine(SplitMixin, DDPStrategy):
             yield
         finally:
             wrapped.require_backward_grad_sync = before
+        self._keep_views()
+
+    def _keep_views(self) -> None:
+        """Gradients are views of buckets now: from now on, let autograd add up parts' gradients there."""
         self._reduced = True
-        for parameter in wrapped.module.parameters():
+        for parameter in self.model.parameters():  # type: ignore[union-attr]  # it is set up
             if parameter.grad is not None:
                 self._exit.callback(parameter.register_hook(partial(self._into_bucket, parameter, parameter.grad)).remove)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """See :class:`.EngineMixin`. A rank that runs its batches in more parts than planned learns of the buckets here."""
+        if self._alone and not (self._reduced or self._stepping):
+            wrapped: Any = self.model
+            if wrapped.require_backward_grad_sync:
+                self._keep_views()
+        super().post_backward(closure_loss)
+
+    def trained_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters that DDP knows, in its order."""
+        return self._in_order
+
+    def gradient_marks(self) -> list[int] | None:
+        """The time at which DDP got each gradient."""
+        wrapped: Any = self.model
+        if not isinstance(wrapped, DistributedDataParallel) or not wrapped.require_backward_grad_sync:
+            return None
+        marks: list[int] = wrapped.reducer.get_backward_stats()
+        return marks
+
+    def send_gradients(self, parameters: list[Parameter]) -> None:
+        """DDP takes a gradient when autograd has added to it. Here autograd adds nothing, and hooks on the parameters, which have seen the
+        gradients, aren't called again.
+        """
+        hooks = [(each._backward_hooks, dict(each._backward_hooks)) for each in parameters if each._backward_hooks]
+        for held, _ in hooks:
+            held.clear()
+        try:
+            _Nothing.apply(*parameters).backward()  # type: ignore[no-untyped-call]
+        finally:
+            for held, theirs in hooks:
+                held.update(theirs)
 
     def _into_bucket(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
         """A gradient is about to be added to the parameter's, which lies in the bucket unless an earlier batch's waits there."""
@@ -142,8 +182,23 @@ class DDPEngine(SplitMixin, DDPStrategy):
         join_group(self, self._process_group_backend)
 
 
+class _Nothing(torch.autograd.Function):
+    """Leads backward to parameters, with nothing to add to their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.number = len(parameters)
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return (None,) * ctx.number
+
+
 class SingleEngine(EngineMixin, SingleDeviceStrategy):
     """Executes a plan of one device."""
+
+    reruns_batches = True
 
     def __init__(self, run_plan: RunPlan) -> None:
         super().__init__(device=run_plan.torch_devices[0])

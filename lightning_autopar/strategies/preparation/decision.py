@@ -22,12 +22,22 @@ from lightning_autopar.timing.measured_rates import MeasuredRates
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningInputs:
-    """All inputs of a report."""
+    """All inputs of a report, and what it says of batches that are run again.
+
+    Args:
+        findings: about the module.
+        inventory: the devices to choose from.
+        constraints: what a plan must keep to.
+        rates: of this machine; None to use data sheets.
+        undivided: see :class:`.run_plan.RunPlan`; the same for ``unknown``.
+    """
 
     findings: Findings
     inventory: Inventory
     constraints: Constraints
     rates: MeasuredRates | None
+    undivided: str | None = None
+    unknown: str = ""
 
     @cached_property
     def report(self) -> Report:

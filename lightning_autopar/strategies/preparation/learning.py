@@ -46,13 +46,18 @@ def learn(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> None:
 
     Args:
         report: of the plan that ran.
-        measured: of each of its devices; a run that is too short to be measured teaches nothing.
+        measured: of each of its devices; a run that is too short to be measured teaches nothing. One that ran its batches in more parts
+            than planned teaches what the plan lacked, and nothing else.
     """
     candidate, residuals = report.best_candidate, report.residuals
     assert candidate is not None, "a plan has run"
     devices = candidate.plan.devices
     held = [each for each in map(candidate.raw.get, devices) if isinstance(each, DeviceBytes)]
     if residuals.key is None or len(held) < len(devices) or any(device not in measured for device in devices):
+        return
+    lacked = {device: measured[device].get("lacked_bytes") for device in devices}
+    if any(size is not None for size in lacked.values()):
+        _learn_lacked(report, lacked)
         return
     names = [residuals.devices[device] for device in devices]
     today = datetime.date.today().isoformat()
@@ -70,8 +75,14 @@ def learn_shortage(report: Report | None, error: BaseException) -> None:
         error: what ended it; any other exception teaches nothing.
     """
     lacked = getattr(error, LACKED, None)
-    candidate = None if report is None else report.best_candidate
-    if not isinstance(lacked, Mapping) or report is None or candidate is None or report.residuals.key is None:
+    if isinstance(lacked, Mapping) and report is not None:
+        _learn_lacked(report, lacked)
+
+
+def _learn_lacked(report: Report, lacked: Mapping[str, int | None]) -> None:
+    """Store that a plan needs more of some devices than these bytes."""
+    candidate = report.best_candidate
+    if candidate is None or report.residuals.key is None:
         return
     devices = candidate.plan.devices
     held = [each for each in map(candidate.raw.get, devices) if isinstance(each, DeviceBytes)]

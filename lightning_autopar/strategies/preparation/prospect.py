@@ -137,6 +137,8 @@ class Prospect:
                 budgets=report.budgets,
                 findings={name: each.value for name, each in findings.engines.items() if each.value is not None},
                 elastic=self._elastic,
+                undivided=look.undivided,
+                unknown=look.unknown,
             ),
         )
 

@@ -208,7 +208,7 @@ def test_a_run_too_short_to_measure_says_none(tmp_path: Path) -> None:
     run = trainer("single", tmp_path, max_steps=2)
     run.fit(Regression(), loader(), loader())
     nothing: dict[str, Any] = {"peak_bytes": None, "step_seconds": None, "bytes": {}, "reserved_bytes": None, "context_bytes": None}
-    nothing |= {"host_bytes": None, "step_spread": None, "waited_share": None}
+    nothing |= {"host_bytes": None, "lacked_bytes": None, "step_spread": None, "waited_share": None}
     assert run.strategy.measured == {"cpu:0": nothing}
 
 

@@ -117,6 +117,21 @@ def test_a_plan_that_ran_out_of_memory_is_not_counted_on_again(tmp_path: Path, m
     assert any("ran out of memory on" in note for note in best.learned)
 
 
+def test_a_run_whose_batches_came_in_more_parts_teaches_what_the_plan_lacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
+    first = train(tmp_path)
+    assert first.report is not None
+    times = load_step_times(first.report.inventory.host_threads)
+    account.learn(first.report, {device: {**values, "lacked_bytes": LACKING} for device, values in first.measured.items()})
+    assert load_step_times(first.report.inventory.host_threads) == times, "its steps were those of more parts"
+    again = train(tmp_path, steps=2)
+    assert again.report is not None
+    best = again.report.best_candidate
+    assert best is not None
+    assert all(need.reserved >= LACKING for need in best.bytes.values())
+    assert any("ran out of memory on" in note for note in best.learned)
+
+
 LACKING = 16 * 1024
 
 
