@@ -1,0 +1,155 @@
+"""What transformers' Trainer can and can't run of the plans, and what a reader should know. Reads the Trainer; plans and traces nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_autopar.huggingface.arguments import told_by
+from lightning_autopar.huggingface.settings import Batch
+from lightning_autopar.huggingface.step import checkpointing_field
+from lightning_autopar.plans import Plan
+
+#: Methods that make up the loop or its batches: with others, nobody knows what a step is without running it.
+_LOOP = ("_inner_training_loop", "_run_epoch", "_prepare_inputs", "get_batch_samples")
+#: What no plan of ours that this Trainer could run may have, and why.
+_NEVER = {
+    "pipeline": "transformers' Trainer has no pipelines",
+    "shares": "transformers' Trainer gives each device equally many samples",
+    "replicas": "transformers' Trainer needs a parallelism_config for hybrid sharding, which autopar doesn't make",
+    "disk": "autopar doesn't set DeepSpeed's offload to a disk for transformers' Trainer",
+}
+
+
+def has_own(trainer: Any, name: str) -> bool:
+    """Whether the Trainer's class has a method of its own in place of transformers'."""
+    own = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
+    return own is not None and not own.__module__.startswith("transformers.")
+
+
+def refuse(trainer: Any) -> None:
+    """Refuse a Trainer whose step can't be known.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    name = type(trainer).__name__
+    for method in _LOOP:
+        if has_own(trainer, method):
+            raise ValueError(
+                f"{name} has a {method} of its own, so that what a step does can't be told without running it; start the script without "
+                "lightning-autopar"
+            )
+    if trainer.train_dataset is None:
+        raise ValueError(f"{name} has no train_dataset, so that there is no step to plan for; give it one")
+    spread = "the script spreads the model over several devices itself (device_map, or a DistributedConfig)"
+    if getattr(trainer, "is_model_parallel", False) or getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise ValueError(f"{spread}; load it without, or start the script without lightning-autopar")
+
+
+def excluded(trainer: Any, *, on_cpu: bool) -> dict[str, str]:
+    """What no plan may be or have, with the sentence that says why, as ``Constraints.excluded``."""
+    args, found = trainer.args, dict(_NEVER)
+    if on_cpu:
+        found["fsdp"] = "accelerate, which runs FSDP for transformers' Trainer, does so on GPUs alone; on CPU devices it would run DDP"
+    elif trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        found["fsdp"] = "transformers refuses FSDP where the script passes optimizers to the Trainer"
+    if getattr(args, "save_only_model", False) and getattr(args, "load_best_model_at_end", False):
+        for name in ("fsdp", "zero"):
+            found.setdefault(name, "transformers refuses it for save_only_model=True with load_best_model_at_end=True")
+    if (field := checkpointing_field(args)) is not None:
+        found["recompute"] = f"the script sets {field}=True, which counts already"
+    if has_own(trainer, "get_train_dataloader"):
+        words = "makes its loader in a get_train_dataloader of its own, whose batches TrainingArguments don't change"
+        found["multi"] = found["micro_batches"] = f"{type(trainer).__name__} {words}"
+    if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
+        found["multi"] = "train_sampling_strategy='batch_rebalance' makes other batches for several processes"
+    return found
+
+
+def differences(trainer: Any, *, weighed: bool) -> str | None:
+    """Why a batch in parts has another loss than the script's; None where it has the same."""
+    if not weighed:
+        return (
+            "the loss is a mean over each part of a batch, and transformers takes the mean over the parts: where parts have different numbers of "
+            "samples or tokens, that isn't the mean over the batch"
+        )
+    if not getattr(trainer.args, "average_tokens_across_devices", True):
+        return "average_tokens_across_devices=False: each device divides by the number of its own tokens"
+    return None
+
+
+def notes(trainer: Any) -> tuple[str, ...]:
+    """What a reader should know of any plan, a sentence each."""
+    args, name = trainer.args, type(trainer).__name__
+    told = {
+        f"{name} has a training_step of its own: the prediction is of its compute_loss and a backward pass, and not of what else it does": has_own(
+            trainer, "training_step"
+        ),
+        "torch_compile=True: the prediction is of the step that isn't compiled": bool(getattr(args, "torch_compile", False)),
+        "use_liger_kernel=True: the prediction is of the model's own kernels, which take more memory": bool(
+            getattr(args, "use_liger_kernel", False)
+        ),
+        "neftune_noise_alpha: the noise isn't part of the prediction": getattr(args, "neftune_noise_alpha", None) is not None,
+        "auto_find_batch_size=True: where memory runs out, transformers takes fewer samples a step": bool(
+            getattr(args, "auto_find_batch_size", False)
+        ),
+        "compute_metrics: an evaluation collects all predictions, which isn't part of the prediction": trainer.compute_metrics is not None
+        and getattr(args, "eval_strategy", "no") != "no",
+    }
+    return tuple(words for words, so in told.items() if so)
+
+
+def samples_of(trainer: Any) -> int | None:
+    """The samples of an epoch; None where the dataset doesn't say."""
+    try:
+        return len(trainer.train_dataset)
+    except TypeError:
+        return None
+
+
+def optimizer_steps(trainer: Any, batch: Batch) -> int | None:
+    """The optimizer's steps of the whole run; None where nobody knows."""
+    args, samples = trainer.args, samples_of(trainer)
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    if samples is None:
+        return None
+    each = batch.per_device * batch.replicas
+    batches = samples // each if args.dataloader_drop_last else -(-samples // each)
+    an_epoch = max(1, -(-batches // batch.accumulation))
+    return -(-int(args.num_train_epochs * an_epoch * 1000) // 1000)
+
+
+def last_batch(trainer: Any, plan: Plan, batch: Batch, samples: int | None) -> tuple[str | None, bool]:
+    """What becomes of an epoch's last batch under a plan, as a sentence, None where it is the script's; and whether the run then has other
+    steps than the script's, rather than other samples in one step.
+    """
+    at_once = batch.size // plan.micro_batches  # by all devices
+    if samples is None:
+        unknown = "the dataset doesn't say its length, so that nobody knows whether an epoch's last batch is the script's"
+        return (unknown, False) if plan.world_size > 1 or plan.micro_batches != batch.accumulation else (None, False)
+    if trainer.args.dataloader_drop_last:
+        before, now = (samples // size * size for size in (batch.per_device * batch.replicas, at_once))
+        if before != now:
+            return f"dataloader_drop_last=True would drop {samples - now} samples of an epoch, and the script drops {samples - before}", True
+        return None, False
+    if plan.world_size > 1 and (missing := -samples % at_once):
+        return f"accelerate fills up an epoch's last batch with {missing} of its first samples, to share it among {plan.world_size} devices", False
+    return None, False
+
+
+def grouped(trainer: Any, plan: Plan) -> str | None:
+    """What several processes change in a sampler that groups samples, as a sentence; None where nothing."""
+    strategy = getattr(trainer.args, "train_sampling_strategy", None)
+    if plan.world_size == 1 or (strategy != "group_by_length" and not getattr(trainer.args, "group_by_length", False)):
+        return None
+    return "samples are grouped by length over a process's batches, so that several devices take them in another order"
+
+
+def said_of(args: Any) -> Mapping[str, Any]:
+    """The values of the arguments that a plan may change, as the script has them."""
+    batch = told_by(args).batch
+    names = ("fsdp", "fsdp_config", "deepspeed", "activation_checkpointing", "gradient_checkpointing")
+    found = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return {**found, "per_device_train_batch_size": batch.per_device, "gradient_accumulation_steps": batch.accumulation}
