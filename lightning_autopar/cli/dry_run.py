@@ -35,7 +35,8 @@ class DryRun:
             ``"train"`` of transformers' Trainer.
         report: every plan for that, even if none fits.
         replaced: the script's strategy, if it names another one than ours.
-        batches: training batches of the whole fit, at most (of transformers' Trainer, the optimizer's steps); None where nobody knows, and where nothing is trained.
+        batches: training batches of the whole fit, at most (of transformers' Trainer, the optimizer's steps); None where nobody knows, and
+            where nothing is trained.
         batch: whether plans split a batch, or give each device batches of its own.
         elastic: whether a callback moves the run by itself, as ElasticReplan does.
     """

@@ -1,4 +1,4 @@
-"""``lightning-autopar plan SCRIPT``: run a script up to ``fit``, or ``train`` of transformers' Trainer, print every plan with its memory and time, and train nothing."""
+"""``lightning-autopar plan SCRIPT``: run a script up to ``fit`` (transformers' ``train``), print every plan, and train nothing."""
 
 from __future__ import annotations
 

@@ -145,7 +145,6 @@ def _start_planned(asked: Mapping[str, Any], options: argparse.Namespace, what: 
     if catalogue := [device.id for device in planned.report.inventory.devices if device.kind == "catalogue"]:
         raise ValueError(f"devices {', '.join(catalogue)} can be planned for, not run on; give devices that are here, such as 2xcpu:4GiB")
     print(planned.report, file=sys.stderr)
-    print(f"autopar: transformers' Trainer runs under {settings.plan.title()}; of its TrainingArguments are changed:", file=sys.stderr)
     print("\n".join(settings.lines(planned.said)), file=sys.stderr, flush=True)
     if options.picture is not None:
         planned.report.save_picture(options.picture)

@@ -41,8 +41,8 @@ def told_by(args: Any) -> Told:
 def watch_arguments(kind: Any, settings: Settings | None) -> Callable[[], None]:
     """From now on, each TrainingArguments that is made is numbered, and changed.
 
-    Without settings, none touches a GPU: planning needs none, and this process leaves their memory to those that train. With settings, those
-    that were planned for get the plan's values.
+    Without settings, none touches a GPU: planning needs none, and this process leaves their memory to those that train. With settings,
+    those that were planned for get the plan's values.
 
     Args:
         kind: transformers' class.

@@ -84,8 +84,8 @@ def plan_for(trainer: Any, asked: Asked) -> Planned:
     """
     if (variable := launched_by_others()) is not None:
         raise ValueError(
-            f"a launcher has started this process ({variable} is set), but for transformers' Trainer lightning-autopar starts the processes "
-            "itself, as the plan needs them; start it without the launcher"
+            f"a launcher has started this process ({variable} is set), but for transformers' Trainer lightning-autopar starts processes "
+            "itself, as many as the plan needs; start it without the launcher"
         )
     terms.refuse(trainer)
     settings = AutoParallelStrategy(**asked.options).settings

@@ -98,7 +98,8 @@ class Settings:
         told = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
         by_trainer: dict[str, Any] = dict.fromkeys(told, "auto")
         types = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
-        return {"zero_optimization": partition, **by_trainer, **types, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        optimizer = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        return {"zero_optimization": partition, **by_trainer, **types, **optimizer}
 
     @property
     def accumulates_in_shards(self) -> bool:
@@ -108,21 +109,22 @@ class Settings:
         return self.plan.engine == "fsdp" and self.plan.micro_batches > 1
 
     def lines(self, given: Mapping[str, Any]) -> list[str]:
-        """What is changed, a line each.
+        """What runs, and what is changed, a line each.
 
         Args:
             given: the values of these fields in the script.
         """
-        lines = [
-            f"  {name}: {given.get(name)!r} → {value!r}" for name, value in self.fields().items() if name != "use_cpu" and given.get(name) != value
-        ]
+        changed = {name: value for name, value in self.fields().items() if name != "use_cpu" and given.get(name) != value}
+        lines = [f"  {name}: {given.get(name)!r} → {value!r}" for name, value in changed.items()]
         if self.accumulates_in_shards:
             lines.append("  accelerator_config: sync_each_batch=True in gradient_accumulation_kwargs, so that gradients stay sharded")
         if self.plan.engine == "ddp":
             lines.append("  DDP's gradient_as_bucket_view: True, so that gradients lie in memory once")
         batch, plan = self.batch, self.plan
+        first = f"autopar: transformers' Trainer runs under {plan.title()}; its TrainingArguments "
+        first += "are changed:" if lines else "stay as they are:"
         parts = f"{plan.world_size} × {self.per_device} × {plan.micro_batches}"
-        return [*lines, f"  a step's batch stays: {batch.size} samples = {parts} (devices × samples of each at once × accumulation)"]
+        return [first, *lines, f"  a step's batch stays: {batch.size} samples = {parts} (devices × samples of each at once × accumulation)"]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -19,6 +19,13 @@ _NEVER = {
     "replicas": "transformers' Trainer needs a parallelism_config for hybrid sharding, which autopar doesn't make",
     "disk": "autopar doesn't set DeepSpeed's offload to a disk for transformers' Trainer",
 }
+#: Arguments that change a step in a way that isn't predicted.
+_UNCOUNTED = {
+    "torch_compile": "the prediction is of the step that isn't compiled",
+    "use_liger_kernel": "the prediction is of the model's own kernels, which take more memory",
+    "neftune_noise_alpha": "the noise isn't part of the prediction",
+    "auto_find_batch_size": "where memory runs out, transformers takes fewer samples a step",
+}
 
 
 def has_own(trainer: Any, name: str) -> bool:
@@ -71,8 +78,8 @@ def differences(trainer: Any, *, weighed: bool) -> str | None:
     """Why a batch in parts has another loss than the script's; None where it has the same."""
     if not weighed:
         return (
-            "the loss is a mean over each part of a batch, and transformers takes the mean over the parts: where parts have different numbers of "
-            "samples or tokens, that isn't the mean over the batch"
+            "the loss is a mean over each part of a batch, and transformers takes the mean over the parts: where parts have different "
+            "numbers of samples or tokens, that isn't the mean over the batch"
         )
     if not getattr(trainer.args, "average_tokens_across_devices", True):
         return "average_tokens_across_devices=False: each device divides by the number of its own tokens"
@@ -81,23 +88,14 @@ def differences(trainer: Any, *, weighed: bool) -> str | None:
 
 def notes(trainer: Any) -> tuple[str, ...]:
     """What a reader should know of any plan, a sentence each."""
-    args, name = trainer.args, type(trainer).__name__
-    told = {
-        f"{name} has a training_step of its own: the prediction is of its compute_loss and a backward pass, and not of what else it does": has_own(
-            trainer, "training_step"
-        ),
-        "torch_compile=True: the prediction is of the step that isn't compiled": bool(getattr(args, "torch_compile", False)),
-        "use_liger_kernel=True: the prediction is of the model's own kernels, which take more memory": bool(
-            getattr(args, "use_liger_kernel", False)
-        ),
-        "neftune_noise_alpha: the noise isn't part of the prediction": getattr(args, "neftune_noise_alpha", None) is not None,
-        "auto_find_batch_size=True: where memory runs out, transformers takes fewer samples a step": bool(
-            getattr(args, "auto_find_batch_size", False)
-        ),
-        "compute_metrics: an evaluation collects all predictions, which isn't part of the prediction": trainer.compute_metrics is not None
-        and getattr(args, "eval_strategy", "no") != "no",
-    }
-    return tuple(words for words, so in told.items() if so)
+    args, found = trainer.args, []
+    evaluates = getattr(args, "eval_strategy", "no") != "no"
+    if has_own(trainer, "training_step"):
+        own = f"{type(trainer).__name__} has a training_step of its own"
+        found.append(f"{own}: the prediction is of its compute_loss and a backward pass, and not of what else it does")
+    if trainer.compute_metrics is not None and evaluates:
+        found.append("compute_metrics: an evaluation collects all predictions, which isn't part of the prediction")
+    return (*found, *(f"{name}={getattr(args, name)}: {words}" for name, words in _UNCOUNTED.items() if getattr(args, name, None)))
 
 
 def samples_of(trainer: Any) -> int | None:
@@ -132,10 +130,16 @@ def last_batch(trainer: Any, plan: Plan, batch: Batch, samples: int | None) -> t
     if trainer.args.dataloader_drop_last:
         before, now = (samples // size * size for size in (batch.per_device * batch.replicas, at_once))
         if before != now:
-            return f"dataloader_drop_last=True would drop {samples - now} samples of an epoch, and the script drops {samples - before}", True
+            return (
+                f"dataloader_drop_last=True would drop {samples - now} samples of an epoch, and the script drops {samples - before}",
+                True,
+            )
         return None, False
     if plan.world_size > 1 and (missing := -samples % at_once):
-        return f"accelerate fills up an epoch's last batch with {missing} of its first samples, to share it among {plan.world_size} devices", False
+        return (
+            f"accelerate fills up an epoch's last batch with {missing} of its first samples, to share it among {plan.world_size} devices",
+            False,
+        )
     return None, False
 
 

@@ -90,8 +90,8 @@ def _check(trainer: Any, settings: Settings) -> None:
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if (value := getattr(args, name)) != settings.fields()[name]:
             raise ValueError(
-                f"the plan needs {name}={settings.fields()[name]}, but the script has set it to {value} after it made TrainingArguments; set it "
-                "where they are made"
+                f"the plan needs {name}={settings.fields()[name]}, but the script has set it to {value} after it made TrainingArguments; "
+                "set it where they are made"
             )
     if args.world_size != settings.plan.world_size:
         raise ValueError(f"the plan has {settings.plan.world_size} processes, but transformers sees {args.world_size}; report this")
