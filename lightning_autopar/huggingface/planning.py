@@ -110,7 +110,7 @@ def plan_for(trainer: Any, asked: Asked) -> Planned:
         objective="memory" if settings.objective == "memory" else "speed",
         exact=settings.exact,
         precision=precision,
-        excluded={**missing_packages(inventory), **terms.excluded(trainer, on_cpu=on_cpu)},
+        excluded={**missing_packages(inventory), **terms.excluded(trainer, found, on_cpu=on_cpu)},
         notes=dict.fromkeys(all_engines(), terms.notes(trainer)),
         split=_split(trainer, found),
         allocator=options_from_environment(os.environ),
@@ -169,7 +169,7 @@ def _looked_at(trainer: Any, rows: int, precision: str, inventory: Inventory) ->
 
 def _split(trainer: Any, found: Look) -> SplitFinding | None:
     """What a batch in parts changes, by transformers' own account."""
-    reason = terms.differences(trainer, weighed=found.weighed)
+    reason = terms.differences(trainer, found)
     apart = tuple(sorted(name.removeprefix("aten.") for name in found.footprint.random_draws))
     if reason is None and not apart:
         return None

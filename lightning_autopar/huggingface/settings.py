@@ -124,6 +124,10 @@ class Settings:
         first = f"autopar: transformers' Trainer runs under {plan.title()}; its TrainingArguments "
         first += "are changed:" if lines else "stay as they are:"
         parts = f"{plan.world_size} × {self.per_device} × {plan.micro_batches}"
+        if batch.replicas > 1:
+            lines.append(
+                f"  in one process transformers would replicate the model over {batch.replicas} GPUs, which counts in a step's batch"
+            )
         return [first, *lines, f"  a step's batch stays: {batch.size} samples = {parts} (devices × samples of each at once × accumulation)"]
 
     def to_dict(self) -> dict[str, Any]:

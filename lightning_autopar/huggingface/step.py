@@ -6,19 +6,25 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 
+from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
+from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch_size_of
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
+
+log = logging.getLogger(__name__)
 
 #: The most samples that are collated for the trace; larger batches are scaled up from it.
 _MOST_ROWS = 256
@@ -30,13 +36,15 @@ class Look:
 
     Args:
         footprint: of the whole batch.
-        weighed: whether the loss is divided by the number of items of the whole batch, so that a batch in parts has the same loss.
+        counts: whether the Trainer counts the items of a step's whole batch, for the loss to be divided by.
+        divides: whether the loss depends on that number; None where that isn't known.
         layers: FQNs of the layers that transformers' gradient checkpointing recomputes.
         kinds: the name of the class of each block.
     """
 
     footprint: Footprint
-    weighed: bool
+    counts: bool
+    divides: bool | None
     layers: tuple[str, ...]
     kinds: Mapping[str, str]
 
@@ -66,11 +74,11 @@ class TrainerStep(LightningModule):
 
     def training_step(self, batch: Mapping[str, Any], batch_index: int) -> Any:
         """The loss of a batch, as the Trainer computes it."""
-        return self._loss(batch)
+        return self.loss_of(batch, items_in(self.kept.value, batch))
 
     def validation_step(self, batch: Mapping[str, Any], batch_index: int) -> None:
         """The loss of a batch of an evaluation, beside the model's outputs."""
-        self._loss(batch, return_outputs=True)
+        self.loss_of(batch, items_in(self.kept.value, batch), return_outputs=True)
 
     def configure_optimizers(self) -> Any:
         """The script's optimizer, or the one that the Trainer makes by its arguments."""
@@ -80,10 +88,11 @@ class TrainerStep(LightningModule):
         trainer.model, trainer.optimizer = self.model, None
         return trainer.create_optimizer()
 
-    def _loss(self, batch: Mapping[str, Any], **options: Any) -> Any:
-        trainer, inputs = self.kept.value, dict(batch)
+    def loss_of(self, batch: Mapping[str, Any], items: Any, **options: Any) -> Any:
+        """The loss of a batch of so many items, as the Trainer computes it."""
+        trainer = self.kept.value
         trainer.model = self.model
-        return trainer.compute_loss(self.model, inputs, num_items_in_batch=items_in(trainer, inputs), **options)
+        return trainer.compute_loss(self.model, dict(batch), num_items_in_batch=items, **options)
 
 
 def items_in(trainer: Any, batch: Mapping[str, Any]) -> Any:
@@ -121,7 +130,7 @@ def _look(trainer: Any, rows: int, precision: str, target: Target) -> Look:
         dataset = trainer.eval_dataset
         one = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
         validation = _first(trainer.get_eval_dataloader(one), "eval_dataset")
-    weighed = items_in(trainer, batch.batch) is not None
+    counts = items_in(trainer, batch.batch) is not None
     model.train()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a schedule without a step, and such
@@ -130,10 +139,29 @@ def _look(trainer: Any, rows: int, precision: str, target: Target) -> Look:
     layers = tuple(name for name, module in named.items() if hasattr(module, "gradient_checkpointing") and _is_layer(module))
     return Look(
         footprint=scaled(footprint, rows) if footprint.batch_size != rows else footprint,
-        weighed=weighed,
+        counts=counts,
+        divides=_divides(trainer, batch.batch) if counts else False,
         layers=layers if getattr(model, "supports_gradient_checkpointing", False) else (),
         kinds={block.fqn: type(named[block.fqn]).__name__ for block in footprint.blocks if block.fqn in named},
     )
+
+
+def _divides(trainer: Any, batch: Mapping[str, Any]) -> bool | None:
+    """Whether the loss of a batch depends on the number of items that the Trainer hands over, computed with fake tensors; None where that
+    can't be told. Models that take the number and ignore it get a gradient that is too large by the number of parts
+    (``Trainer.training_step`` takes such a loss for one that has been divided).
+    """
+    mode, shadow = fake_mode(), ShadowValues()
+    try:
+        with drawing_nothing():
+            step, inputs = fake_copy(TrainerStep(trainer), mode, shadow), fake_copy(dict(batch), mode, shadow)
+            with as_if_real(shadow, "cpu"), mode, shadow:
+                items = torch.ones((), requires_grad=True)
+                loss = step.loss_of(inputs, items)
+                return loss.requires_grad and torch.autograd.grad(loss, items, allow_unused=True)[0] is not None
+    except RAISED:
+        log.debug("what divides the loss can't be told", exc_info=True)
+        return None
 
 
 def checkpointing_field(args: Any) -> str | None:

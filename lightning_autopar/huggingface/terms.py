@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_autopar.huggingface.arguments import told_by
 from lightning_autopar.huggingface.settings import Batch
-from lightning_autopar.huggingface.step import checkpointing_field
+from lightning_autopar.huggingface.step import Look, checkpointing_field
 from lightning_autopar.plans import Plan
 
 #: Methods that make up the loop or its batches: with others, nobody knows what a step is without running it.
@@ -54,7 +54,7 @@ def refuse(trainer: Any) -> None:
         raise ValueError(f"{spread}; load it without, or start the script without lightning-autopar")
 
 
-def excluded(trainer: Any, *, on_cpu: bool) -> dict[str, str]:
+def excluded(trainer: Any, found_out: Look, *, on_cpu: bool) -> dict[str, str]:
     """What no plan may be or have, with the sentence that says why, as ``Constraints.excluded``."""
     args, found = trainer.args, dict(_NEVER)
     if on_cpu:
@@ -71,12 +71,21 @@ def excluded(trainer: Any, *, on_cpu: bool) -> dict[str, str]:
         found["multi"] = found["micro_batches"] = f"{type(trainer).__name__} {words}"
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         found["multi"] = "train_sampling_strategy='batch_rebalance' makes other batches for several processes"
+    if found_out.counts and not found_out.divides:
+        named = type(trainer.model).__name__ if not has_own(trainer, "compute_loss") else f"{type(trainer).__name__}.compute_loss"
+        taken = "is handed num_items_in_batch, but its loss doesn't depend on it"
+        if found_out.divides is None:
+            taken = "is handed num_items_in_batch, and whether its loss is divided by it isn't known"
+        words = f"{named} {taken}: transformers would make the gradients larger by the number of"
+        found.setdefault("multi", f"{words} devices")
+        if getattr(trainer, "loss_is_scaled_for_ga", None) is not False:
+            found.setdefault("micro_batches", f"{words} parts; loss_is_scaled_for_ga=False on the Trainer mends that")
     return found
 
 
-def differences(trainer: Any, *, weighed: bool) -> str | None:
+def differences(trainer: Any, found_out: Look) -> str | None:
     """Why a batch in parts has another loss than the script's; None where it has the same."""
-    if not weighed:
+    if not found_out.divides:
         return (
             "the loss is a mean over each part of a batch, and transformers takes the mean over the parts: where parts have different "
             "numbers of samples or tokens, that isn't the mean over the batch"
@@ -123,7 +132,9 @@ def last_batch(trainer: Any, plan: Plan, batch: Batch, samples: int | None) -> t
     """What becomes of an epoch's last batch under a plan, as a sentence, None where it is the script's; and whether the run then has other
     steps than the script's, rather than other samples in one step.
     """
-    at_once = batch.size // plan.micro_batches  # by all devices
+    at_once, steps = batch.size // plan.micro_batches, optimizer_steps(trainer, batch)  # by all devices
+    if samples is not None and steps is not None and steps * batch.size <= samples:
+        return None, False  # the run ends before
     if samples is None:
         unknown = "the dataset doesn't say its length, so that nobody knows whether an epoch's last batch is the script's"
         return (unknown, False) if plan.world_size > 1 or plan.micro_batches != batch.accumulation else (None, False)
