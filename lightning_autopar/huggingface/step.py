@@ -9,7 +9,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,6 +125,9 @@ def _look(trainer: Any, rows: int, precision: str, target: Target) -> Look:
     args.dataloader_num_workers, args.dataloader_prefetch_factor, args.dataloader_persistent_workers = 0, None, False
     args.per_device_train_batch_size = trainer._train_batch_size = min(rows, _MOST_ROWS)
     batch = _first(trainer.get_train_dataloader(), "train_dataset")
+    if not has_own(trainer, "get_train_dataloader") and hasattr(trainer.train_dataset, "__len__"):
+        # Collators that pad nothing lay all samples in one row.
+        batch = replace(batch, batch_size=min(args.per_device_train_batch_size, len(trainer.train_dataset)))
     validation = None
     if getattr(args, "eval_strategy", "no") != "no" and trainer.eval_dataset is not None:
         dataset = trainer.eval_dataset
@@ -162,6 +165,12 @@ def _divides(trainer: Any, batch: Mapping[str, Any]) -> bool | None:
     except RAISED:
         log.debug("what divides the loss can't be told", exc_info=True)
         return None
+
+
+def has_own(trainer: Any, name: str) -> bool:
+    """Whether the Trainer's class has a method of its own in place of transformers'."""
+    own = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
+    return own is not None and not own.__module__.startswith("transformers.")
 
 
 def checkpointing_field(args: Any) -> str | None:

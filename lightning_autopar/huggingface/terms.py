@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_autopar.huggingface.arguments import told_by
 from lightning_autopar.huggingface.settings import Batch
-from lightning_autopar.huggingface.step import Look, checkpointing_field
+from lightning_autopar.huggingface.step import Look, checkpointing_field, has_own
 from lightning_autopar.plans import Plan
 
 #: Methods that make up the loop or its batches: with others, nobody knows what a step is without running it.
@@ -26,12 +26,6 @@ _UNCOUNTED = {
     "neftune_noise_alpha": "the noise isn't part of the prediction",
     "auto_find_batch_size": "where memory runs out, transformers takes fewer samples a step",
 }
-
-
-def has_own(trainer: Any, name: str) -> bool:
-    """Whether the Trainer's class has a method of its own in place of transformers'."""
-    own = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
-    return own is not None and not own.__module__.startswith("transformers.")
 
 
 def refuse(trainer: Any) -> None:

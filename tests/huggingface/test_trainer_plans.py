@@ -101,7 +101,9 @@ def _reason(report: dict[str, Any], engine: str) -> str:
 
 
 def test_a_trainers_plans_are_shown_and_nothing_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = _plan(tmp_path, "Trainer(model=lm(), args=arguments(save_strategy='steps', save_steps=1), train_dataset=texts()).train()", capsys)
+    found = _plan(
+        tmp_path, "Trainer(model=lm(), args=arguments(save_strategy='steps', save_steps=1), train_dataset=texts()).train()", capsys
+    )
     assert found["function"] == "train"
     assert found["run"]["batches"] == 6
     assert found["footprint"]["batch_size"] == 8
@@ -167,6 +169,14 @@ def test_a_model_that_ignores_the_number_of_items_is_neither_split_nor_accumulat
     assert {(engine, parts) for engine, parts, _ in _fitting(found)} == {("single", 2)}, "as the script says, and nothing else"
     words = "BertForSequenceClassification is handed num_items_in_batch, but its loss doesn't depend on it"
     assert _reason(found, "ddp").startswith(words)
+
+
+def test_a_collator_that_lays_all_samples_in_one_row_has_their_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flat = "lambda rows: {name: torch.cat([row[name] for row in rows])[None] for name in ('input_ids', 'labels')}"
+    body = f"Trainer(model=lm(), args=arguments(), train_dataset=texts(), data_collator={flat}).train()"
+    footprint = _plan(tmp_path, body, capsys)["footprint"]
+    assert footprint["batch_size"] == 8
+    assert footprint["bytes"]["input"] == 2 * 8 * 16 * 8
 
 
 def test_the_scripts_own_settings_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

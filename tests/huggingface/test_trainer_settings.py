@@ -36,7 +36,9 @@ def test_batches_stay_whatever_the_plan() -> None:
 
 def test_fsdp_shards_layers_and_reduces_after_each_part() -> None:
     shards = ("model.layers.0", "model.layers.1")
-    plan = Plan(engine="fsdp", devices=_TWO, reshard_after_forward=True, shard=shards, recompute=shards, offload=("optimizer", "parameters"))
+    plan = Plan(
+        engine="fsdp", devices=_TWO, reshard_after_forward=True, shard=shards, recompute=shards, offload=("optimizer", "parameters")
+    )
     fields = _settings(plan).fields()
     assert fields["fsdp"] is True
     assert "activation_checkpointing" not in fields
@@ -128,5 +130,5 @@ def test_only_the_arguments_that_were_planned_for_are_set() -> None:
 def test_arguments_that_differ_from_those_that_were_planned_for_are_refused() -> None:
     kind = _kind()
     watch_arguments(kind, _settings(Plan(engine="single", devices=("cpu:0",)), number=0))
-    with pytest.raises(ValueError, match="have per_device_train_batch_size=4 .* now, but had 8 and 2 when the plan was made"):
+    with pytest.raises(ValueError, match=r"have per_device_train_batch_size=4 .* now, but had 8 and 2 when the plan was made"):
         kind(per_device_train_batch_size=4)
