@@ -14,7 +14,11 @@ from lightning_autopar.huggingface.settings import Batch, Settings
 
 _ATTRIBUTE = "_autopar_told"
 #: What the script may not set itself, as plans differ in it, and the words for it.
-_PLANNED = {"fsdp": "how the model is sharded", "deepspeed": "how the model is partitioned", "parallelism_config": "how ranks are laid out"}
+_PLANNED = (
+    ("fsdp", "how the model is sharded"),
+    ("deepspeed", "how the model is partitioned"),
+    ("parallelism_config", "how ranks are laid out"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,7 @@ def _batch(args: Any) -> Batch:
 
 def _refuse_planned(args: Any) -> None:
     """Raises: ValueError, if the script sets itself what plans differ in."""
-    for name, words in _PLANNED.items():
+    for name, words in _PLANNED:
         if (value := getattr(args, name, None)) not in (None, False, "", [], {}):
             raise ValueError(
                 f"the script sets {name}={value!r} in TrainingArguments, but {words} is what lightning-autopar chooses for transformers' "

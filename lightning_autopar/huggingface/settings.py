@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_autopar import engines
 from lightning_autopar.plans import Plan
 
 #: The environment variable in which the processes that run find the settings.
@@ -72,41 +73,15 @@ class Settings:
         """The TrainingArguments to set, by name."""
         plan = self.plan
         found: dict[str, Any] = {"per_device_train_batch_size": self.per_device, "gradient_accumulation_steps": plan.micro_batches}
-        if plan.engine == "fsdp":
-            config: dict[str, Any] = {"version": 2, "reshard_after_forward": bool(plan.reshard_after_forward)}
-            config["transformer_layer_cls_to_wrap"] = list(self.layers)
-            if plan.offload:
-                config["cpu_offload"] = True
-            if self.checkpointing:
-                config["activation_checkpointing"] = True
-            found |= {"fsdp": True, "fsdp_config": config}
-        elif self.checkpointing:
-            found[self.checkpointed] = True
-        if plan.engine == "zero":
-            found["deepspeed"] = self._deepspeed()
-        if self.on_cpu:
-            found["use_cpu"] = True
-        return found
-
-    def _deepspeed(self) -> dict[str, Any]:
-        """DeepSpeed's configuration: the stage and the offload; the Trainer fills in the rest, and makes the optimizer."""
-        partition: dict[str, Any] = {"stage": self.plan.zero_stage}
-        if "optimizer" in self.plan.offload:
-            partition["offload_optimizer"] = {"device": "cpu"}
-        if "parameters" in self.plan.offload:
-            partition["offload_param"] = {"device": "cpu"}
-        told = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-        by_trainer: dict[str, Any] = dict.fromkeys(told, "auto")
-        types = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
-        optimizer = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
-        return {"zero_optimization": partition, **by_trainer, **types, **optimizer}
+        found |= engines.of(plan).training_arguments(plan, self.layers, {self.checkpointed: True} if self.checkpointing else {})
+        return {**found, "use_cpu": True} if self.on_cpu else found
 
     @property
     def accumulates_in_shards(self) -> bool:
         """Whether gradients are to be reduced after each part of a batch. By default accelerate keeps whole gradients until the last part
         under FSDP2 (``Accelerator.no_sync``), which the prediction doesn't count.
         """
-        return self.plan.engine == "fsdp" and self.plan.micro_batches > 1
+        return "fsdp_config" in self.fields() and self.plan.micro_batches > 1
 
     def lines(self, given: Mapping[str, Any]) -> list[str]:
         """What runs, and what is changed, a line each.
@@ -118,7 +93,7 @@ class Settings:
         lines = [f"  {name}: {given.get(name)!r} → {value!r}" for name, value in changed.items()]
         if self.accumulates_in_shards:
             lines.append("  accelerator_config: sync_each_batch=True in gradient_accumulation_kwargs, so that gradients stay sharded")
-        if self.plan.engine == "ddp":
+        if self.plan.world_size > 1 and not {"fsdp_config", "deepspeed"} & {*self.fields()}:
             lines.append("  DDP's gradient_as_bucket_view: True, so that gradients lie in memory once")
         batch, plan = self.batch, self.plan
         first = f"autopar: transformers' Trainer runs under {plan.title()}; its TrainingArguments "

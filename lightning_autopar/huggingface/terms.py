@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_autopar import engines
 from lightning_autopar.huggingface.arguments import told_by
 from lightning_autopar.huggingface.settings import Batch
 from lightning_autopar.huggingface.step import Look, checkpointing_field, has_own
-from lightning_autopar.plans import Plan
+from lightning_autopar.plans import Plan, all_engines
 
 #: Methods that make up the loop or its batches: with others, nobody knows what a step is without running it.
 _LOOP = ("_inner_training_loop", "_run_epoch", "_prepare_inputs", "get_batch_samples")
 #: What no plan of ours that this Trainer could run may have, and why.
 _NEVER = {
-    "pipeline": "transformers' Trainer has no pipelines",
     "shares": "transformers' Trainer gives each device equally many samples",
     "replicas": "transformers' Trainer needs a parallelism_config for hybrid sharding, which autopar doesn't make",
     "disk": "autopar doesn't set DeepSpeed's offload to a disk for transformers' Trainer",
@@ -51,12 +51,12 @@ def refuse(trainer: Any) -> None:
 def excluded(trainer: Any, found_out: Look, *, on_cpu: bool) -> dict[str, str]:
     """What no plan may be or have, with the sentence that says why, as ``Constraints.excluded``."""
     args, found = trainer.args, dict(_NEVER)
-    if on_cpu:
-        found["fsdp"] = "accelerate, which runs FSDP for transformers' Trainer, does so on GPUs alone; on CPU devices it would run DDP"
-    elif trainer.optimizer is not None or trainer.lr_scheduler is not None:
-        found["fsdp"] = "transformers refuses FSDP where the script passes optimizers to the Trainer"
+    own_optimizer = trainer.optimizer is not None or trainer.lr_scheduler is not None
+    for name in all_engines():
+        if (words := engines.named(name).not_by_transformers(on_cpu=on_cpu, own_optimizer=own_optimizer)) is not None:
+            found[name] = words
     if getattr(args, "save_only_model", False) and getattr(args, "load_best_model_at_end", False):
-        for name in ("fsdp", "zero"):
+        for name in (each for each in all_engines() if not engines.named(each).whole):
             found.setdefault(name, "transformers refuses it for save_only_model=True with load_best_model_at_end=True")
     if (field := checkpointing_field(args)) is not None:
         found["recompute"] = f"the script sets {field}=True, which counts already"

@@ -95,5 +95,5 @@ def _check(trainer: Any, settings: Settings) -> None:
             )
     if args.world_size != settings.plan.world_size:
         raise ValueError(f"the plan has {settings.plan.world_size} processes, but transformers sees {args.world_size}; report this")
-    if settings.plan.engine == "ddp" and trainer.accelerator.ddp_handler is not None:
+    if trainer.accelerator.ddp_handler is not None:  # which only DDP reads
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
