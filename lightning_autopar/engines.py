@@ -187,6 +187,25 @@ class Engine(ABC):
             devices: of one kind.
         """
 
+    def training_arguments(self, plan: Plan, layers: Sequence[str], recomputing: Mapping[str, Any]) -> dict[str, Any]:
+        """The TrainingArguments with which transformers' own Trainer runs a plan, without the batch's.
+
+        Args:
+            plan: of this engine.
+            layers: names of the classes of the blocks that are sharded as units.
+            recomputing: the arguments that switch recomputation on; empty where the plan recomputes nothing.
+        """
+        return dict(recomputing)
+
+    def not_by_transformers(self, *, on_cpu: bool, own_optimizer: bool) -> str | None:
+        """Why transformers' own Trainer can't run this engine's plans; None where it can.
+
+        Args:
+            on_cpu: whether the devices are CPUs.
+            own_optimizer: whether the script passes an optimizer to it.
+        """
+        return None
+
     @abstractmethod
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
         """What a rank holds at its fullest moments: in a step, before the first step, in a validation, while a checkpoint is written."""

@@ -1,7 +1,7 @@
-"""Run somebody's script up to ``fit``, plan for what it was about to do, and train nothing.
+"""Run somebody's script up to ``fit``, or ``train`` of transformers' Trainer, plan for what it was about to do, and train nothing.
 
-Knows the Trainer and our strategy, which it imports when the script builds its Trainer. Knows nothing of the command line that asks for it,
-nor of how a report is shown.
+Knows the Trainers and our strategy, which it imports when the script builds its Trainer. Knows nothing of the command line that asks for
+it, nor of how a report is shown.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_autopar.cli.first_trainer import Wanted, at_first_trainer
+from lightning_autopar.huggingface.watch import trainers_planned
 from lightning_autopar.strategies.processes.script import Script
 
 if TYPE_CHECKING:
@@ -29,10 +31,12 @@ class DryRun:
     """What came of it.
 
     Args:
-        function: what the script was about to do: ``"fit"``, or ``"validate"``, ``"test"``, ``"predict"`` where it never came to fit.
+        function: what the script was about to do: ``"fit"``, or ``"validate"``, ``"test"``, ``"predict"`` where it never came to fit;
+            ``"train"`` of transformers' Trainer.
         report: every plan for that, even if none fits.
         replaced: the script's strategy, if it names another one than ours.
-        batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
+        batches: training batches of the whole fit, at most (of transformers' Trainer, the optimizer's steps); None where nobody knows, and
+            where nothing is trained.
         batch: whether plans split a batch, or give each device batches of its own.
         elastic: whether a callback moves the run by itself, as ElasticReplan does.
     """
@@ -77,7 +81,9 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
     """
     found: list[DryRun] = []
     failure: BaseException | None = None
-    with at_first_trainer(lambda: _planning(found, Wanted() if wanted is None else wanted, on_plan)):
+    asked = Wanted() if wanted is None else wanted
+    lightnings = at_first_trainer(lambda: _planning(found, asked, on_plan))
+    with lightnings, trainers_planned(partial(_plan_for_train, found, asked, on_plan)):
         try:
             script.run()
         except _Planned:
@@ -90,12 +96,24 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
         if isinstance(failure, ValueError):
             raise failure
         how = f"failed ({type(failure).__name__}: {failure})" if failure is not None else "ended"
-        raise ScriptFailed(f"{script.name} {how} before it called fit, validate, test or predict of Lightning's Trainer") from failure
+        raise ScriptFailed(
+            f"{script.name} {how} before it called fit, validate, test or predict of Lightning's Trainer, or train of transformers'"
+        ) from failure
     if failure is not None:
         from lightning_autopar._lightning import rank_zero_warn
 
         rank_zero_warn(f"autopar: {script.name} failed after {found[-1].function}, which returned nothing ({failure!r})")
     return found[-1]
+
+
+def _plan_for_train(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None], trainer: Any) -> None:
+    """Plan for what transformers' Trainer was about to do, and end the script."""
+    from lightning_autopar.huggingface.planning import Asked, plan_for
+
+    on_plan("train")
+    planned = plan_for(trainer, Asked(devices=wanted.devices, trainer_devices=wanted.trainer_devices, options=wanted.options))
+    found.append(DryRun(function="train", report=planned.report, batches=planned.steps))
+    raise _Planned
 
 
 @contextmanager

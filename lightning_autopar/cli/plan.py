@@ -1,4 +1,4 @@
-"""``lightning-autopar plan SCRIPT``: run a script up to ``fit``, print every plan with its memory and time, and train nothing."""
+"""``lightning-autopar plan SCRIPT``: run a script up to ``fit`` (transformers' ``train``), print every plan, and train nothing."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ def _print_report(found: DryRun) -> None:
     report = found.report
     if found.replaced is not None:
         console.print(Text("\n".join(found.replaced.lines())))
-    if found.function != "fit":
+    if found.function == "train":
+        console.print("The script calls train of transformers' Trainer; these are the plans that it can run itself.")
+    elif found.function != "fit":
         console.print(f"The script calls {found.function}, not fit; this is its plan.")
     console.print(report.table())
     candidate = report.shown_candidate()

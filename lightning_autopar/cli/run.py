@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +26,13 @@ from lightning_autopar.cli.arguments import (
 )
 from lightning_autopar.cli.arguments import strategy_options as chosen_options
 from lightning_autopar.cli.first_trainer import Wanted, at_first_trainer
+from lightning_autopar.huggingface.settings import handed_over
+from lightning_autopar.huggingface.watch import trainers_planned, trainers_set
 from lightning_autopar.strategies.processes.script import Script, own_traceback, started_by
 
 if TYPE_CHECKING:
     from lightning_autopar.cli.replace_strategy import Replacement
+    from lightning_autopar.huggingface.settings import Settings
     from lightning_autopar.report.run_history import RunHistory
 
 #: The exit code of argparse and click for a command line that they refuse.
@@ -45,6 +51,9 @@ examples:
   lightning-autopar run --picture run.html train.py     a page to look at when it is over
   lightning-autopar run --json run.json train.py        plan, prediction and measurement for a program to read
   torchrun --nproc-per-node 4 -m lightning_autopar run train.py
+
+A script of transformers' Trainer is planned for when it calls train, and then started again, in as many processes as the plan has
+devices, with other TrainingArguments: it says which.
 
 What it replaces, and which settings of that are lost, it says on stderr.
 
@@ -88,16 +97,56 @@ def run_script(options: argparse.Namespace) -> int:
 
     start_again = [sys.executable, "-m", "lightning_autopar", "run", *option_words(options)]
     what = ["-m", script.target] if script.is_module else [str(Path(script.target).resolve())]
-    with at_first_trainer(replace_from_now_on), started_by([*start_again, *what]):
+    ran: list[Settings] = []
+    with ExitStack() as until_the_end:
+        settings = handed_over()
+        if settings is None:
+            wanted_by = {"devices": spec, "trainer_devices": trainer_devices, "options": wanted_options}
+            until_the_end.enter_context(trainers_planned(partial(_start_planned, wanted_by, options, what)))
+        else:
+            until_the_end.enter_context(trainers_set(settings, ran))
+        until_the_end.enter_context(at_first_trainer(replace_from_now_on))
+        until_the_end.enter_context(started_by([*start_again, *what]))
         code = _run(script)
-    if not built and code == 0:
+    if not built and not ran and code == 0:
         print(f"autopar: {script.name} has built no Trainer of Lightning, so that there was nothing to replace", file=sys.stderr)
     if _is_first_rank():
         if options.summary is not None:
-            _write_summary(options.summary, script, built, code)
-        if options.picture is not None:
+            _write_summary(options.summary, script, built, ran, code)
+        if options.picture is not None and not ran:
             _draw(options.picture, built)
     return code
+
+
+def _start_planned(asked: Mapping[str, Any], options: argparse.Namespace, what: Sequence[str], trainer: Any) -> None:
+    """Plan for what transformers' Trainer was about to do, say what its arguments become, and start the script again under them; doesn't
+    return.
+
+    Args:
+        asked: of the command line, the fields of ``Asked``.
+        options: of the command line.
+        what: the script's words on a command line, without its own arguments.
+        trainer: transformers'.
+
+    Raises:
+        NothingFits: if no plan fits.
+        ValueError: if nothing can be planned, or the devices aren't here.
+    """
+    from lightning_autopar.huggingface.planning import Asked, plan_for
+    from lightning_autopar.huggingface.relaunch import relaunch
+    from lightning_autopar.report.report import NothingFits
+
+    planned = plan_for(trainer, Asked(**asked))
+    if (settings := planned.settings) is None:
+        raise NothingFits(planned.report)
+    if catalogue := [device.id for device in planned.report.inventory.devices if device.kind == "catalogue"]:
+        raise ValueError(f"devices {', '.join(catalogue)} can be planned for, not run on; give devices that are here, such as 2xcpu:4GiB")
+    print(planned.report, file=sys.stderr)
+    print("\n".join(settings.lines(planned.said)), file=sys.stderr, flush=True)
+    if options.picture is not None:
+        planned.report.save_picture(options.picture)
+    words = option_words(options) + ([f"--json={Path(options.summary).resolve()}"] if options.summary is not None else [])
+    relaunch(settings, ["-m", "lightning_autopar", "run", *words, *what, *sys.argv[1:]])
 
 
 def _run(script: Script) -> int:
@@ -135,9 +184,10 @@ def _tell(replacement: Replacement) -> None:
 
 
 def _is_first_rank() -> bool:
-    """Whether this process reports for the run; known once Lightning has been imported, and true before."""
+    """Whether this process reports for the run; Lightning knows once it has been imported, else the launcher's variable says."""
     utilities = sys.modules.get("lightning_utilities.core.rank_zero")
-    return not getattr(getattr(utilities, "rank_zero_only", None), "rank", None)
+    rank = getattr(getattr(utilities, "rank_zero_only", None), "rank", None)
+    return not (int(os.environ.get("RANK", 0)) if rank is None else rank)
 
 
 def _draw(path: str, built: list[Replacement]) -> None:
@@ -153,13 +203,14 @@ def _draw(path: str, built: list[Replacement]) -> None:
     (strategy.report if strategy.history is None else strategy.history).save_picture(path)
 
 
-def _write_summary(path: str, script: Script, built: list[Replacement], code: int) -> None:
+def _write_summary(path: str, script: Script, built: list[Replacement], ran: list[Settings], code: int) -> None:
     """What ran.
 
     Raises:
         ValueError: if the file can't be written.
     """
     trainers = [_summary(each) for each in built]
+    trainers += [{"transformers": each.to_dict(), "title": each.plan.title(), "settings": each.fields()} for each in ran]
     words = {"script": script.target, "arguments": list(script.arguments), "exit_code": code, "trainers": trainers}
     try:
         Path(path).write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")

@@ -18,7 +18,8 @@ from lightning_autopar.devices.inventory import Device, Inventory, busy_share, d
 from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.advice import advise
-from lightning_autopar.planning.appraisal import Appraiser, Predict
+from lightning_autopar.planning.appraisal import Appraiser, Predict, first_of_each_configuration
+from lightning_autopar.planning.candidates import ruled_out
 from lightning_autopar.planning.device_sets import one_of_each_gpu
 from lightning_autopar.planning.finalists import Finalists
 from lightning_autopar.planning.refusals import (
@@ -141,6 +142,7 @@ def make_report(
     *,
     predict: Predict | None = None,
     rates: Rates | None = None,
+    plans: Sequence[Plan] | None = None,
 ) -> Report:
     """Every candidate with its prediction, in order, and the best of those that fit.
 
@@ -156,6 +158,7 @@ def make_report(
         constraints: what a plan must keep to.
         predict: bytes of a plan; :func:`lightning_autopar.planning.memory.predict` unless given.
         rates: rates of devices, for the seconds; data sheets' unless given.
+        plans: what runs the step can take no others; unless given, the search finds them.
 
     Raises:
         NothingFits: if no plan fits, the pinned one included; it holds the report, with advice.
@@ -172,6 +175,8 @@ def make_report(
             plan = replace(plan, micro_batches=1)
         check_pinned(plan, footprint, inventory, constraints)
         candidates = [ask.evaluate(asked, plan, confirm=True)]
+    elif plans is not None:
+        candidates = ask.order(asked, plans)
     else:
         candidates = Search(footprint, inventory, constraints, predict, rates).all()
     best = 0 if candidates and candidates[0].fits else None
@@ -232,11 +237,19 @@ class _Ask:
     def evaluate(self, asked: Question, plan: Plan, *, confirm: bool = False) -> Candidate:
         """One plan's prediction; with ``confirm`` its allocations are replayed where possible."""
         appraiser = Appraiser(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates)
-        found = appraiser.candidate(plan)
-        if not confirm:
-            return found
+        return self._decided(asked, appraiser, [appraiser.candidate(plan)])[0] if confirm else appraiser.candidate(plan)
+
+    def order(self, asked: Question, plans: Sequence[Plan]) -> list[Candidate]:
+        """The best of these plans, then the best of each configuration; and what is ruled out."""
+        appraiser = Appraiser(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates)
+        decided = self._decided(asked, appraiser, [appraiser.candidate(plan) for plan in plans])
+        refused = [Candidate(plan=one.plan, fits=False, reason=one.rejection, notes=one.notes) for one in ruled_out(asked)]
+        return list(first_of_each_configuration(decided).values()) + refused
+
+    def _decided(self, asked: Question, appraiser: Appraiser, found: list[Candidate]) -> list[Candidate]:
+        """The candidates, the best first; those that may be the best are replayed where possible."""
         finalists = Finalists(asked.footprint, asked.inventory, asked.constraints, appraiser.budget)
-        return finalists.decide([found], appraiser.order, appraiser.shortage, appraiser.preferred)[0]
+        return finalists.decide(found, appraiser.order, appraiser.shortage, appraiser.preferred)
 
 
 def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> None:

@@ -293,6 +293,7 @@ class BareStep:
         # To the hooks, a LightningOptimizer looks like an Optimizer, as in Lightning's own loop.
         optimizer = cast(Any, self._wrapped[0]) if self._wrapped else None
 
+        @torch.enable_grad()  # as Lightning's: an optimizer's step may be under no_grad
         def closure() -> Tensor | None:
             self._enter("forward")
             with self._precision():

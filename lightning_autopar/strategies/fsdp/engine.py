@@ -98,6 +98,20 @@ class FSDP(Engine):
         values: dict[str, Any] = {"reshard_after_forward": reshard, "shard": shard, "replicas": copies, "offload": offload}
         return build_plan(question, devices, self.name, *reasons, **values)
 
+    def training_arguments(self, plan: Plan, layers: Sequence[str], recomputing: Mapping[str, Any]) -> dict[str, Any]:
+        """FSDP2, with accelerate's own recomputation."""
+        config: dict[str, Any] = {"version": 2, "reshard_after_forward": bool(plan.reshard_after_forward)}
+        config |= {"transformer_layer_cls_to_wrap": list(layers)}
+        config |= {"cpu_offload": True} if plan.offload else {}
+        config |= {"activation_checkpointing": True} if recomputing else {}
+        return {"fsdp": True, "fsdp_config": config}
+
+    def not_by_transformers(self, *, on_cpu: bool, own_optimizer: bool) -> str | None:
+        """Refuse CPU devices, where accelerate ignores FSDP, and the script's optimizer, which transformers refuses."""
+        if on_cpu:
+            return "accelerate, which runs FSDP for transformers' Trainer, does so on GPUs alone; on CPU devices it would run DDP"
+        return "transformers refuses FSDP where the script passes optimizers to the Trainer" if own_optimizer else None
+
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
         """Shards, and gathered parameters."""
         return rank_bytes(rank, self.widths)

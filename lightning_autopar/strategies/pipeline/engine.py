@@ -170,6 +170,10 @@ class Pipeline(Engine):
         """None: where to cut depends on bytes and seconds, so :meth:`searched` gives them."""
         return ()
 
+    def not_by_transformers(self, *, on_cpu: bool, own_optimizer: bool) -> str | None:
+        """Refuse: its loop runs whole models."""
+        return "transformers' Trainer has no pipelines"
+
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
         """A rank's stages, and its micro-batches in flight."""
         return rank_bytes(rank)

@@ -103,6 +103,16 @@ class Zero(Engine):
     def _plan(self, question: Question, devices: Sequence[Device], stage: int, offload: tuple[Offload, ...]) -> Plan:
         return build_plan(question, devices, self.name, _STAGE_REASONS[stage], zero_stage=stage, offload=offload)
 
+    def training_arguments(self, plan: Plan, layers: Sequence[str], recomputing: Mapping[str, Any]) -> dict[str, Any]:
+        """DeepSpeed's stage and offload; the Trainer fills in the rest, and makes the optimizer."""
+        partition: dict[str, Any] = {"stage": plan.zero_stage}
+        partition |= {"offload_optimizer": {"device": "cpu"}} if "optimizer" in plan.offload else {}
+        partition |= {"offload_param": {"device": "cpu"}} if "parameters" in plan.offload else {}
+        told = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        types = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+        optimizer = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        return {**recomputing, "deepspeed": {"zero_optimization": partition, **dict.fromkeys(told, "auto"), **types, **optimizer}}
+
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
         """Partitions, and DeepSpeed's buffers."""
         return rank_bytes(rank, self.settings)

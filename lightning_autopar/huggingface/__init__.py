@@ -1,0 +1,14 @@
+"""transformers' own Trainer: a script that calls its ``train`` is planned for, and started again under the best plan that it can run.
+
+Its loop stays transformers' own: nothing here trains. A plan becomes TrainingArguments. Imports transformers only where the script has.
+
+Modules, in reading order:
+
+    settings   Settings: the plan as TrainingArguments, handed to the processes that run it
+    arguments  each TrainingArguments that the script makes
+    watch      the script's calls of ``train``
+    step       a training step of its Trainer as a LightningModule's, and its footprint
+    terms      what this Trainer can and can't run, and what a reader should know
+    planning   every plan that it can run, as a report
+    relaunch   the script again, in the plan's processes
+"""

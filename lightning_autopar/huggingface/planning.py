@@ -1,0 +1,272 @@
+"""Every plan that transformers' Trainer can run, with its prediction, as a report; and the settings for the best."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from lightning_autopar import engines
+from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar._lightning import num_cuda_devices
+from lightning_autopar.constraints import Constraints, SplitFinding
+from lightning_autopar.devices.changes import usable
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.engines import Question
+from lightning_autopar.huggingface import terms
+from lightning_autopar.huggingface.arguments import told_by
+from lightning_autopar.huggingface.relaunch import launched_by_others
+from lightning_autopar.huggingface.settings import Batch, Settings
+from lightning_autopar.huggingface.step import Look, look
+from lightning_autopar.memory.allocator.options import options_from_environment
+from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.workspace import target_of
+from lightning_autopar.planning.block_units import recomputable, with_recompute
+from lightning_autopar.planning.device_sets import device_sets, single_sets
+from lightning_autopar.planning.memory import DeviceBytes, predict
+from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.refusals import micro_batch_refusal, missing_packages, multi_refusal, own_refusal
+from lightning_autopar.planning.timing import device_speeds
+from lightning_autopar.plans import Plan, all_engines
+from lightning_autopar.report.report import Candidate, NothingFits, Report
+from lightning_autopar.sharing.leases import Leases
+from lightning_autopar.strategies.auto import AutoParallelStrategy
+from lightning_autopar.strategies.base.worker_exception import Failure
+from lightning_autopar.strategies.calibration.calibration import calibrated
+
+_TRACE_SECONDS = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line asks for.
+
+    Args:
+        devices: a spec; None for ``AUTOPAR_DEVICES``, or what is here.
+        trainer_devices: of those, as Lightning's Trainer takes it; None for all.
+        options: arguments of :class:`AutoParallelStrategy`.
+    """
+
+    devices: str | None = None
+    trainer_devices: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """The plans for one call of ``train``.
+
+    Args:
+        report: every plan.
+        settings: of the best one; None where nothing fits.
+        steps: the optimizer's steps of the run; None where nobody knows.
+        said: the values, in the script, of the arguments that plans change.
+    """
+
+    report: Report
+    settings: Settings | None
+    steps: int | None
+    said: Mapping[str, Any]
+
+
+def plan_for(trainer: Any, asked: Asked) -> Planned:
+    """Plan for what ``train`` would do; nothing is trained.
+
+    Args:
+        trainer: transformers'.
+        asked: by the user.
+
+    Raises:
+        ValueError: if the step can't be known, or the user asks for what this Trainer can't do.
+    """
+    if (variable := launched_by_others()) is not None:
+        raise ValueError(
+            f"a launcher has started this process ({variable} is set), but for transformers' Trainer lightning-autopar starts processes "
+            "itself, as many as the plan needs; start it without the launcher"
+        )
+    terms.refuse(trainer)
+    settings = AutoParallelStrategy(**asked.options).settings
+    if settings.batch != "global":
+        raise ValueError(
+            "--batch per_device isn't done for transformers' Trainer, whose step keeps its batch; multiply per_device_train_batch_size by "
+            "the number of devices instead"
+        )
+    if "wait" in asked.options:
+        raise ValueError("--wait and --priority aren't done for transformers' Trainer, which takes no turns; leave them out")
+    told = told_by(trainer.args)
+    inventory, most = _devices(asked, on_cpu=told.use_cpu)
+    on_cpu = all(device.kind == "cpu" for device in inventory.devices)
+    batch = replace(told.batch, replicas=1 if told.use_cpu else max(1, num_cuda_devices()))
+    precision = "bf16-mixed" if trainer.args.bf16 else "16-mixed" if trainer.args.fp16 else "32-true"
+    found = _looked_at(trainer, batch.size, precision, inventory)
+    constraints = Constraints(
+        allow=settings.allow,
+        max_devices=most,
+        memory_limit_bytes=settings.memory_limit_bytes,
+        memory_margin=settings.memory_margin,
+        objective="memory" if settings.objective == "memory" else "speed",
+        exact=settings.exact,
+        precision=precision,
+        excluded={**missing_packages(inventory), **terms.excluded(trainer, found, on_cpu=on_cpu)},
+        notes=dict.fromkeys(all_engines(), terms.notes(trainer)),
+        split=_split(trainer, found),
+        allocator=options_from_environment(os.environ),
+    )
+    rates = None if any(device.kind == "catalogue" for device in inventory.devices) else calibrated(inventory)
+    question = Question(footprint=found.footprint, inventory=inventory, constraints=constraints)
+    space = _Space(trainer, question, found, batch)
+    plans = list(space.plans(device_speeds(found.footprint, inventory, precision=precision, rates=rates)))
+    if settings.plan is not None:
+        plans = [space.pinned(settings.plan, plans)]
+    try:
+        report = make_report(found.footprint, inventory, constraints, predict=_evaluating_whole(precision), rates=rates, plans=plans)
+    except NothingFits as error:
+        report = error.report
+    report = replace(report, candidates=tuple(map(space.with_notes, report.candidates)), adviser=None)
+    best = report.best_candidate
+    return Planned(
+        report=report,
+        settings=None if best is None else _settings(trainer, best, found, batch, on_cpu=on_cpu),
+        steps=terms.optimizer_steps(trainer, batch),
+        said=terms.said_of(trainer.args),
+    )
+
+
+def _devices(asked: Asked, *, on_cpu: bool) -> tuple[Inventory, int | None]:
+    """The devices to choose from, without what other runs were promised, and at most how many.
+
+    Raises:
+        ValueError: if they aren't there, or the script says that it keeps off GPUs and they are GPUs.
+    """
+    accelerator: Literal["cpu", "cuda"] = "cpu" if on_cpu or not num_cuda_devices() else "cuda"
+    count = asked.trainer_devices
+    wanted = int(count) if count is not None and count.isdigit() and accelerator == "cpu" else 1
+    inventory = Leases().see(probe(asked.devices, accelerator=accelerator, cpu_devices=wanted))
+    inventory = usable(inventory) if usable(inventory).devices else inventory
+    if on_cpu and any(device.kind != "cpu" for device in inventory.devices):
+        raise ValueError("the script sets use_cpu=True, but the devices to plan for are GPUs; leave use_cpu out, or plan for CPU devices")
+    return inventory, None if count is None else inventory.restrict(count)[1]
+
+
+def _looked_at(trainer: Any, rows: int, precision: str, inventory: Inventory) -> Look:
+    """The step, traced in a forked child.
+
+    Raises:
+        RuntimeError: if the child ended.
+        Exception: what the script's own code raises in it.
+    """
+    try:
+        found = run_forked(look, trainer, rows, precision, target_of(inventory.devices), timeout_seconds=_TRACE_SECONDS)
+    except ChildFailed as error:
+        raise RuntimeError(f"the step of {type(trainer).__name__} can't be looked at: {error.reason}") from error
+    if isinstance(found, Failure):
+        raise found.exception()
+    return found
+
+
+def _split(trainer: Any, found: Look) -> SplitFinding | None:
+    """What a batch in parts changes, by transformers' own account."""
+    reason = terms.differences(trainer, found)
+    apart = tuple(sorted(name.removeprefix("aten.") for name in found.footprint.random_draws))
+    if reason is None and not apart:
+        return None
+    return SplitFinding(probed=reason is None, reason=reason, drawn_apart=apart)
+
+
+def _evaluating_whole(precision: str) -> Any:
+    """A prediction of bytes in which each device evaluates batches of its own, which plans don't split."""
+    known: dict[int, Footprint] = {}
+
+    def bytes_of(footprint: Footprint, plan: Plan, inventory: Inventory) -> dict[str, DeviceBytes]:
+        ranks = plan.data_ranks
+        if ranks not in known:
+            whole = footprint.evaluation_bytes
+            known[ranks] = footprint if whole is None else replace(footprint, evaluation_bytes=whole * ranks)
+        return predict(known[ranks], plan, inventory, precision=precision)
+
+    return bytes_of
+
+
+class _Space:
+    """The plans that a Trainer can run."""
+
+    def __init__(self, trainer: Any, question: Question, found: Look, batch: Batch) -> None:
+        self._trainer, self._question, self._found, self._batch = trainer, question, found, batch
+        self._samples = terms.samples_of(trainer)
+        can = {block.fqn for block in recomputable(question.footprint)}
+        self._layers = found.layers if found.layers and can.issuperset(found.layers) else ()
+
+    def plans(self, speed: Mapping[str, float]) -> Iterator[Plan]:
+        """Every plan: each device gets equally many samples, all at once or one part after the other, and recomputes all layers or none."""
+        question, rows = self._question, self._batch.size
+        footprint, inventory, constraints = question.footprint, question.inventory, question.constraints
+        sets = [tuple(devices) for devices in single_sets(inventory, constraints, speed)]
+        if multi_refusal(question) is None:
+            sets += [each for each in device_sets(rows, inventory, constraints, speed) if rows % len(each) == 0]
+        in_parts = micro_batch_refusal(footprint, constraints) is None
+        for name in all_engines():
+            engine = engines.named(name)
+            if own_refusal(name, question) is not None:
+                continue
+            for devices in sets:
+                if (len(devices) > 1) != engine.several:
+                    continue
+                share = rows // len(devices)
+                counts = [count for count in range(1, share + 1) if share % count == 0]
+                if len(devices) == 1 and not in_parts:
+                    counts = [self._batch.accumulation] if share % self._batch.accumulation == 0 else []
+                elif not in_parts:
+                    counts = [1]
+                for plan in engine.plans(question, devices):
+                    for count in counts:
+                        yield from self._recomputing(replace(plan, micro_batches=count))
+
+    def _recomputing(self, plan: Plan) -> Iterator[Plan]:
+        """The plan without and with recomputation, if its samples are the script's."""
+        if terms.last_batch(self._trainer, plan, self._batch, self._samples)[1]:
+            return
+        if self._question.constraints.exact and self._told(plan):
+            return
+        yield plan
+        if self._layers and "recompute" not in self._question.constraints.excluded:
+            yield with_recompute(plan, self._question.footprint, self._layers)
+
+    def pinned(self, plan: Plan, plans: list[Plan]) -> Plan:
+        """The plan that the user names.
+
+        Raises:
+            ValueError: if this Trainer can't run it.
+        """
+        kept = replace(plan, reasons=())
+        if kept not in [replace(one, reasons=()) for one in plans]:
+            raise ValueError(
+                f"the plan {plan.title()!r} isn't one that transformers' Trainer can run here; lightning-autopar plan --json lists those"
+            )
+        return plan
+
+    def with_notes(self, candidate: Candidate) -> Candidate:
+        """The candidate, with what becomes of the epoch's end and of grouped samples under its plan."""
+        if not candidate.bytes:
+            return candidate
+        return replace(candidate, notes=(*candidate.notes, *self._told(candidate.plan)))
+
+    def _told(self, plan: Plan) -> list[str]:
+        last = terms.last_batch(self._trainer, plan, self._batch, self._samples)[0]
+        return [words for words in (last, terms.grouped(self._trainer, plan)) if words is not None]
+
+
+def _settings(trainer: Any, best: Candidate, found: Look, batch: Batch, *, on_cpu: bool) -> Settings:
+    plan = best.plan
+    return Settings(
+        plan=plan,
+        number=told_by(trainer.args).number,
+        batch=batch,
+        checkpointing=bool(plan.recompute),
+        checkpointed="activation_checkpointing" if hasattr(trainer.args, "activation_checkpointing") else "gradient_checkpointing",
+        layers=tuple(dict.fromkeys(found.kinds[fqn] for fqn in plan.shard if fqn in found.kinds)),
+        on_cpu=on_cpu,
+        step_seconds=best.step_seconds,
+        peak_bytes=max(best.needs.values()),
+    )

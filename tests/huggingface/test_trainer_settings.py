@@ -1,0 +1,134 @@
+"""A plan as TrainingArguments, and what becomes of a script's own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_autopar.huggingface.arguments import told_by, watch_arguments
+from lightning_autopar.huggingface.relaunch import command_of, environment_of
+from lightning_autopar.huggingface.settings import VARIABLE, Batch, Settings, handed_over
+from lightning_autopar.plans import Plan
+
+_TWO = ("cuda:0", "cuda:1")
+
+
+def _settings(plan: Plan, **more: Any) -> Settings:
+    told: dict[str, Any] = {"number": 1, "batch": Batch(per_device=8, accumulation=2), "checkpointing": bool(plan.recompute)}
+    told |= {"checkpointed": "activation_checkpointing", "layers": ("Layer",), "on_cpu": False, "step_seconds": 0.5, "peak_bytes": 1 << 30}
+    return Settings(plan=plan, **{**told, **more})
+
+
+def test_batches_stay_whatever_the_plan() -> None:
+    ddp = _settings(Plan(engine="ddp", devices=_TWO, micro_batches=4))
+    assert ddp.fields() == {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    assert ddp.lines({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2})[1:3] == [
+        "  per_device_train_batch_size: 8 → 2",
+        "  gradient_accumulation_steps: 2 → 4",
+    ]
+    assert ddp.lines({})[-1] == "  a step's batch stays: 16 samples = 2 × 2 × 4 (devices × samples of each at once × accumulation)"
+
+
+def test_fsdp_shards_layers_and_reduces_after_each_part() -> None:
+    shards = ("model.layers.0", "model.layers.1")
+    plan = Plan(
+        engine="fsdp", devices=_TWO, reshard_after_forward=True, shard=shards, recompute=shards, offload=("optimizer", "parameters")
+    )
+    fields = _settings(plan).fields()
+    assert fields["fsdp"] is True
+    assert "activation_checkpointing" not in fields
+    assert fields["fsdp_config"] == {
+        "version": 2,
+        "reshard_after_forward": True,
+        "transformer_layer_cls_to_wrap": ["Layer"],
+        "cpu_offload": True,
+        "activation_checkpointing": True,
+    }
+    assert not _settings(plan).accumulates_in_shards
+    assert _settings(replace(plan, micro_batches=2)).accumulates_in_shards
+
+
+def test_deepspeed_gets_stage_and_offload_and_leaves_the_rest_to_the_trainer() -> None:
+    plan = Plan(engine="zero", devices=_TWO, zero_stage=3, offload=("optimizer", "parameters"), recompute=("model.layers.0",))
+    fields = _settings(plan).fields()
+    assert fields["activation_checkpointing"] is True
+    wanted = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    assert fields["deepspeed"]["zero_optimization"] == wanted
+    assert fields["deepspeed"]["train_batch_size"] == "auto"
+    assert "optimizer" not in fields["deepspeed"]
+
+
+def test_settings_are_handed_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = _settings(Plan(engine="ddp", devices=_TWO, reasons=("two",)))
+    environment = environment_of(settings, {"PATH": "/bin"})
+    assert environment["PATH"] == "/bin"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "cuda:0,cuda:1"
+    assert "CUDA_VISIBLE_DEVICES" not in environment_of(replace(settings, on_cpu=True), {})
+    monkeypatch.setenv(VARIABLE, environment[VARIABLE])
+    assert handed_over() == settings
+    assert VARIABLE not in os.environ
+    assert handed_over() is None
+
+
+def test_several_processes_are_started_by_torchs_launcher() -> None:
+    words = ["-m", "lightning_autopar", "run", "train.py"]
+    assert command_of(_settings(Plan(engine="single", devices=("cpu:0",))), words) == [sys.executable, *words]
+    launched = command_of(_settings(Plan(engine="ddp", devices=_TWO)), words)
+    assert launched[1:3] == ["-m", "torch.distributed.run"]
+    assert launched[-6:] == ["--nproc-per-node", "2", *words]
+
+
+@dataclass
+class _Arguments:
+    """As transformers' class, with what is watched of it."""
+
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 2
+    use_cpu: bool = False
+    fp16: bool = False
+    fsdp: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.made_with = self.use_cpu, self.fp16
+        self.accelerator_config = SimpleNamespace(gradient_accumulation_kwargs=None)
+
+
+def _kind() -> type[_Arguments]:
+    """The class, with a ``__post_init__`` that can be replaced."""
+    return type("Arguments", (_Arguments,), {"__post_init__": _Arguments.__post_init__})
+
+
+def test_planning_keeps_off_gpus_and_the_arguments_say_what_the_script_says() -> None:
+    kind = _kind()
+    stop = watch_arguments(kind, None)
+    first, second = kind(fp16=True), kind()
+    assert first.made_with == (True, False)
+    assert (first.use_cpu, first.fp16) == (False, True)
+    assert [told_by(each).number for each in (first, second)] == [0, 1]
+    with pytest.raises(ValueError, match="the script sets fsdp=True"):
+        kind(fsdp=True)
+    stop()
+    assert kind(fp16=True).made_with == (False, True)
+
+
+def test_only_the_arguments_that_were_planned_for_are_set() -> None:
+    kind = _kind()
+    shards = Plan(engine="fsdp", devices=_TWO, reshard_after_forward=True, micro_batches=2)
+    watch_arguments(kind, _settings(shards))
+    other, planned = kind(), kind()
+    assert (other.per_device_train_batch_size, other.gradient_accumulation_steps, other.fsdp) == (8, 2, None)
+    assert (planned.per_device_train_batch_size, planned.gradient_accumulation_steps, planned.fsdp) == (4, 2, True)
+    assert planned.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}
+    assert other.accelerator_config.gradient_accumulation_kwargs is None
+
+
+def test_arguments_that_differ_from_those_that_were_planned_for_are_refused() -> None:
+    kind = _kind()
+    watch_arguments(kind, _settings(Plan(engine="single", devices=("cpu:0",)), number=0))
+    with pytest.raises(ValueError, match=r"have per_device_train_batch_size=4 .* now, but had 8 and 2 when the plan was made"):
+        kind(per_device_train_batch_size=4)
