@@ -37,6 +37,7 @@ from lightning_autopar.strategies.base.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.loaders import put_together
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.base.worker_exception import RemoteTraceback
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
 from lightning_autopar.strategies.elastic.saver import SnapshotSettings
@@ -101,6 +102,11 @@ class AutoLauncher(Launcher):
                 if peers is not None:
                     return self._run_with_peers(peers, arguments, function, args, kwargs, trainer)
                 return self._run_alone(arguments, function, args, kwargs, trainer)
+            except BaseException as error:
+                # Another process has raised it, and its traceback says where: the frames of this package don't.
+                if isinstance(error.__cause__, RemoteTraceback):
+                    raise error.with_traceback(None)  # noqa: B904
+                raise
             finally:
                 self._shown = RunDisplay(None, dict)  # so that the module and its trainer can be pickled again
 
