@@ -262,12 +262,9 @@ def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[s
     for detail in _details(inventory, users, leases):
         # A long command is cut only on a terminal.
         console.print(detail, no_wrap=True, overflow="ellipsis" if console.is_terminal else "ignore", crop=console.is_terminal)
-    if calibration:
-        console.print(f"measured on {calibration.day}:")
-        told = {device.name: str(speeds(calibration, device)) for device in inventory.devices}
-        for line in (f"  {name}: {words}" for name, words in told.items() if words):
-            console.print(Text(line))
-    for line in (*collective_lines(calibration, inventory), *inventory.notes):
+    told = {device.name: str(speeds(calibration, device)) for device in inventory.devices}
+    rates = [*(f"  {name}: {words}" for name, words in told.items() if words), *collective_lines(calibration, inventory)]
+    for line in (*([f"measured on {calibration.day}:"] if rates else []), *rates, *inventory.notes):
         console.print(Text(line))
 
 

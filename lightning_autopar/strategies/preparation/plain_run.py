@@ -111,8 +111,11 @@ def _run(trainer: Trainer, target: Target) -> Failure | None:
 def _is_the_users(error: BaseException, target: Target) -> bool:
     """Whether the run itself would meet this error as well."""
     frames = traceback.extract_tb(error.__traceback__)
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, MemoryError) or not any(frame.name in _STEPS for frame in frames):
         return False
+    if any(name.startswith("torch.distributed") for name in modules):
+        return False  # several processes may be what it lacks
     installed_at = sysconfig.get_path("purelib")
     return target == "cpu" or (isinstance(error, _ANYWHERE) and not frames[-1].filename.startswith(installed_at))
 
