@@ -19,6 +19,7 @@ examples:
   lightning-autopar status                              what all runs on this host do, and why
   lightning-autopar yield train-gpt-3f2a                ask one of yours to move off its devices now
   lightning-autopar cancel train-gpt-3f2a               or end it
+  lightning-autopar clean                               remove what killed runs have left
 
 Each command says more: lightning-autopar COMMAND --help
 
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return plan.plan_script(options)
         if options.command == "run":
             return run.run_script(options)
-        if options.command in ("status", "yield", "pause", "resume", "cancel"):
+        if options.command in ("status", "yield", "pause", "resume", "cancel", "clean"):
             return runs.run_command(options)
         if options.command == "sweep":
             return sweep.sweep_scripts(options)
