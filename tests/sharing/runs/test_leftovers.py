@@ -53,7 +53,7 @@ def test_status_shows_it_and_clean_removes_it(home: Path, capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert str(files) in shown
     assert str(snapshots) in shown
-    assert "6 MiB" in shown
+    assert "(6 MiB)" in shown
     assert "lightning-autopar clean" in shown
     assert main(["status", "--json"]) == 0
     assert {each["kind"] for each in json.loads(capsys.readouterr().out)["left"]} == {"files", "snapshots"}
@@ -63,4 +63,4 @@ def test_status_shows_it_and_clean_removes_it(home: Path, capsys: pytest.Capture
     assert main(["clean", "--snapshots"]) == 0
     assert not snapshots.exists()
     assert main(["status"]) == 0
-    assert "clean" not in capsys.readouterr().out
+    assert "Left by" not in capsys.readouterr().out
