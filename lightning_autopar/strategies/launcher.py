@@ -41,7 +41,6 @@ from lightning_autopar.strategies.base.worker_exception import RemoteTraceback
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
 from lightning_autopar.strategies.elastic.saver import SnapshotSettings
-from lightning_autopar.strategies.preparation import plan_record
 from lightning_autopar.strategies.preparation.decide import decide, decide_again, find_prospect
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.learning import announce_measured, learn, learn_shortage
@@ -179,7 +178,7 @@ class AutoLauncher(Launcher):
         """Run the decision in the way that this process allows."""
         self._strategy.report, self._strategy.plan = decision.report, decision.run_plan.plan
         decision.announce()
-        plan_record.keep(decision)
+        decision.keep()
         if how is not None:
             return self._run_elastic(decision, how, function, args, kwargs, trainer)
         if not engines.of(decision.run_plan.plan).several and decision.run_plan.devices[0].index is not None:

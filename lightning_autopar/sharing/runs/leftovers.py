@@ -19,7 +19,8 @@ Kind = Literal["files", "snapshots"]
 #: The lock within a folder, by what lies there; and how the folders' names begin.
 LOCKS: dict[Kind, str] = {"files": "in-use", "snapshots": "lock"}
 RUN_PREFIX, SNAPSHOTS_PREFIX = "autopar-", "autopar-snapshots-"
-_SHARED_MEMORY = Path("/dev/shm")
+#: Where small files of all processes lie.
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ def leftovers(homes: Sequence[Path] | None = None) -> tuple[Leftover, ...]:
         homes: the folders to look in; by default shared memory and the folder for temporary files.
     """
     if homes is None:
-        homes = list(dict.fromkeys((_SHARED_MEMORY, Path(tempfile.gettempdir()))))
+        homes = list(dict.fromkeys((SHARED_MEMORY, Path(tempfile.gettempdir()))))
     found = []
     for home in homes:
         for kind, prefix in (("files", RUN_PREFIX), ("snapshots", f"{SNAPSHOTS_PREFIX}{os.getuid()}-")):

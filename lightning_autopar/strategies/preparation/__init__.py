@@ -10,5 +10,4 @@ Modules, in reading order:
     trial            the best plans run some steps
     learning         figures are said and kept
     plain_run        does the user's own step fail by itself
-    plan_record      the last plan, for a bug report
 """

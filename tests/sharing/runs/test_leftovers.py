@@ -19,7 +19,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only place for such folders."""
     monkeypatch.setenv("AUTOPAR_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 
