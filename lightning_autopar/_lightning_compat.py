@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
 
+# Lightning's own use of torch.utils._pytree, of which a user can change nothing; each process would say it anew.
+warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+
 __all__ = [
     "Launcher",
     "NoLoss",
@@ -409,6 +412,11 @@ def restore_loaders(trainer: Trainer, found: dict[str, tuple[Any, str, Any]]) ->
             loop._combined_loader = CombinedLoader(loaders, cast(Any, mode))
             if max_batches is not None:
                 loop._max_batches = max_batches
+
+
+def run_attached(trainer: Trainer) -> None:
+    """What the trainer's function does once module and data are attached (``_run``)."""
+    trainer._run(trainer.lightning_module)
 
 
 def verify_configuration(trainer: Trainer) -> None:

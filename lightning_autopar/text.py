@@ -72,6 +72,22 @@ def format_of(size_bytes: float, whole_bytes: float) -> str:
     return f"{amount} / {whole}" if whole.endswith(f" {unit}") else f"{amount} {unit} / {whole}"
 
 
+#: Of fewer bytes a percentage says nothing: the allocator's rounding is as large.
+_WORTH_A_SHARE = 1 << 20
+
+
+def format_share(part_bytes: float, whole_bytes: float) -> str:
+    """``"82%"``; empty where either is below 1 MiB."""
+    return f"{part_bytes / whole_bytes:.0%}" if min(part_bytes, whole_bytes) >= _WORTH_A_SHARE else ""
+
+
+def format_change(after_bytes: float, before_bytes: float) -> str:
+    """``"+2.3%"``; of less than 1 MiB before, the difference in bytes: ``"+340 KiB"``."""
+    if before_bytes >= _WORTH_A_SHARE:
+        return f"{after_bytes / before_bytes - 1:+.1%}"
+    return f"{'+' if after_bytes >= before_bytes else ''}{format_bytes(after_bytes - before_bytes)}"
+
+
 def format_seconds(seconds: float) -> str:
     """``0.0123`` → ``"12.3 ms"``."""
     if seconds < 1e-3:

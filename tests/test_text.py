@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_autopar.text import format_bytes, format_seconds, parse_memory
+from lightning_autopar.text import format_bytes, format_change, format_seconds, format_share, parse_memory
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,11 @@ def test_sizes_are_written_with_three_digits() -> None:
 
 def test_durations_are_written_with_their_unit() -> None:
     assert [format_seconds(seconds) for seconds in (5e-5, 0.0123, 1.5, 300)] == ["50 µs", "12.3 ms", "1.5 s", "5 min"]
+
+
+def test_kibibytes_are_told_without_a_percentage() -> None:
+    assert format_share(820 << 20, 1000 << 20) == "82%"
+    assert format_share(8 << 20, 19) == ""
+    assert format_change(1100 << 20, 1000 << 20) == "+10.0%"
+    assert format_change(35 << 10, 1 << 10) == "+34 KiB"
+    assert format_change(1 << 10, 35 << 10) == "-34 KiB"

@@ -11,6 +11,7 @@ Modules, in reading order:
     replace_strategy  our strategy in place of the script's
     devices           `devices`, `calibrate`
     device_users      who is on a device
+    doctor            `doctor`: one file for a bug report
     runs              `status`, `yield`, `pause`, `resume`, `cancel`
     status            the table of runs
     sweep             `sweep`

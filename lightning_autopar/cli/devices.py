@@ -150,7 +150,7 @@ def show_devices(spec: str | None, *, as_json: bool) -> int:
     """
     with progress() as show:
         show("asking for the devices")
-        inventory = probe(spec, accelerator=_accelerator())
+        inventory = probe(spec, accelerator=accelerator_here())
         calibration = load_calibration(inventory)
     there, leases = everyones_runs(), live()
     left = without_leased(inventory, leases)
@@ -180,7 +180,7 @@ def calibrate_devices(spec: str | None, *, as_json: bool) -> int:
         show("importing torch")
         from lightning_autopar.strategies.calibration.calibration import calibrate
 
-        inventory = probe(spec, accelerator=_accelerator())
+        inventory = probe(spec, accelerator=accelerator_here())
         if all(device.kind == "catalogue" for device in inventory.devices):
             raise ValueError("there is nothing here to measure: catalogue devices can be planned for only; leave --devices out")
         print("autopar measures how fast the devices are", file=sys.stderr)  # which ends the spinner: calibration has a bar of its own
@@ -192,7 +192,7 @@ def calibrate_devices(spec: str | None, *, as_json: bool) -> int:
     return _DONE if calibration else _FAILED
 
 
-def _accelerator() -> Literal["cuda", "cpu"]:
+def accelerator_here() -> Literal["cuda", "cpu"]:
     """Whether there is a GPU that torch can use; without NVML and a driver's library there is none, and torch isn't imported."""
     from lightning_autopar.devices import nvml
 
@@ -262,12 +262,9 @@ def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[s
     for detail in _details(inventory, users, leases):
         # A long command is cut only on a terminal.
         console.print(detail, no_wrap=True, overflow="ellipsis" if console.is_terminal else "ignore", crop=console.is_terminal)
-    if calibration:
-        console.print(f"measured on {calibration.day}:")
-        told = {device.name: str(speeds(calibration, device)) for device in inventory.devices}
-        for line in (f"  {name}: {words}" for name, words in told.items() if words):
-            console.print(Text(line))
-    for line in (*collective_lines(calibration, inventory), *inventory.notes):
+    told = {device.name: str(speeds(calibration, device)) for device in inventory.devices}
+    rates = [*(f"  {name}: {words}" for name, words in told.items() if words), *collective_lines(calibration, inventory)]
+    for line in (*([f"measured on {calibration.day}:"] if rates else []), *rates, *inventory.notes):
         console.print(Text(line))
 
 

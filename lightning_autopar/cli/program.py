@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_autopar.cli import completion, devices, plan, run, runs, sweep
+from lightning_autopar.cli import completion, devices, doctor, plan, run, runs, sweep
 
 FAILED = 2
 _EXAMPLES = """\
@@ -19,6 +19,8 @@ examples:
   lightning-autopar status                              what all runs on this host do, and why
   lightning-autopar yield train-gpt-3f2a                ask one of yours to move off its devices now
   lightning-autopar cancel train-gpt-3f2a               or end it
+  lightning-autopar clean                               remove what killed runs have left
+  lightning-autopar doctor                              one file for a bug report, without your code or data
 
 Each command says more: lightning-autopar COMMAND --help
 
@@ -43,10 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return plan.plan_script(options)
         if options.command == "run":
             return run.run_script(options)
-        if options.command in ("status", "yield", "pause", "resume", "cancel"):
+        if options.command in ("status", "yield", "pause", "resume", "cancel", "clean"):
             return runs.run_command(options)
         if options.command == "sweep":
             return sweep.sweep_scripts(options)
+        if options.command == "doctor":
+            return doctor.write_report(options.file)
         assert options.command == "completion", options.command
         return completion.print_completion(make_parser(), options.shell)
     except ValueError as error:
@@ -68,5 +72,6 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_command(commands)
     sweep.add_command(commands)
     runs.add_run_commands(commands)
+    doctor.add_command(commands)
     completion.add_command(commands)
     return parser

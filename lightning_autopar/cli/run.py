@@ -109,7 +109,7 @@ def run_script(options: argparse.Namespace) -> int:
         until_the_end.enter_context(started_by([*start_again, *what]))
         code = _run(script)
     if not built and not ran and code == 0:
-        print(f"autopar: {script.name} has built no Trainer of Lightning, so that there was nothing to replace", file=sys.stderr)
+        print(f"autopar: {script.name} never created a Trainer of Lightning or transformers; it ran unchanged", file=sys.stderr)
     if _is_first_rank():
         if options.summary is not None:
             _write_summary(options.summary, script, built, ran, code)

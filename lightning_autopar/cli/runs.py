@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 
 from lightning_autopar.cli.spinner import progress
-from lightning_autopar.cli.status import WATCH_SECONDS, show_status
+from lightning_autopar.cli.status import WATCH_SECONDS, left_words, show_status
 from lightning_autopar.sharing.runs.folders import user_name
+from lightning_autopar.sharing.runs.leftovers import leftovers, remove
 from lightning_autopar.sharing.runs.requests import ask, cancel
 from lightning_autopar.sharing.runs.status import Ask, Request
 
@@ -50,6 +52,15 @@ examples:
 
 exit codes: as of yield
 """
+_CLEAN_EXAMPLES = """\
+examples:
+  lightning-autopar clean                               remove the files that killed runs of yours have left
+  lightning-autopar clean --snapshots                   and the snapshots from which their next start would go on
+
+A run that lives keeps all that it has. lightning-autopar status shows what there is.
+
+exit codes: 0 nothing of it is left, 1 something couldn't be removed
+"""
 _CANCEL_EXAMPLES = """\
 examples:
   lightning-autopar cancel train-gpt-3f2a               end it, as Ctrl-C in its terminal does; queued ones, too
@@ -61,7 +72,7 @@ somebody else's, or torchrun's or Slurm's to end
 
 
 def add_run_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``status``, ``yield``, ``pause``, ``resume`` and ``cancel`` to the command line's commands."""
+    """Add ``status``, ``yield``, ``pause``, ``resume``, ``cancel`` and ``clean`` to the command line's commands."""
     status = _add(commands, "status", "list all runs on this host, of all users: what they do, where, and why", _STATUS_EXAMPLES)
     status.add_argument("--json", action="store_true", help="print JSON instead of a table; with --watch a line at each look")
     status.add_argument(
@@ -77,11 +88,27 @@ def add_run_commands(commands: argparse._SubParsersAction[argparse.ArgumentParse
     pause = _add(commands, "pause", "ask one of your elastic runs to save, give its devices back and wait to be resumed", _PAUSE_EXAMPLES)
     resume = _add(commands, "resume", "ask one of your elastic runs that was paused, or moved off a device, to go on", _RESUME_EXAMPLES)
     end = _add(commands, "cancel", "end one of your runs, as Ctrl-C in its terminal does", _CANCEL_EXAMPLES)
+    clean = _add(commands, "clean", "remove what killed runs of yours have left in memory and on disk", _CLEAN_EXAMPLES)
+    clean.add_argument("--snapshots", action="store_true", help="also the snapshots from which their next start would go on")
     for command in (move, pause, resume, end):
         what = "end" if command is end else "answer"
         command.add_argument("run", metavar="RUN", help="its name, the beginning of it, or a pid")
         command.add_argument("--wait", metavar="SECONDS", type=float, help=f"wait so long for the run's {what}")
         command.add_argument("--json", action="store_true", help="print JSON instead of a sentence")
+
+
+def _clean(*, snapshots: bool) -> int:
+    """``lightning-autopar clean``; returns the exit code."""
+    code, now = _DONE, time.time()
+    for left in leftovers():
+        if left.kind == "snapshots" and not snapshots:
+            print(f"kept {left.path}: {left_words(left, now)}; --snapshots removes it")
+        elif remove(left):
+            print(f"removed {left.path}: {left_words(left, now)}")
+        else:
+            print(f"could not remove {left.path}")
+            code = _NO_ANSWER
+    return code
 
 
 def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str, examples: str) -> argparse.ArgumentParser:
@@ -96,6 +123,8 @@ def run_command(options: argparse.Namespace) -> int:
     """
     if options.command == "status":
         return show_status(as_json=options.json, watch_seconds=options.watch)
+    if options.command == "clean":
+        return _clean(snapshots=options.snapshots)
     if options.command == "cancel":
         return _cancel(options.run, options.wait, as_json=options.json)
     return _ask(_ASKS[options.command], options.run, getattr(options, "device", None), options.wait, as_json=options.json)

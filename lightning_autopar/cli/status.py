@@ -21,9 +21,10 @@ from lightning_autopar.cli.device_users import DeviceUser, users_of
 from lightning_autopar.devices import nvml
 from lightning_autopar.sharing.processes import is_stopped
 from lightning_autopar.sharing.runs.folders import user_name
+from lightning_autopar.sharing.runs.leftovers import Leftover, leftovers
 from lightning_autopar.sharing.runs.requests import everyones_runs, is_here
 from lightning_autopar.sharing.runs.status import RunStatus
-from lightning_autopar.text import format_bytes, printable
+from lightning_autopar.text import format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -54,12 +55,14 @@ class Box:
         runs: everyone's, this user's first.
         devices: the GPUs that the driver shows, with who is on each.
         notes: what couldn't be read.
+        left: what this user's killed runs have left.
     """
 
     at: float
     runs: tuple[RunStatus, ...]
     devices: tuple[tuple[Device, tuple[DeviceUser, ...]], ...]
     notes: tuple[str, ...]
+    left: tuple[Leftover, ...] = ()
 
     def strangers(self) -> Iterator[tuple[Device, list[DeviceUser]]]:
         """The devices that have processes of no run, with these processes."""
@@ -94,7 +97,8 @@ class Box:
             }
             for device, users in self.devices
         ]
-        return {"at": self.at, "runs": runs, "devices": devices, "notes": list(self.notes)}
+        left = [{"path": str(each.path), "kind": each.kind, "bytes": each.size_bytes, "since": each.since} for each in self.left]
+        return {"at": self.at, "runs": runs, "devices": devices, "notes": list(self.notes), "left": left}
 
 
 def look() -> Box:
@@ -107,7 +111,7 @@ def look() -> Box:
         devices, _, notes = nvml.read_devices(environment={})
         notes = () if not devices else notes
     seen = tuple((device, users_of(device, found)) for device in devices)
-    return Box(at=time.time(), runs=tuple(found), devices=seen, notes=notes)
+    return Box(at=time.time(), runs=tuple(found), devices=seen, notes=notes, left=leftovers())
 
 
 def show_status(*, as_json: bool, watch_seconds: float | None) -> int:
@@ -200,8 +204,25 @@ def _page(box: Box, console: Console, every_seconds: float | None = None) -> Ren
             )
         )
         parts.extend(Text(f"  {user.line()}", no_wrap=True, overflow="ellipsis") for user in strangers)
+    parts.extend(Text(line) for line in _left_lines(box))
     parts.extend(Text(printable(note), style="dim") for note in box.notes)
     return Group(*parts)
+
+
+def _left_lines(box: Box) -> Iterator[str]:
+    """What killed runs have left, and the command that removes it."""
+    if box.left:
+        yield f"Left by runs of yours that were killed ({format_bytes(sum(each.size_bytes for each in box.left))}):"
+    for each in box.left:
+        yield f"  {each.path}  {left_words(each, box.at)}"
+    if box.left:
+        yield "lightning-autopar clean removes what no run needs, and clean --snapshots all of it."
+
+
+def left_words(left: Leftover, now: float) -> str:
+    """What it is, how large, and how old."""
+    what = "snapshots, from which the run's next start goes on" if left.kind == "snapshots" else "files of its processes"
+    return f"{what}: {format_bytes(left.size_bytes)}, {format_seconds(max(0.0, now - left.since))} old"
 
 
 def _table(box: Box, *, wide: bool) -> Table:

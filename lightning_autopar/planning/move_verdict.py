@@ -280,14 +280,13 @@ def must_leave(
         device, need = there[device_id], _taken(current, device_id, measured)
         on_cpu += need if device.kind == "cpu" else 0
         if need > device.free_bytes:
-            by = "was measured to take" if measured.get(device_id, 0) >= need else "takes by prediction"
-            return (
-                f"the plan {by} {format_bytes(need)} of {device_label(device)}, which has {format_bytes(device.free_bytes)} left for it: "
-                f"{format_bytes(need - device.free_bytes)} too little"
-            )
+            by = "was measured to take" if measured.get(device_id, 0) >= need else "needs"
+            left = format_bytes(device.free_bytes)
+            missing = f", {format_bytes(need - device.free_bytes)} too little" if format_bytes(need) == left else ""
+            return f"the plan {by} {format_bytes(need)} on {device_label(device)}; only {left} is free for it{missing}"
     if 0 < inventory.host_free_bytes < on_cpu:
         left = format_bytes(inventory.host_free_bytes)
-        return f"the plan takes {format_bytes(on_cpu)} of the host's memory, which has {left} left for it"
+        return f"the plan needs {format_bytes(on_cpu)} of the host's memory; only {left} is free for it"
     return None
 
 

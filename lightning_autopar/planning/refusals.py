@@ -57,7 +57,7 @@ def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False
         pinned: whether the user asked for it.
     """
     if not pinned and not engine_runs(plan.engine, allow):
-        return f"taken only where allow names {plan.engine!r}"
+        return f"add {plan.engine!r} to allow= to use this"
     able = RUNS | PINNED if pinned else RUNS
     missing = [_WORDS[feature] for feature in features_of(plan) if feature not in able]
     return f"can't be run by this version yet ({' and '.join(missing)})" if missing else None

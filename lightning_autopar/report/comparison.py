@@ -6,12 +6,12 @@ It must not know how either was found.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_autopar.report.report import Candidate
-from lightning_autopar.text import format_bytes, format_seconds
+from lightning_autopar.text import format_bytes, format_change, format_seconds
 
 #: The categories that can be measured separately in a run; the rest is activations, temporaries, communication and input.
 _READABLE = ("parameters", "gradients", "optimizer", "buffers")
@@ -115,16 +115,24 @@ def _rows(each: Comparison) -> Iterator[tuple[str, ...]]:
     for name in dict.fromkeys((*each.predicted, *each.measured)):
         sizes = each.predicted.get(name), each.measured.get(name)
         if any(sizes):
-            yield (_TITLES.get(name, name), *("–" if size is None else format_bytes(size) for size in sizes), _difference(*sizes))
+            yield (
+                _TITLES.get(name, name),
+                *("–" if size is None else format_bytes(size) for size in sizes),
+                _difference(*sizes, format_change),
+            )
     times = each.predicted_seconds, each.measured_seconds
     if any(times):
-        yield ("a step", *("–" if seconds is None else format_seconds(seconds) for seconds in times), _difference(*times))
+        yield (
+            "a step",
+            *("–" if seconds is None else format_seconds(seconds) for seconds in times),
+            _difference(*times, lambda after, before: f"{after / before - 1:+.1%}"),
+        )
 
 
-def _difference(predicted: float | None, measured: float | None) -> str:
+def _difference(predicted: float | None, measured: float | None, words: Callable[[float, float], str]) -> str:
     if predicted is None or measured is None:
         return ""
-    return f"{measured / predicted - 1:+.1%}" if predicted else "more than nothing" if measured else ""
+    return words(measured, predicted) if predicted else "more than nothing" if measured else ""
 
 
 def warnings(candidate: Candidate, budgets: Mapping[str, int], comparisons: Sequence[Comparison]) -> tuple[str, ...]:

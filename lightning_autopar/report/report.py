@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +20,7 @@ from lightning_autopar.memory.device_bytes import HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.plans import Plan
+from lightning_autopar.text import format_bytes
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step import Seconds
 
@@ -28,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Advice", "Candidate", "DeviceNeed", "NothingFits", "Report", "Seconds", "device_label", "devices_label"]
 
-_WIDTH = 110
+#: Where the text isn't for a terminal, whose width it takes.
+_WIDTH, _LEAST_WIDTH = 110, 60
 
 
 class DeviceNeed(Protocol):
@@ -298,9 +302,21 @@ class Report:
 
         out = io.StringIO()
         plain = {"color_system": None, "force_terminal": False, "force_jupyter": False, "legacy_windows": False}
-        console = Console(file=out, width=_WIDTH, **plain)  # type: ignore[arg-type]
+        console = Console(file=out, width=_width(), **plain)  # type: ignore[arg-type]
         console.print(self.table())
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _width() -> int:
+    """Columns of the terminal that the process writes to, by its output or its errors; where neither is one, some number."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        try:
+            columns = os.get_terminal_size(stream.fileno()).columns if stream is not None else 0
+        except (OSError, ValueError):  # no terminal; a closed stream
+            continue
+        if columns:
+            return max(_LEAST_WIDTH, columns)
+    return _WIDTH
 
 
 class NothingFits(ValueError):
@@ -328,4 +344,8 @@ def _shortest_reason(report: Report) -> str:
     if not predicted:
         return "; ".join(dict.fromkeys(f"{candidate.plan.engine}: {candidate.short_reason}" for candidate in report.candidates))
     least = min(predicted, key=lambda candidate: max(candidate.needs.values()))
-    return f"the one that needs least memory, {least.plan.title()}, {least.reason}"
+    held = [candidate for candidate in report.candidates if candidate.needs and candidate.held_back]
+    less = min(held, key=lambda candidate: max(candidate.needs.values()), default=least)
+    need = max(less.needs.values())
+    also = "" if need >= max(least.needs.values()) else f" ({less.plan.title()} needs {format_bytes(need)}: {less.short_reason})"
+    return f"of the plans that may be taken {least.plan.title()} needs least memory; it {least.reason}{also}"

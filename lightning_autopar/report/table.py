@@ -17,7 +17,7 @@ from rich.text import Text
 from lightning_autopar.devices.inventory import Device, Inventory, devices_label
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.report.report import Candidate, Report
-from lightning_autopar.text import format_bytes, format_of, format_seconds
+from lightning_autopar.text import format_bytes, format_of, format_seconds, format_share
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -58,7 +58,7 @@ class ReportTable:
             f"One {step} needs: " + (", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items()) or "nothing known"),
         ]
         if needs.margin:
-            header.append(f"Up to {needs.margin * 100:.3g} % more is allowed for, as the prediction may miss it")
+            header.append(f"Safety margin for what the prediction may miss: {needs.margin * 100:.3g} %")
         header += [f"Assumed: {assumption}" for assumption in needs.assumptions]
         header.append("Devices: " + "; ".join(device_words(self.report.inventory)))
         header.append("Host memory: " + host_words(self.report.inventory))
@@ -79,7 +79,7 @@ class ReportTable:
                 ("plan", 18, 34 if wide else 26),
                 ("devices", 9, 18 if wide else 12),
             ]
-            columns += [("memory of the fullest", 21, 23)] + [("headroom", 8, None)] * wide + [("a step", 7, None)]
+            columns += [("peak (fullest device)", 21, 23)] + [("headroom", 8, None)] * wide + [("a step", 7, None)]
             columns += [("where the time goes", 24, 28)] * wide
             for title, least, most in columns:
                 table.add_column(title, min_width=least, max_width=most, no_wrap=title in ("#", "a step", "headroom"))
@@ -115,7 +115,8 @@ class ReportTable:
             on_host = [f"host memory {candidate.host.words()}"] if candidate.host else []
             occasion = [f"fullest {words}"] if (words := occasion_words(self.report, candidate)) else []
             words = "\n".join((f"{title} on {devices}", *on_host, *occasion, *([why] if why else [])))
-            return rank, words, fullest_words(self.report, candidate)[1], step
+            sizes, share = fullest_words(self.report, candidate)
+            return rank, words, share or sizes, step
         memory = " ".join(fullest_words(self.report, candidate)).strip()
         if when := occasion_words(self.report, candidate):
             memory += f"\n{when}"
@@ -212,11 +213,11 @@ def occasion_words(report: Report, candidate: Candidate) -> str:
 
 
 def fullest_words(report: Report, candidate: Candidate) -> tuple[str, str]:
-    """The fullest device: ``"3.1 / 3.8 GiB"`` and ``"82%"``."""
+    """The fullest device: ``"3.1 / 3.8 GiB"`` and ``"82%"``, which is empty where kibibytes are meant."""
     if (found := fullest(report, candidate)) is None:
         return "", "–"
     need, budget = found
-    return format_of(need, budget), f"{need / max(1, budget):.0%}"
+    return format_of(need, budget), format_share(need, budget)
 
 
 def headroom_words(report: Report, candidate: Candidate) -> str:

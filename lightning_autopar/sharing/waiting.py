@@ -23,7 +23,7 @@ from rich.markup import escape
 from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.leases import words
-from lightning_autopar.sharing.ledger import LEDGER_VARIABLE
+from lightning_autopar.sharing.ledger import LEDGER_VARIABLE, is_leased
 from lightning_autopar.sharing.reservation import Asking, Need, Reservation, ahead, idle, left_for_later, may_ask, quantum_seconds, reserve
 from lightning_autopar.sharing.runs.display import Decided
 from lightning_autopar.sharing.runs.folders import user_name
@@ -83,7 +83,8 @@ class View:
             return self.inventory
         ends_ns = None if seconds is None else self.at_ns + int(seconds * 1e9)
         found = left_for_later(self.inventory, self.leases, self.ahead, self.at_ns, ends_ns=ends_ns)
-        note = f"less what {len(self.ahead)} runs that wait reserve" if len(self.ahead) > 1 else "less what a run that waits reserves"
+        many = len(self.ahead)
+        note = f"minus memory reserved by {many} queued runs" if many > 1 else "minus memory reserved by a queued run"
         return replace(found, notes=(*found.notes, note))
 
     def delays_nobody(self, need: Need) -> bool:
@@ -138,7 +139,7 @@ class Waiting(Generic[D]):
             try:
                 decision = self._prospect.decision(view.inventory)
             except NothingFits:
-                if self._wait_seconds == 0:
+                if self._wait_seconds == 0 or not self._is_shared():
                     raise
                 break
             if self._promised(decision):
@@ -204,8 +205,15 @@ class Waiting(Generic[D]):
         places = self._leases.places()
         leases = self._leases.others()
         order = (-self._leases.priority, self._leases.since_ns, "" if self._place is None else self._place.name)
-        self._view = View(at_ns=at_ns, inventory=self._inventory(), leases=leases, ahead=ahead(places, order, at_ns))
+        self._view = View(at_ns=at_ns, inventory=self._inventory(), leases=leases, ahead=())
+        if self._is_shared():
+            self._view = replace(self._view, ahead=ahead(places, order, at_ns))
         return self._view
+
+    def _is_shared(self) -> bool:
+        """Whether other runs' leases count for one of the devices; if not, there is nothing to wait for in turn."""
+        assert self._view is not None, "it has looked"
+        return any(map(is_leased, self._view.inventory.devices))
 
     def _is_worth_planning(self, view: View) -> bool:
         """Whether something has changed since the last planning that justifies the cost of planning again."""
@@ -337,7 +345,7 @@ class Waiting(Generic[D]):
             return f"behind {_names(view.ahead)}"
         wants: Mapping[str, int] = {} if self._reserved is None else self._reserved.wants
         holders = [lease for lease in view.leases if any(lease.bytes.get(device) for device in wants or lease.bytes)]
-        return f"which {_names(holders)} {'has' if len(holders) == 1 else 'have'}" if holders else "which others' processes have"
+        return f"held by {_names(holders)}" if holders else "held by processes outside of the ledger"
 
     def _tell(self, told: str, *, log: bool) -> None:
         """Show the state; without a terminal, write a line from time to time."""

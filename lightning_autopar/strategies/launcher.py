@@ -36,6 +36,7 @@ from lightning_autopar.strategies.base.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.loaders import put_together
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.base.worker_exception import RemoteTraceback
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
 from lightning_autopar.strategies.elastic.saver import SnapshotSettings
@@ -102,6 +103,11 @@ class AutoLauncher(Launcher):
                 if peers is not None:
                     return self._run_with_peers(peers, arguments, function, args, kwargs, trainer)
                 return self._run_alone(arguments, function, args, kwargs, trainer)
+            except BaseException as error:
+                # Another process has raised it, and its traceback says where: the frames of this package don't.
+                if isinstance(error.__cause__, RemoteTraceback):
+                    raise error.with_traceback(None)  # noqa: B904
+                raise
             finally:
                 self._shown = RunDisplay(None, dict)  # so that the module and its trainer can be pickled again
 
@@ -173,6 +179,7 @@ class AutoLauncher(Launcher):
         """Run the decision in the way that this process allows."""
         self._strategy.report, self._strategy.plan = decision.report, decision.run_plan.plan
         decision.announce()
+        decision.keep()
         if how is not None:
             return self._run_elastic(decision, how, function, args, kwargs, trainer)
         if not engines.of(decision.run_plan.plan).several and decision.run_plan.devices[0].index is not None:

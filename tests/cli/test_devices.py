@@ -20,6 +20,7 @@ from lightning_autopar.sharing.ledger import Ledger
 from lightning_autopar.sharing.processes import is_drivers
 from lightning_autopar.sharing.runs.folders import user_name
 from lightning_autopar.sharing.runs.status import open_run
+from lightning_autopar.timing.curves import Calibration, Curve
 
 GIB = 1 << 30
 UUIDS = ("GPU-7c1e9b04-1111-2222-3333-444455556666", "GPU-90aa77b1-1111-2222-3333-444455556666")
@@ -88,6 +89,13 @@ def test_it_says_who_is_where_and_what_a_plan_would_see(inventory: Inventory, ca
     assert own.split()[1:4] == ["3", "GiB", psutil.Process().username()]
     assert any(line.split() == [str(2**22 + 1), "?", "MiB", "not", "told"] for line in lines)
     assert max(len(line) for line in lines if "░" in line) <= 80
+
+
+def test_no_heading_stands_over_nothing(inventory: Inventory, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of other devices than these something may be measured."""
+    curve = Curve(subject="another", thing="add", dtype="fp32", ranks=1, sizes=(1, 2), seconds=(1.0, 2.0))
+    devices._print_devices(inventory, Calibration(curves={("another", "add", "fp32"): {1: curve}}, day="2026-11-24"), {}, [])
+    assert "measured on" not in capsys.readouterr().out
 
 
 def test_a_users_own_run_is_named(inventory: Inventory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,11 @@
+import fcntl
 import io
 import json
+import os
 import pickle
+import struct
+import sys
+import termios
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +61,7 @@ def test_json_has_the_documented_shape() -> None:
         for allow in (WITH_ZERO, offered_engines())
     }
     assert all(c["fits"] and c["runnable"] for c in zero[WITH_ZERO])
-    assert all(c["reason"].startswith("taken only where allow names 'zero'") and not c["runnable"] for c in zero[offered_engines()])
+    assert all(c["reason"].startswith("add 'zero' to allow= to use this") and not c["runnable"] for c in zero[offered_engines()])
     assert zero[WITH_ZERO]
     assert zero[offered_engines()]
 
@@ -117,6 +122,44 @@ def test_the_table_names_the_model_the_devices_and_the_plans() -> None:
     assert lines(text, "Chosen:")
     assert "0.25 of it" in " ".join(text.split())
     assert lines(text, "–", "fsdp ×2", "not in")
+
+
+@pytest.mark.parametrize("stream", ["__stdout__", "__stderr__"])
+def test_the_text_is_as_wide_as_the_terminal(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = report(footprint(batch_size=64), parse_spec("8xH100-80GB"))
+    controller, terminal = os.openpty()
+    monkeypatch.setattr(sys, "__stdout__", None)
+    monkeypatch.setattr(sys, "__stderr__", None)
+    with os.fdopen(terminal, "w") as opened, os.fdopen(controller):
+        monkeypatch.setattr(sys, stream, opened)
+        texts = {}
+        for width in (80, 200):
+            fcntl.ioctl(opened, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+            texts[width] = str(found)
+    assert max(map(len, texts[80].splitlines())) <= 80
+    assert 150 < max(map(len, texts[200].splitlines())) <= 200
+    whole = {*texts[200].split(), *["memory", "fullest"]}
+    assert {word for word in texts[80].split() if word.isalpha()} <= whole  # none is broken
+
+
+SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "temporary_bytes", "input_bytes")
+
+
+def test_kibibytes_have_no_percentage() -> None:
+    found = report(replace(footprint(**dict.fromkeys(SIZES, 1000)), blocks=()))
+    assert not [line for line in lines(str(found), " KiB / ") if "%" in line]
+    assert lines(str(found), " KiB / ")
+    assert lines(str(report()), "/ 3.8 GiB", "%")
+
+
+def test_the_plan_that_needs_least_memory_is_the_one_in_the_table() -> None:
+    """What allow leaves out may need less; then the message names both."""
+    with pytest.raises(NothingFits) as caught:
+        report(here=inventory(cpu(0, 64 * MIB), cpu(1, 64 * MIB)), excluded=dict.fromkeys(("micro_batches", "offload"), "no"))
+    told = str(caught.value).splitlines()[0]
+    needs = {each.plan.title(): max(each.needs.values()) for each in caught.value.report.candidates if each.needs}
+    least = min(needs, key=lambda title: needs[title])
+    assert f"{least} needs" in told
 
 
 def test_brackets_of_reasons_are_not_markup() -> None:
@@ -184,7 +227,7 @@ def test_what_cannot_be_run_yet_has_a_place_of_its_own() -> None:
     found = report()
     zero = Plan(engine="zero", devices=("cpu:0", "cpu:1"), zero_stage=2)
     best = found.candidates[0]
-    reason = "taken only where allow names 'zero'; it would take 1 s a step"
+    reason = "add 'zero' to allow= to use this; it would take 1 s a step"
     shown = replace(best, plan=zero, fits=False, reason=reason, held_back=True)
     assert not shown.runnable
     assert best.runnable
@@ -233,7 +276,7 @@ def test_nothing_fits_says_what_is_needed_what_is_there_and_what_would_help() ->
     with pytest.raises(NothingFits) as caught:
         report(here=inventory(cpu(0, 256 * MIB)), excluded=dict.fromkeys(("micro_batches", "offload"), "all stays as it is"))
     error = caught.value
-    assert str(error).startswith("no plan fits: the one that needs least memory, single, recompute 4, needs ")
+    assert str(error).startswith("no plan fits: of the plans that may be taken single, recompute 4 needs least memory; it needs ")
     assert "on cpu:0, which has 243 MiB (256 MiB free less the 5 % margin)" in str(error)
     assert "Nothing fits." in str(error)
     assert any("more on cpu:0: single, recompute 4 would fit" in advice.text for advice in error.report.advice)

@@ -8,6 +8,9 @@ the same; a step of a 7B model takes about half the time.
 
 from __future__ import annotations
 
+import logging
+import sys
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +99,19 @@ class FastFakeMode(FakeTensorMode):
             meta = torch.empty(0, dtype=answer.dtype, device="meta")
             meta.set_(tensors[answer.alias].untyped_storage(), answer.offset, answer.shape, answer.stride)
         return FakeTensor(self, meta, _CPU)
+
+
+def _others(record: logging.LogRecord) -> bool:
+    """Whether torch's complaint of an operation isn't about one under this package's mode, whose exception says as much."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), FastFakeMode):
+            return False
+        frame = frame.f_back
+    return True
+
+
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(_others)
 
 
 def device_of(tensor: FakeTensor) -> torch.device:

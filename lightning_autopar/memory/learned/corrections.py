@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.learned.step_times import StepTimes, TimeFactors
 from lightning_autopar.plans import Plan
+from lightning_autopar.text import format_change
 
 _Need = TypeVar("_Need")
 
@@ -270,9 +271,10 @@ def _cautiously(held: DeviceBytes, missed: float, ranks: Sequence[RankRecord]) -
 
 def _notes(before: Sequence[DeviceBytes], after: Sequence[DeviceBytes], because: str) -> tuple[str, ...]:
     """A sentence about the rank that is corrected most."""
-    share = max((new.allocated / old.allocated - 1 for old, new in zip(before, after, strict=True)), key=abs)
+    pairs = [(new.allocated, old.allocated) for old, new in zip(before, after, strict=True)]
+    most, share = max(((pair, pair[0] / pair[1] - 1) for pair in pairs), key=lambda each: abs(each[1]))
     around = [new.reserved - new.allocated - old.reserved + old.allocated for old, new in zip(before, after, strict=True)]
-    words = [f"by {share * 100:+.1f} %"] if abs(share) >= _WORTH_TELLING else []
-    if most := max(around, key=abs):
-        words.append(f"around tensors by {most / 2**20:+.0f} MiB")
+    words = [f"by {format_change(*most)}"] if abs(share) >= _WORTH_TELLING else []
+    if aside := max(around, key=abs):
+        words.append(f"around tensors by {aside / 2**20:+.0f} MiB")
     return (f"memory corrected {' and '.join(words)}, {because}",) if words else ()

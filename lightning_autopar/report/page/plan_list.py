@@ -18,7 +18,7 @@ __all__ = ["table_section"]
 #: How many fitting plans are shown; further ones are folded.
 _MOST_OPEN = 12
 _BAR_PIXELS = 7
-_COLUMNS = (("rank", "#"), ("plan", "plan"), ("memory", "memory of the fullest"), ("step", "a step"), ("why", "why, or why not"))
+_COLUMNS = (("rank", "#"), ("plan", "plan"), ("memory", "peak memory (fullest device)"), ("step", "a step"), ("why", "why, or why not"))
 
 
 def table_section(report: Report) -> Html:
@@ -92,7 +92,14 @@ def _memory(report: Report, candidate: Candidate) -> Html:
     drawn = [rect(0, need, whole, class_="c-ours" if need <= budget else "c-activations", height=_BAR_PIXELS)]
     drawn.append(rect(0, budget, whole, class_="frame", y=0.5, height=_BAR_PIXELS - 1))
     drawn += [element("line", class_="mark over", x1=at, x2=at, y1=0, y2=_BAR_PIXELS)] if need > budget else []
-    return join([words, " ", element("span", percent, class_=None if need <= budget else "alarm"), _bar(f"{percent} full", drawn)])
+    return join(
+        [
+            words,
+            " ",
+            element("span", percent, class_=None if need <= budget else "alarm"),
+            _bar(f"{percent} full" if percent else words, drawn),
+        ]
+    )
 
 
 def _step(candidate: Candidate, slowest: float) -> Html:

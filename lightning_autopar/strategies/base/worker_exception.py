@@ -60,9 +60,9 @@ class Failure:
     at_seconds: float
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Describe ``error``; to be called in the process that raised it."""
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    def of(cls, error: BaseException, *, shown: str | None = None) -> Failure:
+        """Describe ``error``, with its whole traceback or what is ``shown`` of it; to be called in the process that raised it."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__)) if shown is None else shown
         said = str(error).lower()
         echo = isinstance(error, RuntimeError) and any(word in said for word in _ECHOES)
         return cls(pickled=_pickled(error), text=text, echo=echo, at_seconds=time.monotonic())

@@ -98,6 +98,8 @@ def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = Tru
     if not measurements(inventory, before):
         return MeasuredRates(known, DataSheet())
     begun = time.monotonic()
+    where = "kept for later runs" if cache_folder("rates") is not None else f"not kept, as {VARIABLE} is off"
+    rank_zero_info(f"autopar: measuring how fast {_named(inventory)} for some seconds; {where}")
 
     def wanted(there: Inventory) -> list[Device]:
         return [device for each in measurements(there, before) for device in each.devices]
@@ -117,14 +119,12 @@ def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = Tru
         keep_calibration(inventory, found)
     if not curves:
         return MeasuredRates(found, DataSheet())
-    where = "kept for later runs" if cache_folder("rates") is not None else f"not kept, as {VARIABLE} is off"
-    rank_zero_info(f"autopar: measured how fast {_named(inventory)} in {took:.1f} s; {where}")
     return MeasuredRates(found, DataSheet())
 
 
 def _named(inventory: Inventory) -> str:
     count = len([device for device in inventory.devices if device.kind != "catalogue"])
-    return "this device is" if count == 1 else f"these {count} devices are, alone and together,"
+    return "this device is" if count == 1 else f"these {count} devices are, alone and together"
 
 
 def _most_seconds(inventory: Inventory) -> float:

@@ -26,12 +26,13 @@ from types import TracebackType
 import psutil
 
 from lightning_autopar.devices.host import host_memory
+from lightning_autopar.sharing.runs.leftovers import LOCKS, SNAPSHOTS_PREFIX
 from lightning_autopar.state.snapshot_files import SPARE, provide, set_aside, spare_bytes
 
 log = logging.getLogger(__name__)
 
 #: Not the name of a run's folder (``generation.run_folder``), which the next run removes if its run is dead.
-_LOCK, _MANIFEST = "lock", "manifest.json"
+_LOCK, _MANIFEST = LOCKS["snapshots"], "manifest.json"
 #: How many complete snapshots are kept: if one is damaged, another is left.
 _KEPT = 2
 #: The share of a home's free space that snapshots may take: other users' files must fit as well.
@@ -77,7 +78,7 @@ class SnapshotStore:
         self._disk_home = disk
         _remove_old(self._memory_home)
         for number in range(1000):
-            name = f"autopar-snapshots-{os.getuid()}-{key}-{number}"
+            name = f"{SNAPSHOTS_PREFIX}{os.getuid()}-{key}-{number}"
             self._homes = (self._memory_home / name, disk / name)
             if (locks := self._lock(job)) is not None:
                 break
@@ -302,7 +303,7 @@ def _flush(path: Path) -> None:
 
 def _remove_old(home: Path) -> None:
     """Remove what dead runs left long ago and no run has resumed: in memory it would stay until the machine restarts."""
-    for folder in home.glob(f"autopar-snapshots-{os.getuid()}-*"):
+    for folder in home.glob(f"{SNAPSHOTS_PREFIX}{os.getuid()}-*"):
         with suppress(OSError):
             old = time.time() - folder.stat().st_mtime > _DEAD_SECONDS
             if old and (lock := _locked(folder)) is not None:

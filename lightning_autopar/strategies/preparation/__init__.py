@@ -9,4 +9,5 @@ Modules, in reading order:
     prospect         the best plan for any devices, confirmed by a rehearsal
     trial            the best plans run some steps
     learning         figures are said and kept
+    plain_run        does the user's own step fail by itself
 """

@@ -35,6 +35,7 @@ from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
+from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -115,11 +116,17 @@ def find_out(trainer: Trainer, questions: Questions) -> Findings:
     """Find out about the step in a forked child; if that takes too long or is killed, make a coarse estimate.
 
     Raises:
-        BaseException: what the user's own ``prepare_data``, ``setup`` or loader raised, with the child's traceback as its cause.
+        BaseException: what the user's own ``prepare_data``, ``setup``, loader or training step raised, with the child's traceback as its
+            cause.
         RuntimeError: if not even the first batch can be loaded.
     """
     try:
         findings = run_clean(_find, trainer, questions, timeout_seconds=TRACE_SECONDS)
+        if findings is None:
+            findings = failure_of_step(trainer, questions.target)
+        if findings is None:
+            findings = run_clean(_find, trainer, questions, True, timeout_seconds=TRACE_SECONDS)
+        assert findings is not None
     except CannotTravel as error:
         findings = _find_here(trainer, questions, error.reason)
     except ChildFailed as error:
@@ -158,8 +165,9 @@ def drawn_by_rank(findings: Findings) -> Findings:
     )
 
 
-def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
-    """In the forked child: the user's first batch, the traced step, and what engines and a split of its batch change.
+def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Findings | Failure | None:
+    """In the forked child: the user's first batch, the traced step, and what engines and a split of its batch change. None where the step
+    could be neither traced nor run and ``guessing`` doesn't say that it isn't the user's bug.
 
     The batch is loaded here, once. Backward passes run in further forked children, never in this process.
     """
@@ -171,6 +179,8 @@ def _find(trainer: Trainer, questions: Questions) -> Findings | Failure:
         return Failure.of(error)
     validation = validation_batch(module, trainer) if stage == "fit" else None
     footprint, untraced = _looked_at(trainer, questions, batch, validation)
+    if stage == "fit" and footprint.conduct is None and not guessing:
+        return None
     room_bytes = questions.room_bytes
     probe = questions.split or (stage == "fit" and room_bytes is not None and _step_bytes(footprint) > room_bytes)
     as_drawn = batch, validation

@@ -14,7 +14,7 @@ from lightning_autopar.memory.learned.step_times import StepTime, add_step_time,
 from lightning_autopar.planning.appraisal import links_seconds
 from lightning_autopar.report.report import Report
 from lightning_autopar.strategies.base.worker_exception import LACKED
-from lightning_autopar.text import format_bytes, format_seconds
+from lightning_autopar.text import format_bytes, format_change, format_seconds
 
 
 def announce_measured(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> None:
@@ -31,7 +31,7 @@ def announce_measured(report: Report, measured: Mapping[str, Mapping[str, Any]])
             when = "" if occasion == "step" else f" for a {occasion}"
             words.append(
                 f"memory {format_bytes(predicted_bytes)} predicted{when}, {format_bytes(peak_bytes)} measured "
-                f"({peak_bytes / predicted_bytes - 1:+.1%})"
+                f"({format_change(peak_bytes, predicted_bytes)})"
             )
         if step_seconds and candidate.seconds is not None:
             words.append(f"step {format_seconds(candidate.seconds.step)} predicted, {format_seconds(step_seconds)} measured")

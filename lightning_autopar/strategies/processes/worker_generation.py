@@ -28,6 +28,7 @@ import torch
 
 from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException
+from lightning_autopar.sharing.runs.leftovers import LOCKS, RUN_PREFIX, leftovers, remove
 from lightning_autopar.state import placed
 from lightning_autopar.strategies.base.worker_exception import Failure, WorkerFailed
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
@@ -44,7 +45,6 @@ _HOOKS_SECONDS = 300.0
 LOOK_SECONDS = 0.05
 #: How long to wait for a killed process: one that is in the kernel, in a driver or a disk that hangs, doesn't end.
 _KILL_SECONDS = 10.0
-_LOCK_NAME = "in-use"
 #: The signals by which a worker may crash because another one has ended: torch's watchdogs abort, and libraries read freed memory.
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 #: Deaths this close together may be seen in the wrong order: a process whose sockets are closed can take a while to end.
@@ -78,9 +78,11 @@ def run_folder(needed_bytes: int) -> Iterator[Path]:
     shared = Path("/dev/shm")
     roomy = shared.is_dir() and os.access(shared, os.W_OK) and psutil.disk_usage(str(shared)).free > 2 * needed_bytes
     home = shared if roomy else Path(tempfile.gettempdir())
-    _remove_dead(home)
-    hidden = Path(tempfile.mkdtemp(prefix=".autopar-", dir=home))
-    lock = os.open(hidden / _LOCK_NAME, os.O_CREAT | os.O_RDWR, 0o600)
+    for left in leftovers([home]):
+        if left.kind == "files":  # in memory they would stay until the machine restarts
+            remove(left)
+    hidden = Path(tempfile.mkdtemp(prefix=f".{RUN_PREFIX}", dir=home))
+    lock = os.open(hidden / LOCKS["files"], os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     folder = hidden.rename(home / hidden.name[1:])
     try:
@@ -88,18 +90,6 @@ def run_folder(needed_bytes: int) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
-
-
-def _remove_dead(home: Path) -> None:
-    """Remove the folders of runs that were killed: in memory they would stay until the machine restarts."""
-    for path in home.glob(f"autopar-*/{_LOCK_NAME}"):
-        with suppress(OSError):  # another user's, or another process removes it first
-            lock = os.open(path, os.O_RDWR)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path.parent, ignore_errors=True)
-            finally:
-                os.close(lock)
 
 
 # -- the parent ------------------------------------------------------------------------------------------------------------------------

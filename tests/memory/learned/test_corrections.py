@@ -64,7 +64,7 @@ def test_the_same_plan_is_predicted_as_each_rank_was_measured(taken: tuple[int, 
     assert [sizes["cpu:0"].correction, sizes["cpu:1"].correction] == [size - HELD.allocated for size in taken]
     assert len(notes) == (taken != (1000, 1000))
     if taken == (1023, 1000):
-        assert notes == ("memory corrected by +2.3 %, as this plan was measured on 2026-11-21",)
+        assert notes == ("memory corrected by +23 B, as this plan was measured on 2026-11-21",)
 
 
 def test_of_several_runs_the_largest_counts() -> None:
@@ -131,7 +131,7 @@ def test_a_shortage_is_reckoned_with_beyond_what_was_not_enough() -> None:
     assert made.short
     sizes, notes = known(made).corrected(DDP, {"cpu:0": HELD, "cpu:1": HELD})
     assert [size.reserved for size in sizes.values()] == [1155, 1000], "the rank that ran out, a twentieth beyond what it had"
-    assert notes == ("memory corrected by +15.5 %, as this plan ran out of memory on 2026-11-22",)
+    assert notes == ("memory corrected by +155 B, as this plan ran out of memory on 2026-11-22",)
     later = record(DDP, [HELD, HELD], [1300, 1000], day="2026-11-23")
     assert known(later, made).corrected(DDP, {"cpu:0": HELD, "cpu:1": HELD})[0]["cpu:0"].reserved == 1300
     assert RunRecord.from_dict(json.loads(json.dumps(made.to_dict()))) == made
@@ -170,11 +170,11 @@ def test_planning_goes_by_the_corrected_prediction_and_says_so() -> None:
     assert again.plan == best.plan
     assert again.bytes["cpu:0"].allocated == pytest.approx(1.5 * raw.allocated, rel=1e-6)
     assert again.raw == best.bytes
-    assert any(note.startswith("memory corrected by +50.0 %") for note in again.learned)
+    assert any(note.startswith("memory corrected by +50.0%") for note in again.learned)
     assert not again.notes
     found = json.loads(after.to_json())["candidates"][0]
     assert found["bytes"]["cpu:0"]["correction"] == again.bytes["cpu:0"].allocated - raw.allocated
-    assert "memory corrected by +50.0 %" in " ".join(str(after).split())
+    assert "memory corrected by +50.0%" in " ".join(str(after).split())
     tight = inventory(cpu(0, int(raw.reserved * 1.2)))
     plain = Constraints(allow=("single",), pinned=best.plan)
     assert make_report(step, tight, plain).best == best.plan
