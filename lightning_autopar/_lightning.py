@@ -33,6 +33,7 @@ if TYPE_CHECKING or chosen() == "lightning.pytorch":
     from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, ProgressBar
     from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
     from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+    from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.loops.evaluation_loop import RestartStage
     from lightning.pytorch.loops.fit_loop import RestartStage as FitRestartStage
     from lightning.pytorch.plugins import (
@@ -94,6 +95,7 @@ else:
     from pytorch_lightning.callbacks import BaseFinetuning, GradientAccumulationScheduler, ProgressBar
     from pytorch_lightning.core.optimizer import LightningOptimizer, _configure_optimizers
     from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
+    from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.loops.evaluation_loop import RestartStage
     from pytorch_lightning.loops.fit_loop import RestartStage as FitRestartStage
     from pytorch_lightning.plugins import (

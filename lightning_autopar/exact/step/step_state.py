@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 #: The most bytes of buffers that are copied before a step.
-_COPIED_BYTES = 16 << 20
+COPIED_BYTES = 16 << 20
 
 
 class StepState:
@@ -181,7 +181,7 @@ class StepState:
         self._places = [(held, name) for held, name in places if held[name] is None or not _of(held[name]).is_inference()]
         self._written.clear()
         sizes = sum(_of(held[name]).nbytes for held, name in self._places if held[name] is not None)
-        self._copies_all = sizes <= _COPIED_BYTES
+        self._copies_all = sizes <= COPIED_BYTES
 
     def _owners(self) -> Iterable[tuple[str, Any, str]]:
         for path in self._names:

@@ -13,12 +13,10 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
+from lightning_autopar._lightning import Callback, DummyLogger, SingleDeviceStrategy
 from lightning_autopar._lightning_compat import installed, is_overridden, run_attached
 from lightning_autopar.memory.trace.first_batch import RAISED
 from lightning_autopar.memory.trace.trace import module_bytes

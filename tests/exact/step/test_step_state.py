@@ -56,7 +56,7 @@ def test_everything_is_put_back() -> None:
 
 
 def test_large_buffers_are_copied_only_after_a_step_has_written_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_autopar.exact.step.step_state._COPIED_BYTES", 8)
+    monkeypatch.setattr("lightning_autopar.exact.step.step_state.COPIED_BYTES", 8)
     module = Module()
     state = noted(module)
     module.running += 1  # type: ignore[operator]
