@@ -49,7 +49,7 @@ def inventory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inventory:
         devices=(there, _gpu(1, error="XID 79")), host_total_bytes=64 * GIB, host_free_bytes=16 * GIB, source="nvml", notes=("a [note]",)
     )
     monkeypatch.setattr(devices, "probe", lambda *_, **__: found)
-    monkeypatch.setattr(devices, "_accelerator", lambda: "cuda")
+    monkeypatch.setattr(devices, "accelerator_here", lambda: "cuda")
     monkeypatch.setattr(users, "is_drivers", lambda pid: True)
     monkeypatch.setattr(promised, "is_drivers", lambda pid: True)
     return found
