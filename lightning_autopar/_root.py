@@ -1,7 +1,7 @@
 """Which of the two Lightnings this process uses, ``lightning.pytorch`` or ``pytorch_lightning``: one source under two names, whose classes
 aren't each other's.
 
-It is settled once, by whoever knows whose the Trainer is. Whoever needs a class of Lightning's before that makes this module guess.
+It is settled once, by the code that knows which package the Trainer is from. Code that needs a class of Lightning's earlier gets a guess.
 Standard library only: it imports neither.
 """
 

@@ -13,13 +13,14 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "versions.md"
 COLUMNS = ("python", "torch", "lightning", "transformers", "deepspeed")
-#: What the package's metadata admits and no result shows, a row each.
+#: Versions that the package's metadata allows and no result names, a row each.
 ADMITTED = {"python": ("3.10", "3.11", "3.12", "3.13")}
 
 _HEAD = """# Versions
 
 Which versions ran together, when, and what ran: by the benchmarks' results in `benchmarks/results/`, each of which names its versions and
-its date. `tools/versions.py` writes this page. What isn't in the table was **not run**. The tests use the versions in `constraints.txt`.
+its date. `tools/versions.py` writes this page. Versions that aren't in the table were **not run**. The tests use the versions in
+`constraints.txt`.
 
 """
 

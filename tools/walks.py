@@ -37,7 +37,7 @@ from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.preparation.decide import decide_again
 
 PACKAGE = "lightning_autopar."
-#: What runs in a DDP step alone.
+#: Modules that run in a DDP step and not in an FSDP step.
 _DDP_ALONE = ("strategies.ddp.strategy", "exact.step.step_state")
 #: Modules of each walk, at most.
 CEILINGS = {"ddp step": 16, "fsdp step": 16, "plan": 20, "move": 17}

@@ -96,7 +96,7 @@ def _or_failure(look: Any) -> Any:
     """What a look finds; the kind of error where it fails, whose words may hold a path. The rest of the file is worth having."""
     try:
         return look()
-    except Exception as error:
+    except Exception as error:  # whatever is broken on this machine, the report names it
         return {"failed": type(error).__name__}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_autopar.huggingface.settings import Batch, Settings
 
 _ATTRIBUTE = "_autopar_told"
-#: What the script may not set itself, as plans differ in it, and the words for it.
+#: Arguments that the plan sets, so that the script may not; each with its description for the message.
 _PLANNED = (
     ("fsdp", "how the model is sharded"),
     ("deepspeed", "how the model is partitioned"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_autopar.huggingface.settings import VARIABLE, Settings
 
-#: What launchers tell their processes.
+#: Environment variables that a launcher sets for its processes.
 _LAUNCHED = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 

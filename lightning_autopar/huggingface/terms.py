@@ -13,7 +13,7 @@ from lightning_autopar.plans import Plan, all_engines
 
 #: Methods that make up the loop or its batches: with others, nobody knows what a step is without running it.
 _LOOP = ("_inner_training_loop", "_run_epoch", "_prepare_inputs", "get_batch_samples")
-#: What no plan of ours that this Trainer could run may have, and why.
+#: Features that no plan for this Trainer may have, each with the reason.
 _NEVER = {
     "shares": "transformers' Trainer gives each device equally many samples",
     "replicas": "transformers' Trainer needs a parallelism_config for hybrid sharding, which autopar doesn't make",

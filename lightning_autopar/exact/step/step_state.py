@@ -32,7 +32,7 @@ COPIED_BYTES = 16 << 20
 
 
 class StepState:
-    """What the running step found.
+    """The state in which the running step began.
 
     Args:
         trainer: whose module is trained.

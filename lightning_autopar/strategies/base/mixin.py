@@ -69,7 +69,7 @@ class EngineMixin(Strategy):
         self._draws: GlobalDraws | None = None
         self._logging: GlobalLogging | None = None
         self._micro: MicroBatches | None = None
-        #: What the running step found; None where no batch is run again.
+        #: The state in which the running step began; None where no batch is run again.
         self._found: StepState | None = None
         self._reruns: Reruns | None = None
         #: Whether this rank runs its batches in more parts than planned, and so than others may.

@@ -147,7 +147,7 @@ class Reruns:
             pieces = min(2 * pieces, -(-share.fed // run))
             try:
                 gradients = self._gradients(share, run, pieces, began)
-            except Exception as error:
+            except Exception as error:  # several classes say that memory ran out; the others are raised
                 if not self._may(error, partial(self._why_not, run * pieces, anew=False)):
                     raise
             found.put_back(engine._logging, engine._draws)

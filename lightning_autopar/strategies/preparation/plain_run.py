@@ -42,7 +42,7 @@ _EARLY = (
     *("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start"),
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_before_optimizer_step"),
 )
-#: What a bug in Python raises wherever it runs; an operator of torch may fail on the CPU alone.
+#: Exceptions that a bug in Python raises on every device. Others may come from an operator of torch that fails on the CPU alone.
 _ANYWHERE = (AttributeError, IndexError, KeyError, NameError, TypeError)
 
 
