@@ -50,8 +50,8 @@ class SplitFinding:
         kept_rules: how the values that a batch's parts leave on the module combine into the whole batch's, by step and path.
         notes: further sentences for a report on a plan that splits the batch.
         uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
-        drawn_apart: names of the step's operations that draw random numbers inside of their kernels, so that each rank, and each part of a
-            batch, draws numbers of its own: as random, but not those of one device.
+        drawn_apart: what draws other random numbers on each rank, and in each part of a batch, than on one device: operations that draw
+            inside of their kernels, and generators that a step leaves in another state after a part of the batch than after the whole.
     """
 
     difference: float = 0.0

@@ -18,18 +18,21 @@ except ImportError:  # torch runs without it
     numpy = None  # type: ignore[assignment]
 
 RngState: TypeAlias = dict[str, Any]
+#: The classes of generator objects.
+GENERATORS: tuple[type, ...] = (torch.Generator, random.Random)
+if numpy is not None:
+    GENERATORS += (numpy.random.Generator, numpy.random.RandomState)
 
 
 def find_generators(places: Iterable[tuple[str, object]]) -> dict[str, Any]:
-    """The generator objects that are attributes of ``places``, as ``own:<place>.<attribute>``, each once."""
+    """The generator objects that are attributes of ``places``, as ``own:<place>.<attribute>``, each once; not the operating system's, which
+    has no state.
+    """
     found: dict[str, Any] = {}
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
     seen: set[int] = set()
     for place, owner in places:
         for name, value in getattr(owner, "__dict__", {}).items():
-            if isinstance(value, kinds) and id(value) not in seen:
+            if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom) and id(value) not in seen:
                 seen.add(id(value))
                 found[f"own:{place}.{name}"] = value
     return found
@@ -73,6 +76,13 @@ def restore(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 def changed(before: RngState, after: RngState) -> RngState:
     """The part of ``before`` that isn't the same in ``after``."""
     return {name: value for name, value in before.items() if name in after and not _same(value, after[name])}
+
+
+def words(name: str) -> str:
+    """A generator's name in a state, as users know it."""
+    return {"torch": "torch's random numbers", "python": "Python's random", "numpy": "NumPy's random"}.get(name) or repr(
+        name.removeprefix("own:").lstrip(".")
+    )
 
 
 def seeded(seed: int) -> RngState:

@@ -99,12 +99,14 @@ class MicroBatches:
         losses: list[Any] = []
         extras: list[dict[str, Any]] = []
         goes_back = not self._trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
-        draws, state = self._draws, rng.capture({})
+        # Looked for in each batch: users give a generator another seed by making another one.
+        own = rng.find_generators(self._trainer.lightning_module.named_modules()) if number > 1 else {}
+        draws, state = self._draws, rng.capture(own)
         place = 0 if draws is None else draws.place
         for index in range(number):
             last, self.part = index == number - 1, share.part(index, number)
             if index:
-                rng.restore(state, {})
+                rng.restore(state, own)
                 if draws is not None:
                     draws.begin(place)
             try:

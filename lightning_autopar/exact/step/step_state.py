@@ -51,7 +51,7 @@ class StepState:
         self._collectives = 0
         #: Whether ranks have exchanged something in the running step, as far as :meth:`exchanges` has looked.
         self.exchanged = False
-        self._generators: dict[str, Any] = {}
+        self.generators: dict[str, Any] = {}
         self._places: list[tuple[dict[str, Tensor | None], str]] = []
         self._written: set[int] = set()
         self._copies_all = True
@@ -74,7 +74,7 @@ class StepState:
             self._look()
         results: Any = trainer.fit_loop.epoch_loop._results
         self._collectives, self.exchanged = _collectives(), False
-        self.draws = rng.capture(self._generators, kept=False), 0 if draws is None else draws.place
+        self.draws = rng.capture(self.generators, kept=False), 0 if draws is None else draws.place
         self._noted = {
             "fx": connector._current_fx,
             "results": {key: dict(result.__dict__) for key, result in results.items()},
@@ -142,7 +142,7 @@ class StepState:
                 assert copy is not None, "asked before"
                 with torch.no_grad():
                     before.copy_(copy)
-        rng.restore(self.draws[0], self._generators)
+        rng.restore(self.draws[0], self.generators)
         if draws is not None:
             draws.begin(self.draws[1])
 
@@ -175,7 +175,7 @@ class StepState:
         self._metrics = list(metrics_of(module))
         self._collections = [each for each in module.modules() if isinstance(each, MetricCollection)]
         self._parameters = [parameter for parameter in module.parameters() if not parameter.is_inference()]
-        self._generators = rng.find_generators(module.named_modules())
+        self.generators = rng.find_generators(module.named_modules())
         places = [(child._buffers, name) for child in module.modules() if not isinstance(child, Metric) for name in child._buffers]
         # One that was made in inference mode can't be written to in a training step.
         self._places = [(held, name) for held, name in places if held[name] is None or not _of(held[name]).is_inference()]

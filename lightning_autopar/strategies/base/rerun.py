@@ -173,7 +173,7 @@ class Reruns:
                 if not part.rows:
                     continue
                 rows = take_part(args[0], index, number, share.fed, several=several, collates=True)
-                rng.restore(began[0], {})
+                rng.restore(began[0], self._found.generators)
                 if engine._draws is not None:
                     engine._draws.begin(began[1])
                 loss = self._loss(part, (rows, *args[1:]), kwargs)

@@ -30,6 +30,7 @@ from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compar
 from lightning_autopar.exact.step.attribute_rules import Evidence, Path, taken
 from lightning_autopar.exact.step.attributes import attributes, title
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
+from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied, fresh, mapped
@@ -200,6 +201,9 @@ class _Probe:
         self.logs: list[dict[str, Logged]] = []
         self.moved: list[dict[str, Tensor]] = []
         self.effects: list[StepEffects] = []
+        #: The generators' states after each run, and the names of those that a part of the batch leaves in another state than the whole.
+        self.ends: list[rng.RngState] = []
+        self.drawn_apart: tuple[str, ...] = ()
         self.uneven_calls: tuple[str, ...] = ()
         self.counted: tuple[str, ...] = ()
         self.logged = LogComparison()
@@ -232,6 +236,7 @@ class _Probe:
                 notes=(*(overruled(name, words) for name, words in self.overruled.items()), *self.logged.notes),
                 uneven_calls=self.uneven_calls,
                 counted=self.counted,
+                drawn_apart=self.drawn_apart,
             )
             if finding.splittable:
                 finding = self._with_kept(finding, "training_step", self.losses, size)
@@ -263,6 +268,7 @@ class _Probe:
         with nullcontext(StepEffects()) if self.lasting else undone(self.module, self.writes) as effects:
             yield effects
             self.left.append(self._watched())
+            self.ends.append(rng.capture(rng.find_generators(self.module.named_modules())))
         self.effects.append(effects)
 
     def _watched(self) -> dict[str, Any]:
@@ -451,6 +457,8 @@ class _Probe:
             reason = "samples are padded to the longest one of their part"
         elif draws.seeded:
             reason = "the shapes of its random draws depend on the data"
+        elif self.drawn_apart:
+            reason = f"each part makes its own draws of {', '.join(self.drawn_apart)}"
         else:
             reason = "it is no mean over the samples"
         return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason), replace(
@@ -476,6 +484,11 @@ class _Probe:
                 name = next(iter(self.effects[0].written))
                 self.part_reason = f"the step writes to the parameter {name!r}, which each part of a batch would do"
             self.uneven_calls = uneven([effects.calls for effects in self.effects])
+            # Seen by the states, not by the loss: a draw for each sample may change nothing in the first batch.
+            differing = [name for end in self.ends[1:] for name in rng.changed(self.ends[0], end)]
+            # It is known already that these draw alone.
+            known = observed.draws.seeded or any(draw.choice is not None and draws_apart(draw.op) for draw in observed.draws.draws or ())
+            self.drawn_apart = tuple(dict.fromkeys(rng.words(name) for name in differing if not (known and name == "torch")))
         return difference_of(observed, shares), observed
 
     def _kept(self, size: int, one: Observation) -> str | None:
@@ -532,7 +545,7 @@ class _Probe:
         state = rng.capture({})
 
         def observed(*, merge: bool) -> Observation:
-            for noted in (self.logs, self.moved, self.effects, self.left):
+            for noted in (self.logs, self.moved, self.effects, self.left, self.ends):
                 noted.clear()
             with self.metrics.runs(merge=merge):
                 return observe(step, self.batches.part, shares, groups_first=groups_first)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from lightning_autopar._root import LIGHTNING
+from lightning_autopar.exact import random_state as rng
 from lightning_autopar.text import format_bytes
 
 try:
@@ -74,6 +75,9 @@ def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator
     copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in module.modules()]
     put_back = _held_by(module)
+    # As each part of a batch finds them in a run.
+    generators = rng.find_generators(module.named_modules())
+    drawn = {name: rng.get_generator(generator) for name, generator in generators.items()}
 
     def count(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -99,6 +103,7 @@ def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator
                 child.__dict__.update(values)
                 child._buffers.clear()
                 child._buffers.update(buffers)
+            rng.restore(drawn, generators)
             effects.kept = tuple(dict.fromkeys([*replaced, *(name for name, undo in put_back if undo())]))
             for name, copy in copies.items():
                 parameter = parameters[name]

@@ -146,9 +146,14 @@ def find_out(trainer: Trainer, questions: Questions) -> Findings:
 
 def _with_draws_apart(findings: Findings) -> Findings:
     """The findings, with the names of the random draws that no rank can make as one device would."""
-    apart = tuple(sorted(name.removeprefix("aten.") for name in findings.footprint.random_draws if draws_apart(name)))
-    if not apart or findings.split is None:
+    names = sorted(name.removeprefix("aten.") for name in findings.footprint.random_draws if draws_apart(name))
+    if findings.split is None:
         return findings
+    plan = findings.draws
+    draws = () if plan is None or plan.seeded else plan.draws or ()
+    # Ranks whose generators are in one state make a draw of one shape alike.
+    alike = {draw.op for draw in draws} - {draw.op for draw in draws if draw.choice is not None}
+    apart = (*(name for name in names if name not in alike), *findings.split.drawn_apart)
     return replace(findings, split=replace(findings.split, drawn_apart=apart))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -88,6 +90,25 @@ def test_random_generators_end_as_after_whole_batches() -> None:
         fit(Dropped, numbers(), under, draws=DrawPlan())
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+class OwnGenerators(Fitted):
+    """Draws one number a batch from generators of its own, one of which is made anew for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torchs, self.pythons, self.numpys = torch.Generator().manual_seed(5), random.Random(5), numpy.random.default_rng(5)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.numpys = numpy.random.default_rng(batch_idx)
+
+    def loss(self, batch: Any) -> Tensor:
+        factor = torch.rand((), generator=self.torchs) + self.pythons.random() + float(self.numpys.random())
+        return factor * super().loss(batch)
+
+
+def test_each_part_finds_the_modules_own_generators_as_the_batch_did() -> None:
+    assert_same(OwnGenerators, numbers(), parts("single", 2), tolerance=1e-6, draws=DrawPlan())
 
 
 # -- what is logged --------------------------------------------------------------------------------------------------------------------

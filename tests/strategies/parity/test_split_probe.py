@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -206,6 +208,31 @@ def samples(count: int = SAMPLES) -> list[Tensor]:
     return list(torch.randn(count, 4, generator=torch.Generator().manual_seed(0)))
 
 
+class OncePerBatch(Base):
+    """One draw a batch from each kind of generator, two of which are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torchs, self.numpys = torch.Generator().manual_seed(5), numpy.random.default_rng(5)
+
+    def loss(self, x: Tensor) -> Tensor:
+        factor = random.random() + numpy.random.rand() + float(self.numpys.random()) + torch.rand((), generator=self.torchs)
+        return F.mse_loss(self.layer(x), x) * factor * torch.distributions.Beta(0.4, 0.4).sample()
+
+
+class SeldomTurned(Base):
+    """A draw of Python's for each sample, which hardly ever changes anything."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.layer(x), torch.stack([-row if random.random() < 1e-12 else row for row in x]))
+
+
+def test_a_draw_for_each_sample_is_named_though_it_changed_nothing() -> None:
+    finding, _ = probe_split(SeldomTurned(), None, first_of(samples()))
+    assert (finding.difference, finding.drawn_apart) == (0.0, ("Python's random",))
+    assert probe_split(OncePerBatch(), None, first_of(samples()))[0].drawn_apart == ()
+
+
 @pytest.mark.parametrize("count", [2, 5, 6])
 @pytest.mark.parametrize(
     "make",
@@ -223,6 +250,7 @@ def samples(count: int = SAMPLES) -> list[Tensor]:
         Returns,
         Skips,
         Scalar,
+        OncePerBatch,
     ],
 )
 def test_means_over_samples_survive(make: Callable[[], Base], count: int) -> None:
