@@ -76,6 +76,8 @@ class AbsentTensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Below autograd: the operator on meta tensors."""
+        if torch.Tag.nondeterministic_seeded in func.tags and not (RULES.strict or RULES.hollowing):
+            _draw(func, args, kwargs or {})
         return _hollow(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
@@ -276,6 +278,20 @@ def _hollow(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return origin
 
     return map_leaves(result, to_hole)
+
+
+def _draw(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Draw what the stage that has the values draws, and drop it.
+
+    A hook of the user's runs on all stages, whose generators so stay those of one device. Whoever runs a step keeps its draws in step.
+    """
+
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, AbsentTensor):
+            return leaf
+        return torch.empty_strided(leaf._meta.shape, leaf._meta.stride(), dtype=leaf.dtype, device=leaf.device).zero_()
+
+    func(*map_leaves(args, real), **{name: map_leaves(value, real) for name, value in kwargs.items()})
 
 
 def make_hole(tensor: Tensor, what: str) -> None:

@@ -76,7 +76,8 @@ class EngineMixin(Strategy):
         self._alone = False
         #: Of the running step.
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        self._drawing = False
+        #: None in backward.
+        self._drawing: bool | None = False
         self._stepping = False  # while the parts of a batch run
         self._in_backward = False
         self._resumed = 0
@@ -287,8 +288,8 @@ class EngineMixin(Strategy):
                 vars(error)[LACKED] = {device.id: self.gpu_limit.lacked_bytes()}
 
     def _share_for_draws(self) -> BatchShare | None:
-        """The share, from the batch's transfer to the end of its backward; None at other times, when draws don't belong to a batch."""
-        if not self._drawing:
+        """The share while draws belong to its batch: from the transfer to forward's end, and in backward, which recomputes; else None."""
+        if self._drawing is False or (self._drawing is None and torch._C._current_graph_task_id() == -1):
             return None
         return self._share if self._micro is None or self._micro.part is None else self._micro.part
 
@@ -385,14 +386,14 @@ class EngineMixin(Strategy):
     def _train(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.lightning_module
         assert module is not None
+        self._drawing = self._share is not None  # again where an optimizer calls the step several times
         if self._micro is not None:
             return self._step_in_parts(self._micro, step, args, kwargs)
         with self._step(), self._own_backward():
             output = step(*args, **kwargs)
             if self._logging is not None and module.automatic_optimization:
                 self._logging.note_loss(output)
-        if not module.automatic_optimization:
-            self._drawing = False  # its backward passes are over
+        self._drawing = None if module.automatic_optimization else False  # by hand, its backward passes are over
         self.meter.note(self, "forward")
         return output
 
@@ -410,15 +411,14 @@ class EngineMixin(Strategy):
         """The user's own backward pass is over, and these parameters got gradients; it has reduced those of sharded parameters already."""
 
     def _step_in_parts(self, micro: MicroBatches, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._share = self._share or micro.share(args[0], self._samples)
-        self._drawing = True
+        self._share, self._drawing = self._share or micro.share(args[0], self._samples), True
         backward, optimizer = super().backward, self.optimizers[0]
         self._stepping = True
         try:
             with self._step():
                 return micro.run(step, lambda loss: backward(loss, optimizer), self._share, args, kwargs)
         finally:
-            self._stepping = False
+            self._stepping, self._drawing = False, None
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``validation_step`` on this rank's share."""
@@ -467,6 +467,7 @@ class EngineMixin(Strategy):
                 if not self._rerun.may_complete(error, marks):
                     raise
             self._rerun.complete([tensor, loss, closure_loss])
+            self._drawing = None
 
         plugin.__dict__["backward"] = run
         try:

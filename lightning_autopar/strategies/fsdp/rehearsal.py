@@ -27,7 +27,8 @@ from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.strategies.fsdp.strategy import onto_shards, shard
-from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, numbers_of_whole_tensors
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
+from lightning_autopar.strategies.fsdp.whole_results import whole_results
 from lightning_autopar.strategies.parity.check_outcome import Check, failed, not_made
 from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 
@@ -181,7 +182,7 @@ def _steps(fqns: tuple[str, ...], by_plan: bool, module: LightningModule, traine
         module.__dict__["configure_model"] = lambda: None
     names: dict[int, str] = {}
     if not any(isinstance(child, FSDPModule) for child in module.modules()):
-        numbers_of_whole_tensors()
+        whole_results()
         names = shard(module, fqns, mesh["data_parallel"], reshard_after_forward=True)
     elif by_plan:
         raise ValueError(_OWN_SHARDS)

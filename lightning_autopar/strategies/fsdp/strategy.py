@@ -39,7 +39,8 @@ from lightning_autopar.strategies.base.host_optimizers import on_host, why_not
 from lightning_autopar.strategies.base.mixin import SplitMixin
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, groups_of, numbers_of_whole_tensors
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, groups_of
+from lightning_autopar.strategies.fsdp.whole_results import whole_results
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -123,7 +124,7 @@ class _ShardingStrategy(ModelParallelStrategy):
         """Shard the module, then build the user's optimizers on the shards; the order is Lightning's."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        numbers_of_whole_tensors()
+        whole_results()
         if not any(isinstance(module, FSDPModule) for module in self._module.modules()):
             originals = dict(self._module.state_dict()) if self.global_rank == 0 and self.run_plan.large else {}
             plan = self.run_plan.plan

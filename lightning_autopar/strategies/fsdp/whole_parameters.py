@@ -20,24 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
-
-
-def numbers_of_whole_tensors() -> None:
-    """Make ``.item()`` and ``float()`` of a sharded tensor return the whole tensor's number, in this process, permanently. Otherwise
-    ``float(parameter.norm())`` in a hook would silently be that of this rank's shard (torch 2.13, ``DTensor`` dispatches
-    ``_local_scalar_dense`` to the local tensor). It becomes a collective: a single rank that calls it waits for the others.
-    """
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # there is no public registry
-    handlers[torch.ops.aten._local_scalar_dense.default] = _whole_number
-
-
-def _whole_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0].detach().full_tensor().item()
+from lightning_autopar.strategies.fsdp.whole_results import part_of
 
 
 class WholeParameters:
@@ -169,7 +156,7 @@ def _set_data(shard: DTensor, value: Tensor) -> None:
     if isinstance(value, DTensor):
         part = value.redistribute(shard.device_mesh, shard.placements)._local_tensor
     else:  # whole, and the same on each rank
-        part = _part(value, shard)
+        part = part_of(value, shard)
     with torch.no_grad():
         shard._local_tensor.copy_(part)
 
@@ -234,19 +221,10 @@ def _take_part(groups: list[Any], parameter: Any, whole: Tensor) -> None:
             "allow=['single', 'ddp']"
         )
     with torch.no_grad():
-        parameter.sharded_param._local_tensor.copy_(_part(local, parameter.sharded_param))
+        parameter.sharded_param._local_tensor.copy_(part_of(local, parameter.sharded_param))
     if elsewhere:
         assert gathered is not None
         _DATA.__set__(whole, gathered.as_strided(parameter._orig_size, parameter._contiguous_orig_stride, 0))
-
-
-def _part(whole: Tensor, shard: DTensor) -> Tensor:
-    """The part of a whole tensor that a shard has."""
-    shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
-    for dimension, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        if length != whole.shape[dimension]:
-            whole = whole.narrow(dimension, min(start, whole.shape[dimension]), length)
-    return whole
 
 
 def _storages(groups: Iterable[Any]) -> Iterator[int]:

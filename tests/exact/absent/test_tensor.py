@@ -225,6 +225,17 @@ def test_real_tensors_are_neither_read_nor_written_nor_random_numbers_drawn_as_h
     assert weight.tolist() == [1, 1, 1]
 
 
+def test_a_hooks_draw_for_a_hole_advances_the_generator_as_for_the_real_tensor() -> None:
+    torch.manual_seed(0)
+    torch.nn.init.normal_(torch.empty(20, 3))
+    torch.rand_like(torch.empty(5))
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    assert is_absent(torch.nn.init.normal_(absent(20, 3)))
+    assert is_absent(torch.rand_like(absent(5)))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_filled_hole_that_would_lose_its_gradient_raises() -> None:
     x = absent(3)
     provide(x, torch.ones(3, requires_grad=True))

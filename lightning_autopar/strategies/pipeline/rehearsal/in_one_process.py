@@ -105,6 +105,9 @@ class Together:
     def _stage(
         self, module: LightningModule, trainer: Trainer | None, staging: Staging, cuts: tuple[str, ...], index: int, fn: str
     ) -> Stage:
+        if index:
+            rng.restore(self._began, {})
+        self._began = rng.capture({}, cuda=False)  # the hooks before the first batch may draw
         copy: LightningModule = fake_copy(module, None, None)
         owned = take_stages(copy, staging, cuts, [index], torch.device("cpu"))
         rehearsal = rehearse(copy, trainer, fn, self._precision)
@@ -171,7 +174,9 @@ class Together:
                 total = loss.detach() * weight + (0 if total is None else total)
             _backward(passed, weight, goes_back=loss is not None)
         self._add_shared()
+        end = rng.capture({}, cuda=False)
         for stage, before in zip(self.stages, earlier, strict=True):
+            rng.restore(end, {})  # each stage's process has generators of its own, whose draws the hooks make for all parameters
             self._finish(stage, self._taken(stage), before, total, parts[0][0], batch_idx)
         return total
 
