@@ -5,7 +5,7 @@ Modules, in reading order:
     loader         the exact loader: the user's batches cut for one rank, resumable
     loader_pass    one pass over it; the user's data code as one device would run it
     order          the order of the batches
-    share          a rank's rows of a batch, and who gets which
+    rank_share     a rank's rows of a batch, and who gets which
     track          the record of a pass, for checkpoints
     worker_random  random states of loader workers
     collate        what a rank's loader collates: its own samples, or the whole batch

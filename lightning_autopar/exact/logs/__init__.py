@@ -2,12 +2,13 @@
 
 Modules, in reading order:
 
-    global_logging    `self.log` of the whole batch, the same on every rank
-    entries           logged values and how parts make a whole; Lightning's result collections
-    log_rules         found by comparison: how parts make a whole
-    hooks             hooks around steps in which something may read a logged value
-    exchange          one small collective for all logged values
-    metrics           torchmetrics over ranks, parts and stages
-    metric_parts      torchmetrics over the parts of a batch and over stages
-    discarded_values  whether the user's code throws a metric's value away
+    global_logging      `self.log` of the whole batch, the same on every rank
+    logged_values       logged values and how parts make a whole; Lightning's result collections
+    log_rules           found by comparison: how parts make a whole
+    hooks               hooks around steps in which something may read a logged value
+    rank_exchange       one small collective for all logged values
+    metrics_over_ranks  torchmetrics over ranks, parts and stages
+    metrics_over_parts  torchmetrics over the parts of a batch and over stages
+    discarded_values    whether the user's code throws a metric's value away
+    kept_by_hooks       hooks that may keep what they get of a batch
 """

@@ -53,19 +53,19 @@ _WITHIN_STEP = (
     "backward",
 )
 #: Packages whose modules and callbacks log nothing in a step.
-_QUIET = ("torch.", "torchmetrics.", "transformers.", *PYTORCH, "lightning_autopar.callbacks.")
+QUIET = ("torch.", "torchmetrics.", "transformers.", *PYTORCH, "lightning_autopar.callbacks.")
 
 
 def logs_between_steps(trainer: Trainer) -> bool:
     """Whether the user's code may log in a hook of a batch, judged by its code. Lightning's own callbacks don't."""
     module: Any = trainer.lightning_module
-    return any(_mentions_log([getattr(each, hook)], module) for each, hook in _overridden(trainer, _BATCH_HOOKS))
+    return any(_mentions_log([getattr(each, hook)], module) for each, hook in overridden(trainer, _BATCH_HOOKS))
 
 
 def logs_in_training_step(trainer: Trainer) -> bool:
     """Whether ``training_step`` may log, judged by its code and by that of the modules that it may call."""
     module: Any = trainer.lightning_module
-    others = {type(each) for each in module.modules() if each is not module and not f"{type(each).__module__}.".startswith(_QUIET)}
+    others = {type(each) for each in module.modules() if each is not module and not f"{type(each).__module__}.".startswith(QUIET)}
     functions = [value for kind in others for base in kind.__mro__ for value in vars(base).values() if inspect.isfunction(value)]
     return _mentions_log([module.training_step, module.forward, *functions], module)
 
@@ -75,7 +75,7 @@ def sees_loss(trainer: Trainer) -> bool:
     optimizers = [type(bare_optimizer(each)) for each in trainer.optimizers]
     if any(not each.__module__.startswith("torch.optim.") or each is torch.optim.LBFGS for each in optimizers):
         return True
-    return any(True for _ in _overridden(trainer, ("on_train_batch_end", "optimizer_step")))
+    return any(True for _ in overridden(trainer, ("on_train_batch_end", "optimizer_step")))
 
 
 def looks_within_step(trainer: Trainer) -> bool:
@@ -83,10 +83,10 @@ def looks_within_step(trainer: Trainer) -> bool:
     optimizers = [type(bare_optimizer(each)) for each in trainer.optimizers]
     if any(not each.__module__.startswith("torch.optim.") or each is torch.optim.LBFGS for each in optimizers):
         return True
-    return any(True for _ in _overridden(trainer, _WITHIN_STEP))
+    return any(True for _ in overridden(trainer, _WITHIN_STEP))
 
 
-def _overridden(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, str]]:
+def overridden(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, str]]:
     """The user's module and callbacks, each with the hooks that it overrides."""
     module: Any = trainer.lightning_module
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -110,17 +110,17 @@ def _mentions_log(functions: Iterable[Any], module: LightningModule) -> bool:
         code = getattr(function, "__code__", None)
         if code is None:
             return True
-        if code in seen or f"{getattr(function, '__module__', '')}.".startswith(_QUIET):
+        if code in seen or f"{getattr(function, '__module__', '')}.".startswith(QUIET):
             continue
         seen.add(code)
-        names = set(_names(code))
+        names = set(names_in(code))
         if any(name in ("log", "log_dict") or name.startswith("log_") for name in names):
             return True
-        left += _mentioned(function, names, owner, module)
+        left += mentioned(function, names, owner, module)
     return False
 
 
-def _mentioned(function: types.FunctionType, names: set[str], owner: Any, module: LightningModule) -> Iterator[tuple[Any, Any]]:
+def mentioned(function: types.FunctionType, names: set[str], owner: Any, module: LightningModule) -> Iterator[tuple[Any, Any]]:
     """The functions that a function's code may call by these names, each with the object whose attributes it sees."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     spaces = [getattr(owner, "__dict__", {}), vars(module), function.__globals__, {name: _content(cell) for name, cell in cells}]
@@ -136,7 +136,7 @@ def _mentioned(function: types.FunctionType, names: set[str], owner: Any, module
     for each in held:
         kind = each if isinstance(each, (types.ModuleType, type)) else type(each)
         home = kind.__name__ if isinstance(kind, types.ModuleType) else kind.__module__
-        if home.partition(".")[0] in sys.stdlib_module_names or f"{home}.".startswith(_QUIET):
+        if home.partition(".")[0] in sys.stdlib_module_names or f"{home}.".startswith(QUIET):
             continue
         for name in (*names, "__call__"):
             found = inspect.getattr_static(kind, name, None)
@@ -152,14 +152,14 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """The names in code, and in functions within it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
         elif isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def shadow_hooks(

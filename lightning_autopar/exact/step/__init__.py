@@ -2,12 +2,12 @@
 
 Modules, in reading order:
 
-    draws             random draws of the whole batch, own rows kept
+    random_draws      random draws of the whole batch, own rows kept
     random_operators  the operators that draw, replaced
     micro_batches     a batch in parts, gradients added up
     batch_norm        batch norm over the whole batch
     recompute         activation checkpointing of blocks
-    device_draws      initial weights drawn on the device, as plain Lightning draws them
+    initial_weights   initial weights drawn on the device, as plain Lightning draws them
     attribute_rules   how what a step keeps on its module grows with the samples
     attributes        what steps keep on their module, held to what one device would keep
     step_state        what a step changes, put back where it fails half-way

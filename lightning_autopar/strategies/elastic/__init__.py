@@ -10,7 +10,7 @@ Modules, in reading order:
     saver           when a snapshot is made
     snapshot_store  where snapshots lie
     preemption      makes room for more important runs
-    promises        memory promised from plan to plan; a parked run's place
-    watcher         what agent and callbacks tell each other
+    kept_leases     memory promised from plan to plan; a parked run's place
+    move_requests   what agent and callbacks tell each other
     restart/        under torchrun and Slurm
 """

@@ -2,11 +2,11 @@
 
 Modules, in reading order:
 
-    probe         does the loss survive a split batch
-    draw_probe    how random draws relate to samples
-    undo          runs a step and undoes what it did
-    rehearsal     runs an engine on two forked ranks and compares
-    check         what came of a check that a plan needs
-    losses        the losses of a step that is tried
-    metric_trial  a module's metrics while the parts of a batch are tried
+    split_probe    does the loss survive a split batch
+    draw_probe     how random draws relate to samples
+    undo           runs a step and undoes what it did
+    rehearsal      runs an engine on two forked ranks and compares
+    check_outcome  what came of a check that a plan needs
+    losses         the losses of a step that is tried
+    metric_trial   a module's metrics while the parts of a batch are tried
 """

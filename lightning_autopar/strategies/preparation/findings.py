@@ -22,6 +22,7 @@ from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.data.batch_making import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.collate import CollateAll
 from lightning_autopar.exact.data.rank_share import Dealing
+from lightning_autopar.exact.logs.kept_by_hooks import keeping_hooks
 from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.exact.step.random_draws import DrawPlan
@@ -223,6 +224,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
     if probe and stage != "predict":
         evaluated = [validation, *others] if stage == "fit" else [batch, *more]
         split = _with_evaluation(split or SplitFinding(), module, trainer, [each for each in evaluated if each is not None], stage)
+        split = replace(split, notes=(*split.notes, *keeping_hooks(trainer)))
     told: Any = {"batch": as_drawn[0], "validation": lambda: as_drawn[1], "footprint": footprint, "split": split}
     found = _looks(questions, FirstStep(trainer=trainer, stage=stage, **told))
     return Findings(

@@ -1,0 +1,79 @@
+"""Hooks of the user's that may keep what they get of a batch, which on each of several ranks is that of the rank's own samples.
+
+What steps keep on the module is found out by running them, and ranks exchange it. A callback's hook can't be tried, as it may write files:
+its code is read. Knows hooks and code; nothing of ranks or plans.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import types
+from typing import TYPE_CHECKING, Any
+
+from torchmetrics import Metric, MetricCollection
+
+from lightning_autopar._lightning import LightningModule
+from lightning_autopar.exact.logs.hooks import QUIET, mentioned, names_in, overridden
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_HOOKS = tuple(f"on_{stage}_batch_{point}" for stage in ("train", "validation", "test") for point in ("start", "end"))
+_STORES = frozenset(("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR"))
+_METHODS = frozenset(("add", "append", "appendleft", "extend", "insert", "setdefault", "update"))
+
+
+def keeping_hooks(trainer: Trainer) -> tuple[str, ...]:
+    """A sentence on each hook of a batch whose code uses the batch or the step's outputs, and stores something."""
+    return tuple(
+        f"{_title(each)} may keep what {hook} gets of a batch, which on each rank and in each part is that of its own samples"
+        for each, hook in overridden(trainer, _HOOKS)
+        if _keeps(getattr(each, hook), each, trainer.lightning_module)
+    )
+
+
+def _title(owner: Any) -> str:
+    return "the module" if isinstance(owner, LightningModule) else f"the callback {type(owner).__name__}"
+
+
+def _keeps(hook: Any, owner: Any, module: LightningModule) -> bool:
+    """Whether a hook uses its batch or outputs, and it or a function of the user's that it names stores something."""
+    function = inspect.unwrap(getattr(hook, "__func__", hook))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return True
+    if not _uses_batch(code, function.__name__, after=1 if owner is module else 3):
+        return False
+    left, seen = [(function, owner)], set()
+    while left:
+        function, holder = left.pop()
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is None or code in seen or f"{function.__module__}.".startswith((*QUIET, "torch.")):
+            continue
+        seen.add(code)
+        names = set(names_in(code))
+        # A metric's states are the whole batch's wherever they are: ranks exchange them.
+        metrics = any(isinstance(getattr(holder, name, None), (Metric, MetricCollection)) for name in names)
+        if any(each.opname in _STORES for each in dis.get_instructions(code)) or names & (_METHODS - {"update"} if metrics else _METHODS):
+            return True
+        left += mentioned(function, names, holder, module)
+    return False
+
+
+def _uses_batch(code: types.CodeType, hook: str, *, after: int) -> bool:
+    """Whether code loads the batch or the step's outputs, which follow the first ``after`` arguments.
+
+    ``outputs["loss"]`` of a training step doesn't count: it is the whole batch's.
+    """
+    variadic = bool(code.co_flags & inspect.CO_VARARGS)
+    wanted = code.co_varnames[: code.co_argcount + variadic][after : after + (2 if hook.endswith("end") else 1)]
+    if variadic and code.co_argcount <= after:
+        wanted = code.co_varnames[code.co_argcount + code.co_kwonlyargcount :][:1]
+    loaded = [each for each in dis.get_instructions(code) if each.opname.startswith("LOAD_")]
+    for each, following in zip(loaded, [*loaded[1:], None], strict=True):
+        names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+        whole = hook == "on_train_batch_end" and names == wanted[:1] and following is not None and following.argval == "loss"
+        if "FAST" in each.opname and set(wanted) & set(names) and not whole:
+            return True
+    return False

@@ -1,0 +1,87 @@
+"""Which hooks may keep what they get of a batch, judged by their code."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torchmetrics import MeanMetric
+
+from lightning_autopar.exact.logs.kept_by_hooks import keeping_hooks
+
+
+class Appends(pl.Callback):
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.seen: list[Any] = [*getattr(self, "seen", []), outputs]
+
+
+class Hands(pl.Callback):
+    """Gives them to a function that keeps them."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.take(batch)
+
+    def take(self, rows: Any) -> None:
+        self.kept.append(rows)
+
+
+class Counts(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, number: int) -> None:
+        self.batches = number
+
+
+class KeepsLoss(pl.Callback):
+    """The loss that hooks get is the whole batch's."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.loss = float(outputs["loss"])
+
+
+class Logs(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.log("mean", outputs["values"].mean())
+
+
+class Measures(pl.Callback):
+    def __init__(self) -> None:
+        self.mean = MeanMetric()
+
+    def on_test_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.mean.update(outputs)
+
+
+@pytest.mark.parametrize(
+    ("callback", "hook"),
+    [
+        (Appends, "on_validation_batch_end"),
+        (Hands, "on_train_batch_start"),
+        (Counts, None),
+        (KeepsLoss, None),
+        (Logs, None),
+        (Measures, None),
+        (pl.callbacks.DeviceStatsMonitor, None),
+    ],
+)
+def test_a_callback_is_judged_by_what_it_does_with_a_batch(callback: Any, hook: str | None) -> None:
+    trainer: Any = SimpleNamespace(lightning_module=pl.LightningModule(), callbacks=[callback()])
+    said = keeping_hooks(trainer)
+    assert [sentence.split(" of a batch")[0] for sentence in said] == (
+        [] if hook is None else [f"the callback {callback.__name__} may keep what {hook} gets"]
+    )
+
+
+def test_the_modules_own_hook() -> None:
+    class Module(pl.LightningModule):
+        def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.total = torch.as_tensor(outputs).sum()
+
+    (said,) = keeping_hooks(SimpleNamespace(lightning_module=Module(), callbacks=[]))  # type: ignore[arg-type]
+    assert said.startswith("the module may keep what on_test_batch_end gets of a batch, which on each rank")
