@@ -17,6 +17,7 @@ from lightning_autopar._lightning import DDPStrategy, SingleDeviceStrategy
 from lightning_autopar._temporary import without_noise
 from lightning_autopar.exact.step.own_backward import average
 from lightning_autopar.strategies.base.mixin import EngineMixin, SplitMixin
+from lightning_autopar.strategies.base.new_parameters import refuse_new
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
 
@@ -42,6 +43,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
     reruns_batches = True
     _advised = False
     _trained: frozenset[int] = frozenset()
+    _known: frozenset[int] = frozenset()
     _in_order: tuple[Parameter, ...] = ()
     _reduced = False
 
@@ -62,6 +64,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         self._in_order = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._trained = frozenset(map(id, self._in_order))
+        self._known = frozenset(map(id, model.parameters()))
         if not self._trained:  # DDP refuses a module that has no gradients to reduce
             return model  # type: ignore[return-value]  # Lightning runs it as it is
         wrapped = super()._setup_model(model)
@@ -148,6 +151,8 @@ class DDPEngine(SplitMixin, DDPStrategy):
         """Refuse newly trained parameters: DDP communicates only gradients of parameters that were trained when it was set up."""
         module = self.lightning_module
         assert module is not None
+        if batch_idx == 0:
+            refuse_new(module, lambda _, parameter: id(parameter) in self._known, "DDP")
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._trained:
                 raise ValueError(

@@ -37,6 +37,7 @@ from lightning_autopar.state import checkpoint as whole
 from lightning_autopar.state.pretrained import check_values, shapes_only
 from lightning_autopar.strategies.base.host_optimizers import on_host, why_not
 from lightning_autopar.strategies.base.mixin import SplitMixin
+from lightning_autopar.strategies.base.new_parameters import refuse_new
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, groups_of
@@ -158,6 +159,12 @@ class _ShardingStrategy(ModelParallelStrategy):
             if self._offloads and self.root_device.type != "cpu":  # a CPU device is its own host: no reason for another update there
                 self._speed_up()
         self._gathered = WholeParameters(self._module, self.optimizers)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Refuse parameters that the hooks of an epoch's beginning have put into the module."""
+        if batch_idx == 0:
+            refuse_new(self._module, self._gathered.knows, "FSDP2")
+        super().on_train_batch_start(batch, batch_idx)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the user's optimizers on the shards; those that were made before sharding get the shards."""

@@ -42,6 +42,8 @@ class WholeParameters:
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._inside = False
         self._visits = 0
+        #: The module may have sharded only some of its parameters itself.
+        self._others = frozenset(id(parameter) for parameter in root.parameters() if not isinstance(parameter, DTensor))
         _keep_writes(self._units)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self.reshard()) for optimizer in optimizers]
         if isinstance(root, FSDPModule):
@@ -63,6 +65,10 @@ class WholeParameters:
             yield
         finally:
             self._inside = before
+
+    def knows(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a parameter was there from the beginning; some are whole where others are shards."""
+        return isinstance(parameter, (DTensor, _Gathered)) or id(parameter) in self._others
 
     def reshard(self) -> None:
         """Put all parameters back into shards; no communication."""

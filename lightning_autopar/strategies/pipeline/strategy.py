@@ -28,6 +28,7 @@ from lightning_autopar.exact.step.micro_batches import PartGradients, several_lo
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.state.checkpoint import own_optimizer_state, own_state_dict
 from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.new_parameters import refuse_new
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.pipeline.run.agreement import agree_on_overflow
@@ -273,9 +274,10 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         modules = {index: StageModule(model, staging, plan.cuts, index, partial(self._staged.call, index)) for index in self.stages_here}
         for index, module in modules.items():
             self._stage_draws.adopt(module, index)
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         names = [{name for name in parameters if index in self._users[name]} for index in modules]
         parts = self._replicas.prepare(list(modules.values()), model, names)
+        self._parameters = {name: id(parameter) for name, parameter in parameters.items()}
         host_groups = [dist.new_group(ranks, backend="gloo") for ranks in self._pipelines]
         host_group = host_groups[plan.data_rank(self.global_rank)]
         stages = [
@@ -293,6 +295,19 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         ]
         self._staged.install(modules, stages, host_group)
         return model
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Refuse parameters that the hooks of an epoch's beginning have put into the module."""
+        if batch_idx == 0:
+            assert self.lightning_module is not None
+            ids = frozenset(self._parameters.values())
+            by_name = self._replicas.shards  # shards and whole parameters take turns
+
+            def known(name: str, parameter: Tensor) -> bool:
+                return name in self._parameters if by_name else id(parameter) in ids
+
+            refuse_new(self.lightning_module, known, "A pipeline")
+        super().on_train_batch_start(batch, batch_idx)
 
     @property
     def stages_here(self) -> list[int]:

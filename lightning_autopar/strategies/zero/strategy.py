@@ -29,6 +29,7 @@ from lightning_autopar.state.scratch_files import hand_back_freed
 from lightning_autopar.strategies.base.host_optimizers import on_host
 from lightning_autopar.strategies.base.measure import optimizer_states
 from lightning_autopar.strategies.base.mixin import SplitMixin
+from lightning_autopar.strategies.base.new_parameters import refuse_new
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.zero import deepspeed as doorway
@@ -225,6 +226,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
             trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             on_cpu=self.root_device.type == "cpu",
         )
+        self._known = frozenset(map(id, parameters))
         self._frozen = frozenset(id(parameter) for parameter in parameters if not parameter.requires_grad)
         self.config = deepspeed_config(plan, settings, element="bf16" if str(trainer.precision) == "bf16-true" else "fp32")
         self._config_initialized = True
@@ -286,6 +288,8 @@ class _ZeroStrategy(DeepSpeedStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Refuse newly trained parameters: DeepSpeed partitioned only gradients of parameters that were trained when it was set up."""
+        if batch_idx == 0:
+            refuse_new(self._module, lambda _, parameter: id(parameter) in self._known, "DeepSpeed")
         for name, parameter in self._module.named_parameters() if self._frozen else ():
             if parameter.requires_grad and id(parameter) in self._frozen:
                 raise ValueError(
