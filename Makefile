@@ -25,14 +25,16 @@ demo: $(INSTALLED)
 	$(RUN)/python examples/train_gpt.py
 	@mkdir -p build; $(RUN)/python examples/elastic.py --picture build/elastic.html
 
-# Two halves side by side, which take as long as each other, as many tests keep one core busy; what the second says follows when it is done.
-SECOND_HALF := tests/conformance tests/exact tests/sharing \
-	$(filter-out %/processes/ %/__pycache__/,$(wildcard tests/strategies/*/ tests/strategies/test_*.py))
+# Three parts side by side: a test waits for its processes a good part of its time, and three parts keep two cores busy. What the second and
+# the third say follows when they are done.
+SECOND := tests/conformance tests/exact tests/memory tests/planning tests/sharing
+THIRD := $(filter-out %/processes/ %/__pycache__/,$(wildcard tests/strategies/*/ tests/strategies/test_*.py))
 test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)
-	@mkdir -p build; $(RUN)/python -m pytest $(SECOND_HALF) > build/engine-tests.txt 2>&1 & second=$$!; \
-	$(RUN)/python -m pytest $(SECOND_HALF:%=--ignore=%); first=$$?; \
-	wait $$second; second=$$?; cat build/engine-tests.txt; exit $$((first > second ? first : second))
+	@mkdir -p build; $(RUN)/python -m pytest $(SECOND) > build/second.txt 2>&1 & second=$$!; \
+	$(RUN)/python -m pytest $(THIRD) > build/third.txt 2>&1 & third=$$!; \
+	$(RUN)/python -m pytest $(SECOND:%=--ignore=%) $(THIRD:%=--ignore=%); failed=$$?; \
+	wait $$second || failed=1; wait $$third || failed=1; cat build/second.txt build/third.txt; exit $$failed
 
 # What `make test` leaves out: the rest of each promise's crossing with every engine (tests/later.md says what covers it there), and what takes
 # most of a minute each: benchmarks run from end to end, the second demo, scripts started anew each time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -32,6 +33,12 @@ LATER_MARKS = {
     "all_cells": "also run the cells that `make test` leaves to `make conformance`",
     "nightly_chaos": "also make as many moves and kills as `make chaos` does",
 }
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: a full collection, which some code asks for by itself, need not look through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
