@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_autopar import engines
 from lightning_autopar._fork import unforkable
 from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify_configuration
-from lightning_autopar.constraints import SPLIT_TOLERANCE, Constraints
+from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.exact.data.rank_share import Dealing
@@ -24,7 +24,7 @@ from lightning_autopar.memory.learned.cache_files import cache_folder
 from lightning_autopar.memory.learned.records import load_residuals
 from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.planner import best_candidate
-from lightning_autopar.planning.refusals import micro_batch_refusal, missing_packages
+from lightning_autopar.planning.refusals import missing_packages, undivided
 from lightning_autopar.plans import Engine, Plan, all_engines
 from lightning_autopar.report.report import Report
 from lightning_autopar.sharing.turn import Turn
@@ -34,6 +34,7 @@ from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.calibration.calibration import calibrate, calibrated, is_calibrated
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
 from lightning_autopar.strategies.preparation.findings import Findings, Questions, drawn_by_rank, find_out
+from lightning_autopar.strategies.preparation.lengths import without_margin
 from lightning_autopar.strategies.preparation.prospect import Prospect
 from lightning_autopar.strategies.preparation.trainer_options import exclusions
 from lightning_autopar.strategies.processes.script import NO_WORKERS, runs_script
@@ -246,25 +247,17 @@ def _look(
     if training:
         by = {} if rates is None else {"rates": rates.identity}
         constraints = replace(constraints, residuals=load_residuals(trainer.lightning_module, constraints.precision, inventory, **by))
+    closer = without_margin(findings.footprint)
+    if closer is not None and best_candidate(findings.footprint, inventory, constraints, rates=rates) is None:
+        findings = replace(findings, footprint=closer)
     return PlanningInputs(
         findings=findings,
         inventory=inventory,
         constraints=constraints,
         rates=rates,
-        undivided=_why_undivided(findings, constraints),
+        undivided=undivided(findings.footprint, constraints),
         unknown=_unknown(constraints),
     )
-
-
-def _why_undivided(findings: Findings, constraints: Constraints) -> str | None:
-    """Why a training batch can't be run again in more parts; None where it can, as far as is known."""
-    refusal, split = micro_batch_refusal(findings.footprint, constraints), constraints.split
-    if refusal is not None:
-        return refusal
-    if split is None:
-        return "planning didn't look whether its parts give the whole batch's loss, as the step takes less than half of the memory"
-    differs = split.probed and not split.difference <= SPLIT_TOLERANCE
-    return f"its parts don't give the whole batch's loss ({split.reason})" if differs else None
 
 
 def _unknown(constraints: Constraints) -> str:
