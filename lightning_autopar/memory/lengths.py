@@ -63,7 +63,11 @@ class Lengths:
     @property
     def label(self) -> str:
         """The tensor, in words."""
-        return f"tensor {self.name}" if self.name.isdigit() else self.name or "numbers"
+        if self.name:
+            return f"tensor {self.name}" if self.name.isdigit() else self.name
+        if len(self.longest) == 1:
+            return "numbers"
+        return "the batch's shape" if len(self._varying) > 1 else f"the batch's dimension {self._varying[0]}"
 
     @cached_property
     def _varying(self) -> tuple[int, ...]:
@@ -101,7 +105,7 @@ class Lengths:
 
     def planned(self) -> int | None:
         """The largest size of one sample's tensor that the plan counts with; None where that depends on how many samples a batch has."""
-        if not self.vary or not self.name or 0 in self._varying:
+        if not self.vary or len(self.longest) < 2 or 0 in self._varying:
             return None
         return math.floor(math.prod(self.longest[1:]) * self.reach)
 

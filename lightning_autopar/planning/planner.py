@@ -255,12 +255,13 @@ def _lengths_that_fit(asked: Question, best: Candidate, ask: _Ask) -> str:
             least, most = (middle, most) if fits else (least, middle)
         return least
 
-    told = [f"a batch of up to {lengths.size(longest(plan.micro_batches))} fits as planned"]
+    told = [f"a batch of up to {lengths.size(longest(plan.micro_batches))} ({lengths.label}) fits as planned"]
     rows = max(plan.rows(footprint.batch_size), default=1)
     if engines.of(plan).reruns and rows > plan.micro_batches and undivided(footprint, constraints) is None:
         steps = dict.fromkeys((min(2 * plan.micro_batches, rows), rows))
-        told += [f"in {parts} parts, run again when memory runs out, one of up to {lengths.size(longest(parts))}" for parts in steps]
-    told.append("a longer one doesn't")
+        parts = ", and in ".join(f"{parts} parts, which fits up to {lengths.size(longest(parts))}" for parts in steps)
+        told.append(f"where memory runs out it is run again in {parts}")
+    told.append("a longer one doesn't fit")
     return "; ".join(told)
 
 

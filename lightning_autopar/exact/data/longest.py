@@ -30,6 +30,8 @@ _LOG = logging.getLogger(__name__)
 _ALIKE_SECONDS, _SECONDS = 0.15, 0.7
 #: At most so many samples or batches are looked at, so many batches are put together by chance, and samples of so many numbers kept.
 _MOST, _GROUPS, _KEPT_NUMBERS = 20_000, 200, 8_000_000
+#: How many samples are loaded twice, to see whether they keep their size.
+_AGAIN = 4
 #: Of a list of other things than numbers so many are looked into.
 _MOST_LISTED = 1024
 #: Of a name in a batch, and the dimension.
@@ -168,6 +170,16 @@ class _Samples:
         every = ((name, dimension) for name, count in keys.items() for dimension in range(count))
         return [key for key in every if len({each.at(key) for each in self.seen}) > 1]
 
+    def drawn(self) -> bool:
+        """Whether a sample has another size when it is loaded again: a few are, as long as that is quick."""
+        dataset, begun = self.loader.dataset, self._clock()
+        for each in itertools.islice((each for each in self.seen if each.index is not None), _AGAIN):
+            if shapes_in(dataset[each.index]) != each.shapes:
+                return True
+            if self._clock() - begun > _ALIKE_SECONDS:
+                break
+        return False
+
     def batch(self, samples: Sequence[_Sample]) -> FirstBatch:
         """The batch of these samples."""
         dataset: Any = self.loader.dataset
@@ -196,7 +208,7 @@ def _of_samples(samples: _Samples, first: FirstBatch) -> Look | None:
         return None
     main = max({name for name, _ in varying}, key=lambda name: max(prod(each.shapes.get(name, (0,))) for each in seen))
     dimensions = [key for key in varying if key[0] == main]
-    of, drawn = len(samples.of), "samples" in first.draws
+    of, drawn = len(samples.of), samples.drawn()
     reach = 1.0
     if drawn or samples.looked < of:
         reach = reach_of([prod(each.at(key) for key in dimensions) for each in seen], of * (DRAWN_ANEW if drawn else 1))
@@ -264,12 +276,15 @@ def _told(told: Lengths, first: FirstBatch, longest: Sequence[FirstBatch], short
 
 
 def between(lengths: Lengths, usual: FirstBatch, longest: FirstBatch) -> Lengths:
-    """What was seen, with the shapes of the tensor that varies in these two batches; the largest one, if several do."""
+    """What was seen, with the shapes of the largest tensor that varies in these two batches, or with the numbers of both batches where
+    several vary, each in its own way.
+    """
     ones, others = (shapes_in(each.batch, tensors=True) for each in (usual, longest))
     differ = [name for name, shape in others.items() if len(ones.get(name, ())) == len(shape) and ones[name] != shape]
-    if not differ:
+    name = max(differ, key=lambda each: prod(others[each]), default="")
+    alike = len({prod(ones[each]) / max(1, prod(others[each])) for each in differ}) == 1
+    if not differ or (not alike and 2 * prod(others[name]) < _volume_of(longest)):
         return replace(lengths, usual=(_volume_of(usual),), longest=(_volume_of(longest),))
-    name = max(differ, key=lambda each: prod(others[each]))
     return replace(lengths, name=name, usual=ones[name], longest=others[name])
 
 
