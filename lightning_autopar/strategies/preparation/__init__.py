@@ -8,6 +8,7 @@ Modules, in reading order:
     decide           from settings and findings to a plan
     decision         Decision: the report and the run plan
     prospect         the best plan for any devices, confirmed by a rehearsal
+    batch_size       the size that BatchSizeFinder looks for
     trial            the best plans run some steps
     learning         figures are said and kept
     plain_run        does the user's own step fail by itself

@@ -174,9 +174,9 @@ def _look(
 ) -> PlanningInputs:
     """Find out all about the step, and turn it into constraints. ``alone`` says why this process can't start others."""
     inventory, max_devices = bound
-    several = alone is None and (_several(inventory, max_devices) or (elastic and max_devices != 1))
+    several = alone is None and (has_several(inventory, max_devices) or (elastic and max_devices != 1))
     verify_configuration(trainer)  # raises now what Lightning would raise later
-    excluded = exclusions(trainer)
+    excluded = exclusions(trainer, finds=alone is None and world_size is None and not elastic)
     if alone is not None:  # and engines whose ranks share their samples have several
         excluded |= dict.fromkeys(("multi", *(name for name in all_engines() if not engines.named(name).splits)), alone)
 
@@ -299,7 +299,7 @@ def _rates(
     """
     if settings.calibrate == "off" or any(device.kind == "catalogue" for device in inventory.devices):
         return None
-    compares = _several(inventory, max_devices) and settings.plan is None and any(engines.named(name).several for name in settings.allow)
+    compares = has_several(inventory, max_devices) and settings.plan is None and any(engines.named(name).several for name in settings.allow)
     long = trainer.state.fn == TrainerFn.FITTING and not getattr(trainer, "fast_dev_run", False)
     again = settings.calibrate == "now"
     if not (again or settings.calibrate == "trial" or (compares and long and cache_folder("rates") is not None)):
@@ -326,5 +326,6 @@ def _room_bytes(inventory: Inventory, settings: Settings) -> int | None:
     return min(free, free if settings.memory_limit_bytes is None else settings.memory_limit_bytes) // 2
 
 
-def _several(inventory: Inventory, max_devices: int | None) -> bool:
+def has_several(inventory: Inventory, max_devices: int | None) -> bool:
+    """Whether a plan may have several devices."""
     return min(len(inventory.devices), max_devices or len(inventory.devices)) > 1

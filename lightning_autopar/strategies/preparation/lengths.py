@@ -84,13 +84,10 @@ def at_lengths(traced: Callable[[FirstBatch], Footprint], batch: FirstBatch, foo
     """The first batch's footprint, with the bytes of the longest batch that was seen and of what is longer still, and a usual one's work.
 
     Args:
-        traced: gives the footprint of a batch's step.
+        traced: gives the footprint of a batch's step; where it fails, the result says so.
         batch: the first one.
         footprint: of its step, and of the longest batch of the validation.
         seen: of the loaders.
-
-    Raises:
-        ChildFailed: never; where ``traced`` raises it, the footprint says so.
     """
     if footprint.evaluation_bytes is not None:  # at most, as attention grows
         footprint = replace(footprint, evaluation_bytes=round(footprint.evaluation_bytes * seen.validation_reach**2))
@@ -115,8 +112,12 @@ def at_lengths(traced: Callable[[FirstBatch], Footprint], batch: FirstBatch, foo
     longest, most = max(steps, key=lambda step: step_bytes(step[1]))
     if longest is usual:
         return replace(footprint, lengths=found.lengths)
-    growing = {"usual_bytes": scaling.growing_bytes(used), "longest_bytes": scaling.growing_bytes(most)}
-    lengths = replace(between(found.lengths, usual, longest), timed=not found.times_of_first, **growing)
+    lengths = replace(
+        between(found.lengths, usual, longest),
+        timed=not found.times_of_first,
+        usual_bytes=scaling.growing_bytes(used),
+        longest_bytes=scaling.growing_bytes(most),
+    )
     timed = footprint if found.times_of_first else used
     longer = scaling.longer(scaling.at_lengths(footprint, timed, most), lengths.growth)
     return replace(longer, lengths=lengths, evaluation_bytes=footprint.evaluation_bytes)
