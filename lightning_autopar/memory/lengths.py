@@ -69,6 +69,11 @@ class Lengths:
             return "numbers"
         return "the batch's shape" if len(self._varying) > 1 else f"the batch's dimension {self._varying[0]}"
 
+    @property
+    def open(self) -> bool:
+        """Whether longer batches may come than those that were seen."""
+        return self.unseen is not None or self.reach > 1 or self.tight
+
     @cached_property
     def _varying(self) -> tuple[int, ...]:
         """The dimensions in which the two shapes differ."""

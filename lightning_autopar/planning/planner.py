@@ -185,7 +185,7 @@ def make_report(
     else:
         candidates = Search(footprint, inventory, constraints, predict, rates).all()
     best = 0 if candidates and candidates[0].fits else None
-    lengths = "" if best is None else _lengths_that_fit(asked, candidates[best], ask)
+    lengths = "" if best is None else _lengths_that_fit(asked, candidates[best], ask, reruns=plans is None)
     if best is not None and constraints.pinned is None:
         candidates[best] = explained(
             candidates,
@@ -231,7 +231,7 @@ def best_candidate(footprint: Footprint, inventory: Inventory, constraints: Cons
     return found if found.fits else None
 
 
-def _lengths_that_fit(asked: Question, best: Candidate, ask: _Ask) -> str:
+def _lengths_that_fit(asked: Question, best: Candidate, ask: _Ask, *, reruns: bool) -> str:
     """How long a batch may be under a plan as it is, and run again in more parts, as a sentence; empty where sizes don't vary."""
     footprint, constraints, plan = asked.footprint, asked.constraints, best.plan
     lengths = footprint.lengths
@@ -255,9 +255,12 @@ def _lengths_that_fit(asked: Question, best: Candidate, ask: _Ask) -> str:
             least, most = (middle, most) if fits else (least, middle)
         return least
 
-    told = [f"a batch of up to {lengths.size(longest(plan.micro_batches))} ({lengths.label}) fits as planned"]
+    times = longest(plan.micro_batches)
+    if times > 0.98 * _MOST_TIMES:
+        return f"a batch {_MOST_TIMES:g} times as large as the longest that was seen fits as planned"
+    told = [f"a batch of up to {lengths.size(times)} ({lengths.label}) fits as planned"]
     rows = max(plan.rows(footprint.batch_size), default=1)
-    if engines.of(plan).reruns and rows > plan.micro_batches and undivided(footprint, constraints) is None:
+    if reruns and engines.of(plan).reruns and rows > plan.micro_batches and undivided(footprint, constraints) is None:
         steps = dict.fromkeys((min(2 * plan.micro_batches, rows), rows))
         parts = ", and in ".join(f"{parts} parts, which fits up to {lengths.size(longest(parts))}" for parts in steps)
         told.append(f"where memory runs out it is run again in {parts}")

@@ -185,7 +185,10 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
     if stage == "fit" and footprint.conduct is None and not guessing:
         return None
     room_bytes = questions.room_bytes
-    probe = questions.split or (stage == "fit" and room_bytes is not None and step_bytes(footprint) > room_bytes)
+    full = room_bytes is not None and step_bytes(footprint) > room_bytes
+    # A batch that is longer than any that was seen may run out of memory, and is run again in parts where that gives its loss.
+    unsure = room_bytes is not None and questions.target != "cpu" and footprint.lengths is not None and footprint.lengths.open
+    probe = questions.split or (stage == "fit" and (full or unsure))
     as_drawn = batch, validation
     # An evaluation has no loss to train on; its draws are told by their shapes.
     split, draws = None, DrawPlan() if footprint.random_draws else None
