@@ -80,7 +80,9 @@ def test_the_size_is_the_global_batchs_on_all_devices(tmp_path: Path) -> None:
     assert report is not None
     assert report.footprint.batch_size == module.batch_size
     # As it is, half of it fits on each device, and not all of it on one.
-    assert [each.plan.engine for each in report.candidates if each.fits and each.plan.micro_batches == 1 and not each.plan.recompute] == ["ddp"]
+    assert [each.plan.engine for each in report.candidates if each.fits and each.plan.micro_batches == 1 and not each.plan.recompute] == [
+        "ddp"
+    ]
 
 
 def test_the_tuner_ends_with_the_size_and_without_a_run(tmp_path: Path) -> None:
