@@ -20,16 +20,22 @@ class LongerBatches:
     """Looks at each batch of a rank.
 
     Args:
-        lengths: what the plan counts with; None where nothing is looked at.
+        lengths: what the plan counts with.
+        most: the largest size of a sample in it.
     """
 
-    def __init__(self, lengths: Lengths | None) -> None:
-        self._lengths = lengths
-        self._most = None if lengths is None else lengths.planned()
+    def __init__(self, lengths: Lengths, most: int) -> None:
+        self._lengths, self._most = lengths, most
+
+    @classmethod
+    def of(cls, lengths: Lengths) -> LongerBatches | None:
+        """What looks at batches; None where their sizes don't vary, or a longer one can't be told by a sample."""
+        most = lengths.planned()
+        return None if most is None else cls(lengths, most)
 
     def look(self, trainer: Trainer, batch: Any, rank: int) -> None:
         """Log a line for a batch that is longer than planned for, and than all before it."""
-        if self._most is None or self._lengths is None or not trainer.training:
+        if not trainer.training:
             return
         shape = shapes_in(batch, tensors=True).get(self._lengths.name, ())
         if len(shape) != len(self._lengths.longest) or math.prod(shape[1:]) <= self._most:

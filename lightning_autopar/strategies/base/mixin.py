@@ -58,7 +58,7 @@ class EngineMixin(Strategy):
 
     def attach(self, run_plan: RunPlan) -> None:
         """Give the engine its run plan; called once, before the trainer sees the engine."""
-        self.run_plan, self._lengths = run_plan, LongerBatches(run_plan.lengths)
+        self.run_plan, self._longer = run_plan, None if run_plan.lengths is None else LongerBatches.of(run_plan.lengths)
         #: Whether a batch is split at all.
         self.splits = run_plan.plan.data_ranks > 1 and run_plan.batch == "global"
         #: Whether a rank runs its batch in parts, one after the other.
@@ -77,9 +77,8 @@ class EngineMixin(Strategy):
         self._alone = False
         #: Of the running step.
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        self._drawing = False
+        self._drawing = self._in_backward = False
         self._stepping = False  # while the parts of a batch run
-        self._in_backward = False
         self._resumed = 0
         self._resumption: resume.Resumption | None = None
         self._positions: dict[int, int] = {}
@@ -183,7 +182,8 @@ class EngineMixin(Strategy):
             self._positions[dataloader_idx] = self._positions.get(dataloader_idx, -1) + 1
             self._drawing = True
         self.batch_arrives()
-        self._lengths.look(self._trainer, batch, self._rank)
+        if self._longer is not None:
+            self._longer.look(self._trainer, batch, self._rank)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _current_loaders(self, dataloader_idx: int) -> list[ExactLoader]:
