@@ -67,6 +67,7 @@ if TYPE_CHECKING or chosen() == "lightning.pytorch":
     from lightning.pytorch.utilities._pytree import tree_unflatten
     from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
     from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 else:
@@ -129,5 +130,6 @@ else:
     from pytorch_lightning.utilities._pytree import tree_unflatten
     from pytorch_lightning.utilities.exceptions import SIGTERMException, _TunerExitException
     from pytorch_lightning.utilities.model_helpers import is_overridden
+    from pytorch_lightning.utilities.parsing import lightning_hasattr, lightning_setattr
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
     from pytorch_lightning.utilities.types import LRSchedulerConfig

@@ -72,6 +72,7 @@ __all__ = [
     "default_backend",
     "distributed_is_initialized",
     "find_free_network_port",
+    "has_own_loaders",
     "hyperparameters_added",
     "init_dist_connection",
     "installed",
@@ -463,6 +464,11 @@ def loader_source(trainer: Trainer, stage: str) -> Any:
     if source.instance is None or (stage != "fit" and not source.is_defined()):
         return None  # if fit has none, Lightning's default hook raises
     return _request_dataloader(source)
+
+
+def has_own_loaders(trainer: Trainer) -> bool:
+    """Whether a fit's loaders are made by the module or the DataModule, each time that they are asked for."""
+    return bool(trainer.fit_loop._data_source.is_module())
 
 
 def bare_optimizer(optimizer: Any) -> Any:

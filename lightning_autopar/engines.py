@@ -163,6 +163,7 @@ class Engine(ABC):
             engine's.
         another_library: whether its plans are taken only where they are clearly faster than others.
         loop: the engine whose measured trainer's loop is as long as this one's; None to measure its own.
+        reruns: whether a batch that runs out of memory is run again in more parts, where that gives the whole batch's loss.
         takes_remedies: whether the search may add recomputed blocks, micro-batches and uneven shares to its plans.
     """
 
@@ -176,6 +177,7 @@ class Engine(ABC):
     plainer: tuple[str, str] | None = None
     another_library = False
     loop: str | None = None
+    reruns = False
     takes_remedies = True
 
     @abstractmethod

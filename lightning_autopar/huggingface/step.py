@@ -10,9 +10,11 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
@@ -23,6 +25,7 @@ from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
+from lightning_autopar.strategies.preparation.lengths import at_lengths, seen_sizes
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +140,9 @@ def _look(trainer: Any, rows: int, precision: str, target: Target) -> Look:
     model.train()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a schedule without a step, and such
-        footprint = trace(TrainerStep(trainer), None, batch, stage="fit", precision=precision, target=target, validation=validation)
+        seen = seen_sizes(None, batch, validation)
+        traced = partial(trace, TrainerStep(trainer), None, stage="fit", precision=precision, target=target)
+        footprint = at_lengths(traced, batch, traced(batch, validation=seen.validation), seen)
     named = {f"model.{name}": module for name, module in model.named_modules() if name}
     layers = tuple(name for name, module in named.items() if hasattr(module, "gradient_checkpointing") and _is_layer(module))
     return Look(
@@ -207,4 +212,7 @@ def _first(loader: Any, name: str) -> FirstBatch:
     batch = dict(batches[0]) if isinstance(batches[0], Mapping) or hasattr(batches[0], "keys") else batches[0]
     if not isinstance(batch, dict):
         raise ValueError(f"a batch of {name} is a {type(batch).__name__}, but transformers' Trainer takes mappings; see its data_collator")
-    return FirstBatch(batch=batch, batch_size=batch_size_of(batch))
+    # accelerate's loader moves batches to the device; the same dataset, sampler and collator make them here.
+    indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
+    plain = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn) if indexed else loader
+    return FirstBatch(batch=batch, batch_size=batch_size_of(batch), loaders=(plain,))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from lightning_autopar.memory.lengths import Lengths
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.work.work import Work
 
@@ -197,6 +198,9 @@ class Footprint:
         traced: False where the step could not be traced, and the activations are a guess with a wide margin.
         margin: by how much the prediction may be too low, as a share of it (0.1: up to ten per cent more).
         assumptions: what had to be guessed, a sentence each.
+        lengths: how the sizes of batches vary, where other batches than the first were looked for; the bytes are then the longest one's,
+            with what it may lack, and the work is the usual one's.
+        longest_samples: samples in the longest batch, where they aren't ``batch_size``.
     """
 
     parameters: int
@@ -235,6 +239,8 @@ class Footprint:
     traced: bool = True
     margin: float = 0.0
     assumptions: tuple[str, ...] = ()
+    lengths: Lengths | None = None
+    longest_samples: int = 0
 
     def shared_uses(self, begin: int, end: int) -> list[tuple[int, str, int, int, int]]:
         """Entries of ``also_uses`` from part ``begin`` to before part ``end`` whose parameter is held elsewhere; each parameter once."""
@@ -273,6 +279,7 @@ class Footprint:
             "blocks": [part.to_dict() | {"fqn": name} for name, part in self.parts()],
             "margin": self.margin,
             "assumptions": list(self.assumptions),
+            "lengths": None if self.lengths is None else self.lengths.to_dict(),
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,78 @@ def scaled(footprint: Footprint, batch_size: int) -> Footprint:
         batch_size: samples, at least one.
     """
     share = Fraction(batch_size, max(1, footprint.batch_size))
+    return replace(_times(footprint, share), batch_size=batch_size, longest_samples=math.ceil(footprint.longest_samples * share))
+
+
+def longer(footprint: Footprint, growth: float) -> Footprint:
+    """The footprint of a batch of as many samples with so many times the bytes of what grows with it, and with the same work."""
+    return _with_work(_times(footprint, Fraction(growth).limit_denominator(10_000)), footprint)
+
+
+def at_lengths(first: Footprint, usual: Footprint, longest: Footprint) -> Footprint:
+    """The footprint with the longest batch's bytes and the usual one's work; what the step does is told by the first batch's.
+
+    Where the longest batch's step has other parts than the usual one's, it has its work as well.
+    """
+    same = [[layer.fqn for layer in (*each.blocks, *each.outer)] for each in (usual, longest)]
+    alike = longest.batch_size == first.batch_size
+    found = replace(
+        longest,
+        batch_size=first.batch_size,
+        longest_samples=0 if alike else longest.batch_size,
+        tape=longest.tape if alike else None,  # whose parts are those of as many samples
+        conduct=first.conduct,
+        random_draws=tuple(dict.fromkeys((*first.random_draws, *longest.random_draws))),
+        unused_parameters=first.unused_parameters,
+        evaluation_bytes=first.evaluation_bytes,
+        evaluation_parts=first.evaluation_parts,
+        margin=max(first.margin, longest.margin),
+        assumptions=tuple(dict.fromkeys((*first.assumptions, *longest.assumptions))),
+    )
+    return _with_work(found, usual) if same[0] == same[1] else found
+
+
+def for_rank(footprint: Footprint, parts: int) -> Footprint:
+    """The footprint as a part of its batch is to be counted, one of so many: of a longest batch with fewer samples than others a part is
+    larger, as it has at least one, and of one with more samples smaller.
+    """
+    if not footprint.longest_samples or not footprint.batch_size:
+        return footprint
+    shares = [-(-samples // parts) / samples for samples in (footprint.longest_samples, footprint.batch_size)]
+    return longer(footprint, shares[0] / shares[1])
+
+
+def growing_bytes(footprint: Footprint) -> int:
+    """What grows with the batch, at the fullest moment of a step on one device."""
+    moments = [moment.activation_bytes + moment.temporary_bytes for moment in footprint.moments]
+    return footprint.input_bytes + max(moments, default=footprint.activation_bytes + footprint.temporary_bytes)
+
+
+def _with_work(footprint: Footprint, other: Footprint) -> Footprint:
+    """The footprint with another one's operations, which has the same parts."""
+
+    def taken(layer: LayerFootprint, of: LayerFootprint) -> LayerFootprint:
+        return replace(
+            layer,
+            flops=of.flops,
+            backward_flops=of.backward_flops,
+            moved_bytes=of.moved_bytes,
+            backward_moved_bytes=of.backward_moved_bytes,
+            work=of.work,
+            backward_work=of.backward_work,
+        )
+
+    return replace(
+        footprint,
+        flops=other.flops,
+        moved_bytes=other.moved_bytes,
+        blocks=tuple(map(taken, footprint.blocks, other.blocks)),
+        outer=tuple(map(taken, footprint.outer, other.outer)),
+    )
+
+
+def _times(footprint: Footprint, share: Fraction) -> Footprint:
+    """The footprint at so large a share of its batch."""
 
     def part(size: int, fixed: int = 0) -> int:
         """That share of the bytes that aren't fixed, rounded up."""
@@ -54,7 +127,6 @@ def scaled(footprint: Footprint, batch_size: int) -> Footprint:
     )
     return replace(
         footprint,
-        batch_size=batch_size,
         activation_bytes=part(footprint.activation_bytes, sum(block.fixed_bytes for block in footprint.blocks)),
         temporary_bytes=max(part(footprint.temporary_bytes), min(footprint.temporary_bytes, footprint.parameter_bytes)),
         input_bytes=part(footprint.input_bytes),

@@ -15,7 +15,7 @@ from lightning_autopar.engines import Question
 from lightning_autopar.memory.device_bytes import DeviceBytes, HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.step_times import TimeFactors
-from lightning_autopar.memory.scaling import scaled
+from lightning_autopar.memory.scaling import for_rank, scaled
 from lightning_autopar.planning.candidates import notes_of
 from lightning_autopar.planning.host_memory import host_need
 from lightning_autopar.planning.refusals import cannot_run
@@ -92,6 +92,7 @@ class Appraiser:
         self._busy = {device.id: share for device in inventory.devices if (share := busy_share(device))}
         self._on_cpu = any(device.kind == "cpu" for device in inventory.devices)
         self._scaled: dict[int, Footprint] = {}
+        self._in_parts: dict[int, Footprint] = {}
         self._known_bytes: dict[Plan, _Bytes] = {}
         #: The plans whose allocations can be replayed. For them the search assumes the loss of the allocator that replays of plans of their
         #: sort have shown; before the first replay it assumes none, or, no longer ``hopeful``, the rule of thumb.
@@ -184,6 +185,11 @@ class Appraiser:
 
     def footprint_of(self, plan: Plan) -> Footprint:
         """The footprint of the global batch; where each rank takes a batch of its own, that is all of them."""
+        if self.constraints.split_batch and self.footprint.longest_samples:
+            parts = plan.data_ranks * plan.micro_batches
+            if parts not in self._in_parts:
+                self._in_parts[parts] = for_rank(self.footprint, parts)
+            return self._in_parts[parts]
         if self.constraints.split_batch or plan.world_size == 1:
             return self.footprint
         if plan.world_size not in self._scaled:

@@ -17,6 +17,7 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory, busy_share, device_label
 from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.scaling import longer
 from lightning_autopar.planning.advice import advise
 from lightning_autopar.planning.appraisal import Appraiser, Predict, first_of_each_configuration
 from lightning_autopar.planning.candidates import ruled_out
@@ -31,12 +32,16 @@ from lightning_autopar.planning.refusals import (
     multi_refusal,
     own_refusal,
     recompute_refusal,
+    undivided,
 )
 from lightning_autopar.planning.search import Search
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, NothingFits, Report
 from lightning_autopar.text import format_bytes, format_seconds
 from lightning_autopar.timing.rates import Rates
+
+#: A batch that is so many times as long as the longest that was seen isn't looked for.
+_MOST_TIMES = 16.0
 
 _MOST_NAMED = 3
 
@@ -180,6 +185,7 @@ def make_report(
     else:
         candidates = Search(footprint, inventory, constraints, predict, rates).all()
     best = 0 if candidates and candidates[0].fits else None
+    lengths = "" if best is None else _lengths_that_fit(asked, candidates[best], ask, reruns=plans is None)
     if best is not None and constraints.pinned is None:
         candidates[best] = explained(
             candidates,
@@ -197,6 +203,7 @@ def make_report(
         rates=rates,
         budgets={device.id: constraints.budget_bytes(device) for device in inventory.devices},
         residuals=constraints.residuals,
+        lengths=lengths,
     )
     if best is None:
         raise NothingFits(report)
@@ -222,6 +229,43 @@ def best_candidate(footprint: Footprint, inventory: Inventory, constraints: Cons
     asked = Question(footprint=footprint, inventory=inventory, constraints=constraints)
     found = _Ask(None, rates).evaluate(asked, plan, confirm=True)
     return found if found.fits else None
+
+
+def _lengths_that_fit(asked: Question, best: Candidate, ask: _Ask, *, reruns: bool) -> str:
+    """How long a batch may be under a plan as it is, and run again in more parts, as a sentence; empty where sizes don't vary."""
+    footprint, constraints, plan = asked.footprint, asked.constraints, best.plan
+    lengths = footprint.lengths
+    if lengths is None or not lengths.vary:
+        return ""
+    planned, uncorrected = lengths.growth, ask.evaluate(asked, plan).needs
+    replayed = {device: need - uncorrected[device] for device, need in best.needs.items()}
+
+    def longest(parts: int) -> float:
+        """How many times as large as the longest batch that was seen; searched by halves to one in a hundred, up to :data:`_MOST_TIMES`."""
+        least, most = 0.0, _MOST_TIMES
+        cut = replace(plan, micro_batches=parts)
+        while most - least > 0.01 * most:
+            middle = (least + most) / 2
+            at = longer(footprint, lengths.growth_at(middle) / planned)
+            found = ask.evaluate(replace(asked, footprint=at), cut)
+            fits = found.fits or all(
+                replayed[device] < 0 and need + replayed[device] <= constraints.budget_bytes(asked.inventory.device(device))
+                for device, need in found.needs.items()
+            )
+            least, most = (middle, most) if fits else (least, middle)
+        return least
+
+    times = longest(plan.micro_batches)
+    if times > 0.98 * _MOST_TIMES:
+        return f"a batch {_MOST_TIMES:g} times as large as the longest that was seen fits as planned"
+    told = [f"a batch of up to {lengths.size(times)} ({lengths.label}) fits as planned"]
+    rows = max(plan.rows(footprint.batch_size), default=1)
+    if reruns and engines.of(plan).reruns and rows > plan.micro_batches and undivided(footprint, constraints) is None:
+        steps = dict.fromkeys((min(2 * plan.micro_batches, rows), rows))
+        parts = ", and in ".join(f"{parts} parts, which fits up to {lengths.size(longest(parts))}" for parts in steps)
+        told.append(f"where memory runs out it is run again in {parts}")
+    told.append("a longer one doesn't fit")
+    return "; ".join(told)
 
 
 class _Ask:

@@ -171,6 +171,17 @@ def micro_batch_refusal(footprint: Footprint, constraints: Constraints, *, stage
     return split_refusal(constraints)
 
 
+def undivided(footprint: Footprint, constraints: Constraints) -> str | None:
+    """Why a training batch can't be run again in more parts where memory runs out; None where it can, as far as is known."""
+    refusal, split = micro_batch_refusal(footprint, constraints), constraints.split
+    if refusal is not None:
+        return refusal
+    if split is None:
+        return "planning didn't look whether its parts give the whole batch's loss, as the step takes less than half of the memory"
+    differs = split.probed and not split.difference <= SPLIT_TOLERANCE
+    return f"its parts don't give the whole batch's loss ({split.reason})" if differs else None
+
+
 def split_refusal(constraints: Constraints) -> str | None:
     """Why the batch must not be split; None if it may."""
     split = constraints.split

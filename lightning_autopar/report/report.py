@@ -179,6 +179,7 @@ class Report:
         adviser: finds the advice when somebody asks for it: it plans a few times more, which the search needn't wait for.
         precision: Lightning's name of the precision that was planned for.
         rates: how fast devices are, where that isn't the data sheets' word.
+        lengths: the longest batches that the best plan can run, a sentence; "" where all have one size, or that isn't known.
     """
 
     inventory: Inventory
@@ -190,6 +191,7 @@ class Report:
     adviser: Callable[[], tuple[Advice, ...]] | None = field(default=None, repr=False, compare=False)
     precision: str = "32-true"
     rates: Rates | None = field(default=None, repr=False, compare=False)
+    lengths: str = ""
 
     @property
     def best_candidate(self) -> Candidate | None:
@@ -229,6 +231,7 @@ class Report:
             "footprint": self.footprint.to_dict(),
             "precision": self.precision,
             "budgets": dict(self.budgets),
+            "lengths": self.lengths,
             "best": self.best_index,
             "candidates": [{**candidate.to_dict(), "headroom_bytes": self.headroom_bytes(candidate)} for candidate in self.candidates],
             "advice": [advice.to_dict() for advice in self.advice],

@@ -59,6 +59,8 @@ class ReportTable:
         ]
         if needs.margin:
             header.append(f"Safety margin for what the prediction may miss: {needs.margin * 100:.3g} %")
+        if needs.lengths is not None and (words := needs.lengths.sentence()):
+            header.append(f"Lengths: {words}")
         header += [f"Assumed: {assumption}" for assumption in needs.assumptions]
         header.append("Devices: " + "; ".join(device_words(self.report.inventory)))
         header.append("Host memory: " + host_words(self.report.inventory))
@@ -140,6 +142,8 @@ class ReportTable:
             chosen.append(f"  - it takes {format_bytes(best.host.total)} of the host's memory, of {format_bytes(best.host.budget)}")
         if best and best.seconds and (words := time_words(best.seconds)):
             chosen.append(f"  - of its {format_seconds(best.seconds.step)}: {words}")
+        if self.report.lengths:
+            chosen.append(f"  - {self.report.lengths}")
         return chosen + [f"Advice: {advice}" for advice in self.report.advice]
 
 

@@ -40,9 +40,12 @@ from lightning_autopar.strategies.base.worker_exception import RemoteTraceback
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
 from lightning_autopar.strategies.elastic.saver import SnapshotSettings
-from lightning_autopar.strategies.preparation.decide import decide, decide_again, find_prospect
+from lightning_autopar.strategies.preparation.batch_size import find_batch_size
+from lightning_autopar.strategies.preparation.decide import decide, decide_again, find_prospect, has_several
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.learning import announce_measured, learn, learn_shortage
+from lightning_autopar.strategies.preparation.prospect import Prospect
+from lightning_autopar.strategies.preparation.trainer_options import finder_of
 from lightning_autopar.strategies.preparation.trial import tried
 from lightning_autopar.strategies.processes.external_launcher import Peers, rerun_script, under_external_launcher
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
@@ -129,7 +132,35 @@ class AutoLauncher(Launcher):
         settings, leases = self._strategy.settings, self._strategy.leases
         leases.ask_as(priority=settings.wait.rank, elastic=how is not None)
         self._shown.show(priority=leases.priority)
-        prospect = find_prospect(trainer, settings, self._strategy.inventory(), arguments=arguments, elastic=how is not None)
+        finder = finder_of(trainer) if how is None and has_several(*self._strategy.inventory()) and unforkable() is None else None
+        present: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if finder is not None:
+            trainer.callbacks = [each for each in present if each is not finder]  # type: ignore[attr-defined]
+        try:
+            return self._run_found(finder, how, arguments, function, args, kwargs, trainer)
+        finally:
+            if finder is not None:
+                trainer.callbacks = present  # type: ignore[attr-defined]
+
+    def _run_found(
+        self,
+        finder: Any,
+        how: SnapshotSettings | None,
+        arguments: dict[str, Any],
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        trainer: Trainer,
+    ) -> Any:
+        """Decide and run, with the batch size that a ``BatchSizeFinder`` looks for, if there is one."""
+        settings, leases = self._strategy.settings, self._strategy.leases
+
+        def prospects() -> Prospect:
+            return find_prospect(trainer, settings, self._strategy.inventory(), arguments=arguments, elastic=how is not None)
+
+        prospect = prospects() if finder is None else find_batch_size(finder, trainer, prospects, function, arguments)
+        if finder is not None and finder._early_exit:
+            raise TunerExit
         waiting = Waiting(
             prospect,
             leases,

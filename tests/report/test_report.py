@@ -37,7 +37,7 @@ def test_json_has_the_documented_shape() -> None:
     found = report(allow=WITH_ZERO)
     data = json.loads(found.to_json())
     assert data == found.to_dict()
-    assert set(data) == {"inventory", "footprint", "precision", "budgets", "best", "candidates", "advice"}
+    assert set(data) == {"inventory", "footprint", "precision", "budgets", "lengths", "best", "candidates", "advice"}
     assert {"id", "kind", "free_bytes", "total_bytes"} <= set(data["inventory"]["devices"][0])
     assert {"parameters", "bytes", "flops", "assumptions"} <= set(data["footprint"])
     assert data["best"] == 0

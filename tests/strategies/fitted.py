@@ -109,7 +109,7 @@ def _decided(plan: Plan | None, **assigned: Any) -> Iterator[None]:
 
     def decided(bound: Any) -> Decision:
         assert plan is not None
-        footprint = SimpleNamespace(parameter_bytes=0, optimizer_bytes=0)
+        footprint = SimpleNamespace(parameter_bytes=0, optimizer_bytes=0, lengths=None)
         report: Any = SimpleNamespace(footprint=footprint, best_candidate=Candidate(plan=plan, fits=True), residuals=Corrections())
         return Decision(report=report, run_plan=RunPlan(plan=plan, devices=bound[0].devices, **assigned))
 

@@ -208,7 +208,7 @@ def _tuned(strategy: Any, folder: Path) -> tuple[Any, ...]:
 
 
 @pytest.mark.filterwarnings("ignore:.*LR finder")
-def test_the_tuner_runs_on_one_device_of_several(tmp_path: Path) -> None:
+def test_the_tuner_finds_what_lightnings_does(tmp_path: Path) -> None:
     strategy = AutoParallelStrategy(devices=TWO)
     assert_same(_tuned(strategy, tmp_path), _tuned("auto", tmp_path))
     assert strategy.plan is not None

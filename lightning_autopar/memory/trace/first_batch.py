@@ -73,6 +73,10 @@ class FirstBatch:
     epoch_batches: int | None = None
     together: tuple[tuple[int, ...], ...] = ()
 
+    def without_makers(self) -> FirstBatch:
+        """The batch without the objects that made it, which may not be picklable."""
+        return replace(self, samples=None, collate=None, loaders=())
+
 
 def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *, prepared: bool = False) -> FirstBatch:
     """Do what Lightning does up to a stage's first batch, and return that batch.
@@ -155,7 +159,7 @@ def _together(loaders: list[Any], mode: str, steps: int) -> tuple[tuple[int, ...
 
 def _draw(loader: Any) -> FirstBatch:
     """The first batch of one loader, in this process."""
-    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and _order(loader) is not None:
+    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and order_of(loader) is not None:
         return _draw_by_hand(loader)
     for batch in _alone(loader):
         return FirstBatch(batch=batch, batch_size=batch_size_of(batch))
@@ -175,13 +179,13 @@ def _draw_by_hand(loader: DataLoader[Any]) -> FirstBatch:
     if isinstance(loader.dataset, IterableDataset):
         batch = _streamed(loader, iter(loader.dataset))
     else:
-        batch = _indexed(loader, list(next(iter(_order(loader)), [])))
+        batch = indexed(loader, list(next(iter(order_of(loader)), [])))
     if batch is None:
         raise ValueError(f"the loader over {type(loader.dataset).__name__} has no batch; give it data, or set drop_last=False")
     return batch
 
 
-def _order(loader: DataLoader[Any]) -> Any:
+def order_of(loader: DataLoader[Any]) -> Any:
     """The sampler of a loader's batches of indices; None where there is none."""
     return (
         loader.batch_sampler if loader.batch_sampler is not None else loader.sampler if isinstance(loader.sampler, BatchSampler) else None
@@ -204,7 +208,7 @@ def _streamed(loader: DataLoader[Any], source: Iterator[Any]) -> FirstBatch | No
     )
 
 
-def _indexed(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:
+def indexed(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:
     """The batch of these samples; None without samples."""
     dataset, before, began = cast(Any, loader.dataset), _random_states(), time.monotonic()
     fetch = getattr(dataset, "__getitems__", None)
@@ -240,9 +244,9 @@ def some_batches(loader: Any, seconds: float) -> list[FirstBatch]:
         source = iter(loader.dataset)
         streamed = (_streamed(loader, source) for _ in range(_LOOKS if loader.batch_size else 0))
         return list(_until(ends, itertools.takewhile(lambda batch: batch is not None, streamed)))
-    if _order(loader) is None:
+    if order_of(loader) is None:
         return []
-    listed = _drawn_anew(_order(loader)) or list(_until(ends - seconds / 2, itertools.islice(iter(_order(loader)), _LISTED)))
+    listed = _drawn_anew(order_of(loader)) or list(_until(ends - seconds / 2, itertools.islice(iter(order_of(loader)), _LISTED)))
     step = max(1, len(listed) // (_LOOKS - 1))
     picked = [*listed[:1], *(listed[-1:] if len(listed) > 1 else []), *listed[step:-1:step]][:_LOOKS]
     return [batch for batch in _until(ends, (_tried(loader, list(indices)) for indices in picked)) if batch is not None]
@@ -271,9 +275,9 @@ def _as_in_an_epoch(loader: Any) -> Iterator[Any]:
 
 
 def _tried(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:
-    """Like :func:`_indexed`; None where the user's code can't make the batch. The run may draw another one instead."""
+    """Like :func:`indexed`; None where the user's code can't make the batch. The run may draw another one instead."""
     try:
-        return _indexed(loader, indices)
+        return indexed(loader, indices)
     except Exception as error:
         log.debug("a batch can't be looked at: %s", error)
         return None

@@ -6,6 +6,7 @@ Modules, in reading order:
     run_plan          RunPlan: all that a worker is told
     run_host          what those that run a plan need of the user's strategy
     measure           seconds and bytes that a rank really used
+    longer_batches    says where a batch is longer than planned for
     rerun             a batch that ran out of memory, run again in more parts
     resume            goes on exactly where a checkpoint was saved
     plan_log          what loggers hear of plans and their changes

@@ -34,6 +34,7 @@ from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
 from lightning_autopar.strategies.base import measure, resume
 from lightning_autopar.strategies.base.gpu_limit import GpuLimit, shortage_words
 from lightning_autopar.strategies.base.loaders import Dropped, exact_loader
+from lightning_autopar.strategies.base.longer_batches import LongerBatches
 from lightning_autopar.strategies.base.measure import Meter
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
 from lightning_autopar.strategies.base.rerun import Reruns
@@ -57,7 +58,7 @@ class EngineMixin(Strategy):
 
     def attach(self, run_plan: RunPlan) -> None:
         """Give the engine its run plan; called once, before the trainer sees the engine."""
-        self.run_plan = run_plan
+        self.run_plan, self._longer = run_plan, None if run_plan.lengths is None else LongerBatches.of(run_plan.lengths)
         #: Whether a batch is split at all.
         self.splits = run_plan.plan.data_ranks > 1 and run_plan.batch == "global"
         #: Whether a rank runs its batch in parts, one after the other.
@@ -76,10 +77,8 @@ class EngineMixin(Strategy):
         self._alone = False
         #: Of the running step.
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        #: None in backward.
-        self._drawing: bool | None = False
-        self._stepping = False  # while the parts of a batch run
-        self._in_backward = False
+        self._drawing: bool | None = False  # None in backward
+        self._in_backward = self._stepping = False  # this while the parts of a batch run
         self._resumed = 0
         self._resumption: resume.Resumption | None = None
         self._positions: dict[int, int] = {}
@@ -183,6 +182,8 @@ class EngineMixin(Strategy):
             self._positions[dataloader_idx] = self._positions.get(dataloader_idx, -1) + 1
             self._drawing = True
         self.batch_arrives()
+        if self._longer is not None:
+            self._longer.look(self._trainer, batch, self._rank)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _current_loaders(self, dataloader_idx: int) -> list[ExactLoader]:

@@ -16,6 +16,7 @@ from lightning_autopar.exact.data.batch_making import Loading
 from lightning_autopar.exact.logs.log_rules import LogRules
 from lightning_autopar.exact.step.attribute_rules import KeptRules
 from lightning_autopar.exact.step.random_draws import DrawPlan
+from lightning_autopar.memory.lengths import Lengths
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 
@@ -46,6 +47,7 @@ class RunPlan:
         elastic: whether the run may go on under another plan, so that every loader's position must be known.
         undivided: why a training batch can't be run again in more parts where memory runs out; None where it can.
         unknown: what isn't known of running it in parts, in words; empty where that is known.
+        lengths: how batches vary, and what the plan counts with; None where that isn't known.
         at_least: bytes by device id to ask for, whatever is predicted, as the plan ran out of memory before.
     """
 
@@ -66,6 +68,7 @@ class RunPlan:
     elastic: bool = False
     undivided: str | None = "planning didn't look whether its batches can be run in parts"
     unknown: str = ""
+    lengths: Lengths | None = None
     at_least: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_autopar import engines
 from lightning_autopar._fork import unforkable
 from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify_configuration
-from lightning_autopar.constraints import SPLIT_TOLERANCE, Constraints
+from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.exact.data.rank_share import Dealing
@@ -24,7 +24,7 @@ from lightning_autopar.memory.learned.cache_files import cache_folder
 from lightning_autopar.memory.learned.records import load_residuals
 from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.planner import best_candidate
-from lightning_autopar.planning.refusals import micro_batch_refusal, missing_packages
+from lightning_autopar.planning.refusals import missing_packages, undivided
 from lightning_autopar.plans import Engine, Plan, all_engines
 from lightning_autopar.report.report import Report
 from lightning_autopar.sharing.turn import Turn
@@ -34,6 +34,7 @@ from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.calibration.calibration import calibrate, calibrated, is_calibrated
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
 from lightning_autopar.strategies.preparation.findings import Findings, Questions, drawn_by_rank, find_out
+from lightning_autopar.strategies.preparation.lengths import without_margin
 from lightning_autopar.strategies.preparation.prospect import Prospect
 from lightning_autopar.strategies.preparation.trainer_options import exclusions
 from lightning_autopar.strategies.processes.script import NO_WORKERS, runs_script
@@ -173,9 +174,9 @@ def _look(
 ) -> PlanningInputs:
     """Find out all about the step, and turn it into constraints. ``alone`` says why this process can't start others."""
     inventory, max_devices = bound
-    several = alone is None and (_several(inventory, max_devices) or (elastic and max_devices != 1))
+    several = alone is None and (has_several(inventory, max_devices) or (elastic and max_devices != 1))
     verify_configuration(trainer)  # raises now what Lightning would raise later
-    excluded = exclusions(trainer)
+    excluded = exclusions(trainer, finds=alone is None and world_size is None and not elastic)
     if alone is not None:  # and engines whose ranks share their samples have several
         excluded |= dict.fromkeys(("multi", *(name for name in all_engines() if not engines.named(name).splits)), alone)
 
@@ -246,25 +247,17 @@ def _look(
     if training:
         by = {} if rates is None else {"rates": rates.identity}
         constraints = replace(constraints, residuals=load_residuals(trainer.lightning_module, constraints.precision, inventory, **by))
+    closer = without_margin(findings.footprint)
+    if closer is not None and best_candidate(findings.footprint, inventory, constraints, rates=rates) is None:
+        findings = replace(findings, footprint=closer)
     return PlanningInputs(
         findings=findings,
         inventory=inventory,
         constraints=constraints,
         rates=rates,
-        undivided=_why_undivided(findings, constraints),
+        undivided=undivided(findings.footprint, constraints),
         unknown=_unknown(constraints),
     )
-
-
-def _why_undivided(findings: Findings, constraints: Constraints) -> str | None:
-    """Why a training batch can't be run again in more parts; None where it can, as far as is known."""
-    refusal, split = micro_batch_refusal(findings.footprint, constraints), constraints.split
-    if refusal is not None:
-        return refusal
-    if split is None:
-        return "planning didn't look whether its parts give the whole batch's loss, as the step takes less than half of the memory"
-    differs = split.probed and not split.difference <= SPLIT_TOLERANCE
-    return f"its parts don't give the whole batch's loss ({split.reason})" if differs else None
 
 
 def _unknown(constraints: Constraints) -> str:
@@ -306,7 +299,7 @@ def _rates(
     """
     if settings.calibrate == "off" or any(device.kind == "catalogue" for device in inventory.devices):
         return None
-    compares = _several(inventory, max_devices) and settings.plan is None and any(engines.named(name).several for name in settings.allow)
+    compares = has_several(inventory, max_devices) and settings.plan is None and any(engines.named(name).several for name in settings.allow)
     long = trainer.state.fn == TrainerFn.FITTING and not getattr(trainer, "fast_dev_run", False)
     again = settings.calibrate == "now"
     if not (again or settings.calibrate == "trial" or (compares and long and cache_folder("rates") is not None)):
@@ -333,5 +326,6 @@ def _room_bytes(inventory: Inventory, settings: Settings) -> int | None:
     return min(free, free if settings.memory_limit_bytes is None else settings.memory_limit_bytes) // 2
 
 
-def _several(inventory: Inventory, max_devices: int | None) -> bool:
+def has_several(inventory: Inventory, max_devices: int | None) -> bool:
+    """Whether a plan may have several devices."""
     return min(len(inventory.devices), max_devices or len(inventory.devices)) > 1

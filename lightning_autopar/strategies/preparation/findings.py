@@ -36,6 +36,7 @@ from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
+from lightning_autopar.strategies.preparation.lengths import Seen, at_lengths, seen_sizes, step_bytes
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 
 if TYPE_CHECKING:
@@ -184,11 +185,16 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
     except RAISED as error:  # the user's own code, which would raise in the run as well
         return Failure.of(error)
     validation = validation_batch(module, trainer) if stage == "fit" else None
-    footprint, untraced = _looked_at(trainer, questions, batch, validation)
+    seen = seen_sizes(module, batch, validation)
+    footprint, untraced = _looked_at(trainer, questions, batch, seen.validation)
+    footprint = at_lengths(partial(run_forked, _traced, trainer, questions), batch, footprint, seen)
     if stage == "fit" and footprint.conduct is None and not guessing:
         return None
     room_bytes = questions.room_bytes
-    probe = questions.split or (stage == "fit" and room_bytes is not None and _step_bytes(footprint) > room_bytes)
+    full = room_bytes is not None and step_bytes(footprint) > room_bytes
+    # A batch that is longer than any that was seen may run out of memory, and is run again in parts where that gives its loss.
+    unsure = room_bytes is not None and questions.target != "cpu" and footprint.lengths is not None and footprint.lengths.open
+    probe = questions.split or (stage == "fit" and (full or unsure))
     as_drawn = batch, validation
     # An evaluation has no loss to train on; its draws are told by their shapes.
     split, draws = None, DrawPlan() if footprint.random_draws else None
@@ -358,7 +364,7 @@ def stage_of(trainer: Trainer) -> str:
 
 
 def _traced(
-    trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None, crashed: str | None = None
+    trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None = None, crashed: str | None = None
 ) -> Footprint:
     """Traces the step as it will run on the present devices; see :func:`.trace.trace`."""
     return trace(
@@ -371,12 +377,6 @@ def _traced(
         validation=validation,
         crashed=crashed,
     )
-
-
-def _step_bytes(footprint: Footprint) -> int:
-    """At most the bytes of a step on one device, without what lies around it."""
-    state = footprint.parameter_bytes + footprint.gradient_bytes + footprint.optimizer_bytes + footprint.buffer_bytes
-    return state + footprint.activation_bytes + footprint.temporary_bytes + footprint.input_bytes
 
 
 def _whole_of(batches: Iterable[FirstBatch], stage: str, *, collates: bool) -> str | None:
@@ -401,8 +401,9 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
     batches = run_forked(_batches, trainer, stage, timeout_seconds=TRACE_SECONDS)
     if isinstance(batches, Failure):
         return batches
-    batch, validation = batches
-    footprint = _traced(trainer, questions, batch, validation)
+    batch, validation, seen = batches
+    footprint = _traced(trainer, questions, batch, seen.validation)
+    footprint = at_lengths(partial(_traced, trainer, questions), batch, footprint, seen)
     first = FirstStep(trainer=trainer, stage=stage, batch=batch, validation=lambda: validation, footprint=footprint, untried=reason)
     untried = SplitFinding(
         splittable=False, probed=False, reason=f"not checked: whether the parts of a batch make up the whole, as {reason}"
@@ -420,7 +421,7 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
     )
 
 
-def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | None] | Failure:
+def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | None, Seen] | Failure:
     """In a forked child: the first batches, without the objects that make them, which may not be picklable."""
     module = trainer.lightning_module
     try:
@@ -428,12 +429,8 @@ def _batches(trainer: Trainer, stage: str) -> tuple[FirstBatch, FirstBatch | Non
     except RAISED as error:  # as in _find
         return Failure.of(error)
     validation = validation_batch(module, trainer) if stage == "fit" else None
-    return _alone(batch), None if validation is None else _alone(validation)
-
-
-def _alone(batch: FirstBatch) -> FirstBatch:
-    """The batch without the objects that made it."""
-    return replace(batch, samples=None, collate=None, loaders=())
+    seen = seen_sizes(module, batch, validation).without_makers()
+    return batch.without_makers(), None if validation is None else validation.without_makers(), seen
 
 
 def _batches_of_fit(trainer: Trainer, batch: FirstBatch) -> int | None:

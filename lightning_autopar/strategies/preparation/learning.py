@@ -19,7 +19,7 @@ from lightning_autopar.text import format_bytes, format_change, format_seconds
 
 def announce_measured(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> None:
     """Log what was predicted beside what was measured, once, on rank 0."""
-    candidate = report.best_candidate
+    candidate, lengths = report.best_candidate, report.footprint.lengths
     assert candidate is not None, "a plan has run"
     lines = []
     for device, values in measured.items():
@@ -29,6 +29,8 @@ def announce_measured(report: Report, measured: Mapping[str, Mapping[str, Any]])
             predicted_bytes = candidate.bytes[device].allocated
             occasion = candidate.bytes[device].to_dict().get("occasion", "step")
             when = "" if occasion == "step" else f" for a {occasion}"
+            if lengths is not None and lengths.vary:
+                when += f" with a batch of {lengths.size(lengths.reach)}"
             words.append(
                 f"memory {format_bytes(predicted_bytes)} predicted{when}, {format_bytes(peak_bytes)} measured "
                 f"({format_change(peak_bytes, predicted_bytes)})"
@@ -62,8 +64,8 @@ def learn(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> None:
     names = [residuals.devices[device] for device in devices]
     today = datetime.date.today().isoformat()
     record = make_record(candidate.plan, names, held, [measured[device] for device in devices], today)
-    if record is not None:
-        add_record(residuals.key, record)
+    if record is not None and not (report.footprint.lengths is not None and report.footprint.lengths.vary):
+        add_record(residuals.key, record)  # otherwise the bytes were predicted for a longer batch than the measured ones
     _learn_time(report, names, measured, today)
 
 

@@ -139,6 +139,7 @@ class Prospect:
                 elastic=self._elastic,
                 undivided=look.undivided,
                 unknown=look.unknown,
+                lengths=findings.footprint.lengths,
             ),
         )
 

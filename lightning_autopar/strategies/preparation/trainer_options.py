@@ -7,19 +7,32 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_autopar import engines
-from lightning_autopar._lightning import callbacks, is_param_in_hook_signature
-from lightning_autopar._lightning_compat import TrainerFn
+from lightning_autopar._lightning import callbacks, is_param_in_hook_signature, lightning_hasattr
+from lightning_autopar._lightning_compat import TrainerFn, has_own_loaders
 from lightning_autopar.plans import all_engines
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-def exclusions(trainer: Trainer) -> dict[str, str]:
+def finder_of(trainer: Trainer) -> Any:
+    """The ``BatchSizeFinder`` whose search can be answered for several devices (``batch_size``); None where there is none, or where it is
+    left to Lightning: a class of the user's own, another stage than fit, or loaders whose batch size the module doesn't set.
+    """
+    present: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # as below
+    found = [each for each in present if type(each) is callbacks.BatchSizeFinder]
+    if len(found) != 1 or trainer.state.fn != TrainerFn.FITTING or getattr(trainer, "fast_dev_run", False):
+        return None
+    own = has_own_loaders(trainer) and lightning_hasattr(trainer.lightning_module, found[0]._batch_arg_name)
+    return found[0] if own else None
+
+
+def exclusions(trainer: Trainer, *, finds: bool = False) -> dict[str, str]:
     """The engines that this trainer can't use, with the reason.
 
     Args:
         trainer: its callbacks, precision and module are read.
+        finds: whether the search of a ``BatchSizeFinder`` can be answered, see :func:`finder_of`.
 
     Returns:
         Engine name → sentence; the name ``"multi"`` stands for every plan of more than one device, ``"micro_batches"`` for every plan that
@@ -35,7 +48,9 @@ def exclusions(trainer: Trainer) -> dict[str, str]:
             "gradients of those that were frozen when it began"
         )
     if "BatchSizeFinder" in kinds:
-        excluded["multi"] = "the callback BatchSizeFinder runs on one device only, as in Lightning itself"
+        excluded["micro_batches"] = "the callback BatchSizeFinder looks for the batch that fits in one piece"
+        if not finds or finder_of(trainer) is None:
+            excluded["multi"] = f"the search of the callback {kinds['BatchSizeFinder']} runs on one device, as in Lightning itself"
     if "LearningRateFinder" in kinds and trainer.state.fn == TrainerFn.FITTING:
         excluded["multi"] = (
             "the callback LearningRateFinder judges by the loss on its own device, which would be that of a part of the batch"

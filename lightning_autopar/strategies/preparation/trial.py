@@ -73,7 +73,7 @@ def tried(decision: Decision, trainer: Trainer, function: Callable[..., Any], ar
 
     def run(run_plan: RunPlan, steps: int, timeout_seconds: float) -> Outcome:
         try:
-            seconds = run_forked(_run, run_plan, trainer, function, arguments, steps, timeout_seconds=timeout_seconds, gpus=True)
+            seconds = run_forked(run_steps, run_plan, trainer, function, arguments, steps, timeout_seconds=timeout_seconds, gpus=True)
         except ChildFailed as error:
             log.debug("a plan's trial failed", exc_info=True)
             return Outcome(step_seconds=None, reason=error.reason)
@@ -149,7 +149,7 @@ def _steps(candidate: Candidate) -> int:
 # -- in a forked child -----------------------------------------------------------------------------------------------------------------
 
 
-def _run(run_plan: RunPlan, trainer: Trainer, function: Callable[..., Any], arguments: Mapping[str, Any], steps: int) -> float | None:
+def run_steps(run_plan: RunPlan, trainer: Trainer, function: Callable[..., Any], arguments: Mapping[str, Any], steps: int) -> float | None:
     """Seconds of a step under a plan; the trainer is this process's own copy, and nothing that it writes or logs is kept."""
     be_silent()
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]

@@ -51,7 +51,7 @@ def test_nothing_is_ruled_out_by_what_works_everywhere(tmp_path: Path) -> None:
         (StochasticWeightAveraging(1e-2), ["fsdp"], "StochasticWeightAveraging works on whole parameters"),
         (BackboneFinetuning(), ["fsdp", "multi"], "BackboneFinetuning unfreezes parameters during the run"),
         (LearningRateFinder(), ["multi"], "LearningRateFinder judges by the loss on its own device"),
-        (BatchSizeFinder(), ["multi"], "BatchSizeFinder runs on one device only"),
+        (BatchSizeFinder(), ["micro_batches", "multi"], "BatchSizeFinder runs on one device, as in Lightning"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, list) else "",
 )
