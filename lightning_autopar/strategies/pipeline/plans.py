@@ -140,8 +140,8 @@ class PipelineMaker:
         """
         found: Plan | None = None
         seconds = math.inf
-        movable = schedule in INTERLEAVED
         for least, shape in self._promising(schedule):
+            movable = schedule in INTERLEAVED or shape.micro_batches == 1
             below = min(limit(), seconds)
             if least >= below:
                 break
@@ -400,7 +400,7 @@ class PipelineMaker:
         seconds = self.appraiser.step_seconds(plan)
         tries = itertools.count()
         while True:
-            for starts in self._moves([names.index(fqn) for fqn in plan.cuts]):
+            for starts in self._moves([names.index(fqn) for fqn in plan.cuts], groups):
                 if next(tries) == _MOVES:
                     return plan
                 trial: Plan | None = replace(plan, cuts=tuple(names[start] for start in starts))
@@ -415,14 +415,27 @@ class PipelineMaker:
             else:
                 return plan
 
-    def _moves(self, starts: Sequence[int]) -> Iterator[list[int]]:
-        """Cuts of which neighbouring ones were moved together by one or two blocks. The stages between them keep their size."""
+    def _moves(self, starts: Sequence[int], groups: Sequence[Sequence[Device]]) -> list[list[int]]:
+        """Cuts of which neighbouring ones were moved together by one or two blocks. The stages between them keep their size. Those come first
+        that leave the busiest rank least work; of these, those that leave the busiest round least: the ranks' first stages or their second.
+        """
+        before = [0.0, *itertools.accumulate(self._seconds_of_parts(self.fastest, 1.0, recompute=False))]
+        until = [0.0, *before[3:-1:2], before[-1]]  # what lies between blocks goes with the block before
+        ranks, pace = len(groups), [1 / min(self.speed[device.id] for device in group) for group in groups]
+
+        def busiest(cuts: Sequence[int]) -> tuple[float, float]:
+            work = [until[end] - until[start] for start, end in itertools.pairwise((0, *cuts, -1))]
+            most = max(sum(work[rank::ranks]) * pace[rank] for rank in range(ranks))
+            return round(most, 9), max(sum(work[first : first + ranks]) for first in range(0, len(work), ranks))
+
+        found = []
         for count, step in itertools.product(range(1, len(starts) + 1), (-1, 1, -2, 2)):
             for first in range(len(starts) - count + 1):
                 moved = [start + step * (first <= number < first + count) for number, start in enumerate(starts)]
                 ends = [0, *moved, len(self.footprint.blocks)]
                 if all(a < b for a, b in itertools.pairwise(ends)) and all(self.cuttable[start] for start in moved):
-                    yield moved
+                    found.append(moved)
+        return sorted(found, key=busiest)
 
     def _anyhow(self, shape: _Shape) -> Plan:
         """A plan whose stages have about equally many blocks, where none fits into memory."""
