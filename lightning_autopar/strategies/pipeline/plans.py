@@ -416,8 +416,10 @@ class PipelineMaker:
                 return plan
 
     def _moves(self, starts: Sequence[int], groups: Sequence[Sequence[Device]]) -> list[list[int]]:
-        """Cuts of which neighbouring ones were moved together by one or two blocks. The stages between them keep their size. Those come first
-        that leave the busiest rank least work; of these, those that leave the busiest round least: the ranks' first stages or their second.
+        """Cuts of which neighbouring ones were moved together by one or two blocks. The stages between them keep their size.
+
+        Those come first that leave the busiest rank least work; of these, those that leave least to the busiest round, the first stages of
+        all ranks or their second.
         """
         before = [0.0, *itertools.accumulate(self._seconds_of_parts(self.fastest, 1.0, recompute=False))]
         until = [0.0, *before[3:-1:2], before[-1]]  # what lies between blocks goes with the block before
