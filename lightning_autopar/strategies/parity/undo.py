@@ -27,8 +27,8 @@ except ImportError:  # torch runs without it
 
 #: Relative difference up to which written values count as equal: rounding of float32 sums taken in another order, and some cancellation.
 _EQUAL = 1e-5
-#: Parameters are copied to see whether a step writes to them, into this share of the memory that the host has left.
-_HOST_SHARE = 0.5
+#: What is copied to try a step, parameters to see whether it writes to them, takes at most this share of the memory that the host has left.
+HOST_SHARE = 0.5
 #: The most objects and bytes in attributes: more objects, or larger tensors, are data rather than what a step keeps.
 _MOST_OBJECTS, _TENSOR_BYTES = 10_000, 64 << 20
 _TORCHS = frozenset(vars(nn.Module()))
@@ -66,7 +66,7 @@ def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator
     parameters = {name: parameter for name, parameter in module.named_parameters() if writes is None or name in writes}
     size_bytes = sum(parameter.nbytes for parameter in parameters.values() if not is_fake(parameter))
     free_bytes = psutil.virtual_memory().available
-    if size_bytes > _HOST_SHARE * free_bytes:
+    if size_bytes > HOST_SHARE * free_bytes:
         raise MemoryError(
             f"a copy of {format_bytes(size_bytes)} of parameters, to see whether the step writes to them, is more than half of the "
             f"{format_bytes(free_bytes)} that the host has left"
