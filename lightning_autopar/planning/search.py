@@ -193,7 +193,10 @@ class Search:
             return before
         checked = self._seen[key] = self.finalists.check(before, self.appraiser.shortage)
         self.appraiser.learn(before.plan, self.finalists.lost[before.plan], failed=not checked.fits)
-        self._found = [*(one for one in self._found if one is not before), checked]
+        if any(one is before for one in self._found):
+            self._found = [checked if one is before else one for one in self._found]
+        else:
+            self._found.append(checked)
         if checked.fits:
             self.best_seconds = min(self.best_seconds, self.appraiser.batch_seconds(checked))
         return checked
