@@ -143,7 +143,7 @@ def test_cuts_are_moved_first_where_they_relieve_the_busiest_rank() -> None:
     step, here = scaled(step_of(1024, 12), 8), parse_spec("4xL4")
     search = Search(step, here, Constraints(precision=PRECISION))
     maker = PipelineMaker(search.appraiser, here.devices, search.speed, None)
-    starts = maker._moves([1, 2, 3, 4, 5, 6, 7], [[device] for device in here.devices])[0]
+    starts = next(maker._moves([1, 2, 3, 4, 5, 6, 7], [[device] for device in here.devices]))
     sizes = [end - start for start, end in pairwise((0, *starts, 12))]
     assert (sizes[7], sorted(sizes)) == (3, [1, 1, 1, 1, 1, 1, 3, 3])
     assert sizes[3] == 1, "the same rank's first stage"

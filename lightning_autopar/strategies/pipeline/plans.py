@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.planning.appraisal import Appraiser
@@ -415,29 +416,36 @@ class PipelineMaker:
             else:
                 return plan
 
-    def _moves(self, starts: Sequence[int], groups: Sequence[Sequence[Device]]) -> list[list[int]]:
-        """Cuts of which neighbouring ones were moved together by one or two blocks. The stages between them keep their size.
+    def _moves(self, starts: Sequence[int], groups: Sequence[Sequence[Device]]) -> Iterator[list[int]]:
+        """Cuts with one or two blocks moved from one stage to another. The stages between them keep their size.
 
         Those come first that leave the busiest rank least work; of these, those that leave least to the busiest round, the first stages of
-        all ranks or their second.
+        all ranks or their second. For this order, a moved block takes as long as one does on the average.
         """
         before = [0.0, *itertools.accumulate(self._seconds_of_parts(self.fastest, 1.0, recompute=False))]
-        until = [0.0, *before[3:-1:2], before[-1]]  # what lies between blocks goes with the block before
-        ranks, pace = len(groups), [1 / min(self.speed[device.id] for device in group) for group in groups]
+        until = np.array([0.0, *before[3:-1:2], before[-1]])  # what lies between blocks goes with the block before
+        ends = np.array([0, *starts, len(self.footprint.blocks)])
+        sizes, work, ranks = np.diff(ends), np.diff(until[ends]), len(groups)
+        pace = np.array([1 / min(self.speed[device.id] for device in group) for group in groups])
+        stages = len(work)
+        giver, taker, count = (axis.ravel() for axis in np.indices((stages, stages, 3)))
+        giver, taker, count = (axis[(giver != taker) & (count > 0) & (sizes[giver] > count)] for axis in (giver, taker, count))
 
-        def busiest(cuts: Sequence[int]) -> tuple[float, float]:
-            work = [until[end] - until[start] for start, end in itertools.pairwise((0, *cuts, -1))]
-            most = max(sum(work[rank::ranks]) * pace[rank] for rank in range(ranks))
-            return round(most, 9), max(sum(work[first : first + ranks]) for first in range(0, len(work), ranks))
+        def busiest(owner: npt.NDArray[np.int64], pace: Table) -> Table:
+            """The largest sum of work after each move, where stages are summed by their owner."""
+            sums = np.repeat(np.bincount(owner, work)[None], len(giver), axis=0)
+            moved, moves = count * until[-1] / len(self.footprint.blocks), np.arange(len(giver))
+            sums[moves, owner[giver]] -= moved
+            sums[moves, owner[taker]] += moved
+            return (sums * pace).max(axis=1).round(9)
 
-        found = []
-        for count, step in itertools.product(range(1, len(starts) + 1), (-1, 1, -2, 2)):
-            for first in range(len(starts) - count + 1):
-                moved = [start + step * (first <= number < first + count) for number, start in enumerate(starts)]
-                ends = [0, *moved, len(self.footprint.blocks)]
-                if all(a < b for a, b in itertools.pairwise(ends)) and all(self.cuttable[start] for start in moved):
-                    found.append(moved)
-        return sorted(found, key=busiest)
+        numbers = np.arange(stages)
+        rounds = busiest(numbers // ranks, np.ones(-(-stages // ranks)))
+        for move in np.lexsort((abs(giver - taker), rounds, busiest(numbers % ranks, pace))):
+            a, b, blocks = int(giver[move]), int(taker[move]), int(count[move])
+            moved = [start - blocks * (a <= cut < b) + blocks * (b <= cut < a) for cut, start in enumerate(starts)]
+            if all(self.cuttable[start] for start in moved):
+                yield moved
 
     def _anyhow(self, shape: _Shape) -> Plan:
         """A plan whose stages have about equally many blocks, where none fits into memory."""
