@@ -7,11 +7,43 @@ child, as the module is changed. Knows modules; nothing of batches or losses.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+#: The most FLOPs of a forward to try, by threads: some seconds.
+_FLOPS_A_THREAD, _FEW_THREADS = 7.5e10, 4
+
+
+class Extent(NamedTuple):
+    """How much of a step is tried: so many samples, without these blocks (see :func:`spared`), and what is left of them in words."""
+
+    samples: int
+    without: list[list[str]]
+    left: str
+
+
+def extent(module: nn.Module, blocks: Mapping[str, int], flops: float, counts: Sequence[int], batch_size: int) -> Extent | None:
+    """The largest part of a step that isn't too long to try; None where each is.
+
+    Args:
+        module: the root.
+        blocks: FLOPs of each repeated block's forward on the whole batch, by FQN.
+        flops: of the forward of one sample.
+        counts: numbers of samples that may be tried, the largest first.
+        batch_size: samples of the whole batch.
+    """
+    most = _FLOPS_A_THREAD * max(_FEW_THREADS, torch.get_num_threads())
+    sorts = spared(module, blocks)
+    for without in ([], sorts):
+        saved = sum(blocks[name] for names in without for name in names[1:]) / batch_size
+        if (count := next((count for count in counts if (flops - saved) * count <= most), None)) is not None:
+            left = len(blocks) - sum(len(names) - 1 for names in without)
+            return Extent(count, without, f"{left} of its {len(blocks)} blocks")
+    return None
 
 
 def spared(module: nn.Module, blocks: Collection[str]) -> list[list[str]]:

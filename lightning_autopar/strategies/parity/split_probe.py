@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import psutil
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -35,10 +34,10 @@ from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied, fresh, mapped
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe, shares_of
-from lightning_autopar.strategies.parity.fewer_blocks import do_without, spared
+from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.losses import difference_of, groups_first_of, recorded_backward
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
-from lightning_autopar.strategies.parity.undo import HOST_SHARE, StepEffects, changing_buffers, same_values, undone, uneven
+from lightning_autopar.strategies.parity.undo import StepEffects, changing_buffers, check_room, same_values, undone, uneven
 from lightning_autopar.text import format_bytes
 
 if TYPE_CHECKING:
@@ -91,8 +90,6 @@ def _doubled(tensor: Tensor) -> Tensor:
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-#: The most FLOPs of a forward to try, by threads: some seconds.
-_FLOPS_A_THREAD, _FEW_THREADS = 7.5e10, 4
 #: Relative difference up to which losses count as equal: rounding of float32 sums taken in another order.
 _EQUAL = 1e-5
 #: Rows larger than this that a step keeps of every batch, or of the last one, aren't sent between ranks.
@@ -136,17 +133,14 @@ def probe_split(
     sizes = [size for size in world_sizes if 1 < size <= first.batch_size]
     if not sizes:
         return SplitFinding(probed=False, reason="the first batch holds one sample, so that taking it apart can't be tried"), DrawPlan()
-    blocks, counts = blocks or {}, [first.batch_size]
+    counts = [first.batch_size]
     if first.samples is not None:
         counts += [few * max(sizes) for few in (2, 1) if few * max(sizes) < first.batch_size]
-    sorts, most = spared(module, blocks), _FLOPS_A_THREAD * max(_FEW_THREADS, torch.get_num_threads())
-    most *= first.batch_size
-    saved = sum(blocks[name] for names in sorts for name in names[1:])
-    tries = ((count, less) for less in (0, saved) for count in counts)
-    count, less = next(((count, less) for count, less in tries if (flops / 3 - less) * count <= most), (0, 0))
+    chosen = extent(module, blocks or {}, flops / 3 / first.batch_size, counts, first.batch_size)
     too_long = f"a step of {flops:.1e} floating-point operations is too long to try on the CPU"
-    if not count:
+    if chosen is None:
         return SplitFinding(probed=False, reason=too_long), DrawPlan()
+    count, sorts, left = chosen
     batches = BatchParts(first, count, hooks=trainer is not None)
     try:
         batches.part(share_of(count, 0, Dealing.even(sizes[0])))
@@ -155,14 +149,12 @@ def probe_split(
         return SplitFinding(splittable=False, probed=False, reason=f"the batch can't be taken apart ({_words(error)})"), DrawPlan()
     state = rng.capture({})
     try:
-        if less:
-            do_without(module, sorts)
+        do_without(module, sorts)
         found, draws = _Probe(module, trainer, batches, conduct, despite).run(sizes, time_limit_seconds)
     finally:
         rng.restore(state, {})
-    if not less:
+    if not sorts:
         return found, draws
-    left = f"{len(blocks) - sum(len(names) - 1 for names in sorts)} of its {len(blocks)} blocks"
     if found.probed:
         note = f"{too_long}: what splitting the batch changes was tried with {left}"
         found = replace(found, notes=(note, *found.notes))
@@ -579,13 +571,8 @@ class _Probe:
 
     @contextmanager
     def _in_double(self) -> Iterator[None]:
-        """While open, the module and its batches are in double precision.
-
-        Raises:
-            MemoryError: if the host has no room for it.
-        """
-        if 8 * sum(tensor.numel() for _, tensor in _tensors(self.module)) > HOST_SHARE * psutil.virtual_memory().available:
-            raise MemoryError("the module in double precision takes more than half of what the host has left")
+        """While open, the module and its batches are in double precision; a MemoryError where the host has no room for that."""
+        check_room(8 * sum(tensor.numel() for _, tensor in _tensors(self.module)), "the module in double precision")
         before, types = self.buffers, {name: tensor.dtype for name, tensor in _tensors(self.module)}
         try:
             self.module.double()
