@@ -437,7 +437,8 @@ class PipelineMaker:
             moved, moves = count * until[-1] / len(self.footprint.blocks), np.arange(len(giver))
             sums[moves, owner[giver]] -= moved
             sums[moves, owner[taker]] += moved
-            return (sums * pace).max(axis=1).round(9)
+            found: Table = (sums * pace).max(axis=1).round(9)
+            return found
 
         numbers = np.arange(stages)
         rounds = busiest(numbers // ranks, np.ones(-(-stages // ranks)))
