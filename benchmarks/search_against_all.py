@@ -7,6 +7,7 @@ then every neighbour by one field of the best twenty, as long as that finds bett
 
     python benchmarks/search_against_all.py                     # 300 cases; goes on where it was stopped
     python benchmarks/search_against_all.py --cases 3 7 8 --plans 500 --dry     # a table only
+    python benchmarks/search_against_all.py --cases 3 7 8 --again               # these again
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=PLANS, help="that the referee looks at before neighbours")
     parser.add_argument("--dry", action="store_true", help="write nothing, and judge all anew")
     parser.add_argument("--anew", action="store_true", help="forget what was judged before")
+    parser.add_argument("--again", action="store_true", help="judge these cases again, and keep the others")
     options = parser.parse_args()
     kept: dict[int, dict[str, Any]] = {}
     if RESULTS.is_file() and not options.dry and not options.anew:
@@ -107,7 +109,7 @@ def main() -> None:
         if before["plans_a_case"] == options.plans:
             kept = {row["seed"]: row for row in before["rows"]}
     for seed in options.cases if options.cases is not None else range(CASES):
-        if seed in kept:
+        if seed in kept and not options.again:
             continue
         row = kept[seed] = judged(seed, options.plans)
         verdict = f"best {row['best']} {row['best_seconds']:.4f} s" if row["best"] else "nothing faster found"

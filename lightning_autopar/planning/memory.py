@@ -142,11 +142,12 @@ def _on_device(held: DeviceBytes, footprint: Footprint, communicators: tuple[int
     """The bytes with the device's own overhead around them; a CPU's allocator returns freed memory."""
     if device.kind == "cpu":
         return held
-    held = replace(held, workspace=workspace_bytes(footprint, device.name))
+    workspace = workspace_bytes(footprint, device.name)
     return replace(
         held,
+        workspace=workspace,
         context=context_bytes(device.name) + nccl_bytes(*communicators),
-        rounding=int(held.allocated * ROUNDING_SHARE) + ROUNDING_BYTES,
+        rounding=int((held.allocated - held.workspace + workspace) * ROUNDING_SHARE) + ROUNDING_BYTES,
     )
 
 

@@ -178,8 +178,19 @@ def undivided(footprint: Footprint, constraints: Constraints) -> str | None:
         return refusal
     if split is None:
         return "planning didn't look whether its parts give the whole batch's loss, as the step takes less than half of the memory"
+    unknown, pinned = unknown_split(constraints), constraints.pinned
+    if unknown and (pinned is None or pinned.micro_batches == 1):  # who pins a plan in parts has decided it
+        return unknown
     differs = split.probed and not split.difference <= SPLIT_TOLERANCE
     return f"its parts don't give the whole batch's loss ({split.reason})" if differs else None
+
+
+def unknown_split(constraints: Constraints) -> str:
+    """What isn't known of running a batch in parts."""
+    split = constraints.split
+    if split is None or split.probed or not split.reason:
+        return ""
+    return f"whether parts of a batch give its loss is not known ({split.reason})"
 
 
 def split_refusal(constraints: Constraints) -> str | None:

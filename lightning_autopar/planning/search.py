@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from lightning_autopar.planning.appraisal import (
     Predict,
     configuration,
     first_of_each_configuration,
+    sort_of,
 )
 from lightning_autopar.planning.block_units import recomputable, with_recompute
 from lightning_autopar.planning.candidates import enumerate_candidates, ruled_out
@@ -160,6 +162,7 @@ class Search:
             if not engines.named(name).takes_remedies and self._runs(name):
                 self._add_searched(engines.named(name))
         if self.constraints.objective == "speed":
+            self._try_more_recompute()
             if math.isinf(self.best_seconds):
                 self._least()
             self._refine()
@@ -175,15 +178,64 @@ class Search:
             self.appraiser.hopeful = False  # from now on, plans that the rule of thumb refuses are left
             self._found = [one for one in self._found if one.fits or not self.finalists.may_fit(one)]
         else:
-            checked = self.finalists.check(best, self.appraiser.shortage)
-            self.appraiser.learn(best.plan, self.finalists.lost[best.plan], failed=not checked.fits)
-            self._found[next(number for number, one in enumerate(self._found) if one is best)] = checked
-            self._seen[replace(best.plan, reasons=())] = checked
+            checked = self._replayed(best.plan)
             if checked.fits:
                 return False
         fitting = [self.appraiser.batch_seconds(one) for one in self._found if self.finalists.may_fit(one)]
         self.best_seconds = min(fitting, default=math.inf)
         return True
+
+    def _replayed(self, plan: Plan) -> Candidate:
+        """The plan's candidate, replayed; the search learns from it."""
+        key = replace(plan, reasons=())
+        before = self._seen.get(key) or self.appraiser.candidate(plan)
+        if before.replayed:
+            return before
+        checked = self._seen[key] = self.finalists.check(before, self.appraiser.shortage)
+        self.appraiser.learn(before.plan, self.finalists.lost[before.plan], failed=not checked.fits)
+        if any(one is before for one in self._found):
+            self._found = [checked if one is before else one for one in self._found]
+        else:
+            self._found.append(checked)
+        if checked.fits:
+            self.best_seconds = min(self.best_seconds, self.appraiser.batch_seconds(checked))
+        return checked
+
+    def _try_more_recompute(self) -> None:
+        """Replay plans like those whose replay failed, with more recomputed blocks, where they would be faster than the best one.
+
+        The search has passed them over, as it assumes that the allocator loses as much in them. But what it loses goes up and down with the
+        number of recomputed blocks.
+        """
+        failed: dict[tuple[object, ...], list[Plan]] = {}
+        fitting: dict[tuple[object, ...], list[Plan]] = {}
+        for one in self._found:
+            if one.replayed and engines.of(one.plan).takes_remedies:
+                (fitting if one.fits else failed).setdefault(sort_of(one.plan), []).append(one.plan)
+        for key, plans in sorted(failed.items(), key=lambda item: self.appraiser.step_seconds(without_recompute(item[1][0]))):
+            self._fewest_replayed(plans, fitting.get(key, ()))
+
+    def _fewest_replayed(self, failed: Sequence[Plan], fitting: Sequence[Plan]) -> None:
+        """Replay plans of one sort with more recomputed blocks than those that failed: the most that may win, then half of what is left."""
+        plain = without_recompute(failed[0])
+        order = self.remedies.order(plain) if self.remedies.recompute else ()
+
+        def recomputing(count: int) -> Plan:
+            return with_recompute(plain, self.footprint, order[:count])
+
+        low = max(len(plan.recompute) for plan in failed)
+        high = min((len(plan.recompute) for plan in fitting if len(plan.recompute) > low), default=0)
+        middle = high or bisect_left(range(1, len(order) + 1), self.best_seconds, key=lambda n: self.appraiser.step_seconds(recomputing(n)))
+        while middle > low and not self.finalists.is_tired:
+            if self.appraiser.step_seconds(recomputing(low + 1)) * (1 + WORTHWHILE) >= self.best_seconds:
+                return
+            if self._replayed(recomputing(middle)).fits:
+                high = middle
+            elif high:
+                low = middle
+            else:
+                return
+            middle = (low + high) // 2
 
     def _options(self, sets: Sequence[Sequence[Device]] | None = None) -> list[Plan]:
         """Plain plans that can be run."""

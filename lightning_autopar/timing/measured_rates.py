@@ -253,10 +253,10 @@ class MeasuredRates(Rates):
         index = bisect_right([least for least, _ in curves], smallest)
         if index in (0, len(curves)):
             return batch * flops / _flops_rate(curves[max(0, index - 1)], wide)
+        # A straight line: a product takes the time of moving its large operands, and for each row of the small ones that of its arithmetic.
         below, above = curves[index - 1], curves[index]
-        part = math.log(smallest / below[0]) / math.log(above[0] / below[0])
-        rate = math.exp((1 - part) * math.log(_flops_rate(below, wide)) + part * math.log(_flops_rate(above, wide)))
-        return batch * flops / rate
+        least, most = (2.0 * count * others[0] * others[1] / _flops_rate((count, curve), wide) for count, curve in (below, above))
+        return batch * (least + (most - least) * (smallest - below[0]) / (above[0] - below[0]))
 
     # -- several ranks on the same cores -----------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from itertools import combinations, pairwise
+from math import inf
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from benchmarks.referee.judge import Referee
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.trace.trace import trace
@@ -21,6 +23,7 @@ from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.search import Search, _Prospect
 from lightning_autopar.planning.timing import predict_seconds
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.pipeline.plans import PipelineMaker
 
 PRECISION = "bf16-mixed"
 #: The chosen plan's predicted step is at most so many times the best one's.
@@ -115,3 +118,41 @@ def test_interleaved_stages_may_have_fewer_micro_batches_than_ranks_and_be_shard
     chosen = make_report(scaled(step_of(1024, 12), batch), parse_spec(devices), Constraints(precision=PRECISION)).best_candidate
     assert chosen is not None
     assert chosen.step_seconds <= seconds, chosen.plan.title()
+
+
+def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failed replay a search assumes its loss for all plans of that sort; but with nine blocks this allocator loses nothing."""
+    step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",))
+    here = Referee(step, parse_spec("1xRTX4090"), constraints).cut_to(0.5, samples=60)
+    search = Search(step, here, constraints)
+    monkeypatch.setattr(search.finalists, "_replayed", lambda candidate, rank, limit: played(candidate.plan, limit))
+
+    def played(plan: Plan, limit: int) -> Replayed:
+        loses = plan.micro_batches > 1 or len(plan.recompute) < 9
+        search.finalists._events += 1_000
+        missing = 4 << 30 if loses else 0
+        return Replayed(reserved_peak_bytes=limit, allocated_peak_bytes=limit, fits=not loses, missing_bytes=missing)
+
+    best = search.first()
+    assert best is not None
+    assert (best.plan.engine, len(best.plan.recompute), best.plan.micro_batches) == ("single", 9, 1)
+
+
+def test_cuts_are_moved_first_where_they_relieve_the_busiest_rank() -> None:
+    """Of stages of a block each, and one of five that is the last rank's second, that one gives away two."""
+    step, here = scaled(step_of(1024, 12), 8), parse_spec("4xL4")
+    search = Search(step, here, Constraints(precision=PRECISION))
+    maker = PipelineMaker(search.appraiser, here.devices, search.speed, None)
+    starts = next(maker._moves([1, 2, 3, 4, 5, 6, 7], [[device] for device in here.devices]))
+    sizes = [end - start for start, end in pairwise((0, *starts, 12))]
+    assert (sizes[7], sorted(sizes)) == (3, [1, 1, 1, 1, 1, 1, 3, 3])
+    assert sizes[3] == 1, "the same rank's first stage"
+
+
+def test_the_cuts_of_a_batch_that_stays_whole_are_moved() -> None:
+    """Stages that run one after the other take equally long wherever they are cut; the update of the largest one decides."""
+    step, here = scaled(step_of(1024, 12), 1), parse_spec("4xRTX3090")
+    search = Search(step, here, Constraints(precision=PRECISION))
+    plan = PipelineMaker(search.appraiser, here.devices, search.speed, None).best("gpipe", lambda: inf)
+    assert plan is not None
+    assert search.appraiser.step_seconds(plan) <= 1.001 * min(seconds_of_cuts(plan, step, here))

@@ -35,9 +35,10 @@ from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied, fresh, mapped
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe, shares_of
+from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.losses import difference_of, groups_first_of, recorded_backward
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
-from lightning_autopar.strategies.parity.undo import StepEffects, changing_buffers, same_values, undone, uneven
+from lightning_autopar.strategies.parity.undo import StepEffects, changing_buffers, check_room, same_values, undone, uneven
 from lightning_autopar.text import format_bytes
 
 if TYPE_CHECKING:
@@ -90,8 +91,6 @@ def _doubled(tensor: Tensor) -> Tensor:
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-#: The most FLOPs of a forward to try: some seconds on a few CPU cores.
-_FLOPS = 3e11
 #: Relative difference up to which losses count as equal: rounding of float32 sums taken in another order.
 _EQUAL = 1e-5
 #: Rows larger than this that a step keeps of every batch, or of the last one, aren't sent between ranks.
@@ -107,6 +106,7 @@ def probe_split(
     *,
     world_sizes: Sequence[int] = (2,),
     flops: int = 0,
+    blocks: Mapping[str, int] | None = None,
     conduct: Conduct | None = None,
     despite: Sequence[str] = (),
     time_limit_seconds: float = 60.0,
@@ -121,7 +121,9 @@ def probe_split(
         trainer: the trainer that it was passed to, read only.
         first: the first training batch.
         world_sizes: how many parts to try; those larger than the batch are left out.
-        flops: the footprint's, of forward and backward on the whole batch; a large step is probed on a few samples or not at all.
+        flops: the footprint's, of forward and backward on the whole batch; a large step is probed on a few samples, then without most of
+            its repeated blocks, or not at all.
+        blocks: FLOPs of the forward of each repeated block, by FQN.
         conduct: what the traced step itself does to parameters; None where it wasn't traced.
         despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
         time_limit_seconds: how long the probe may take, estimated after its first run.
@@ -132,13 +134,14 @@ def probe_split(
     sizes = [size for size in world_sizes if 1 < size <= first.batch_size]
     if not sizes:
         return SplitFinding(probed=False, reason="the first batch holds one sample, so that taking it apart can't be tried"), DrawPlan()
-    count = first.batch_size
-    if flops / 3 > _FLOPS and first.samples is not None:
-        count = min(count, 2 * max(sizes))
-    if flops / 3 * count / first.batch_size > _FLOPS:
-        return SplitFinding(
-            probed=False, reason=f"a step of {flops:.1e} floating-point operations is too long to try on the CPU"
-        ), DrawPlan()
+    counts = [first.batch_size]
+    if first.samples is not None:
+        counts += [few * max(sizes) for few in (2, 1) if few * max(sizes) < first.batch_size]
+    chosen = extent(module, blocks or {}, flops / 3 / first.batch_size, counts, first.batch_size)
+    too_long = f"a step of {flops:.1e} floating-point operations is too long to try on the CPU"
+    if chosen is None:
+        return SplitFinding(probed=False, reason=too_long), DrawPlan()
+    count, sorts, left = chosen
     batches = BatchParts(first, count, hooks=trainer is not None)
     try:
         batches.part(share_of(count, 0, Dealing.even(sizes[0])))
@@ -147,9 +150,18 @@ def probe_split(
         return SplitFinding(splittable=False, probed=False, reason=f"the batch can't be taken apart ({_words(error)})"), DrawPlan()
     state = rng.capture({})
     try:
-        return _Probe(module, trainer, batches, conduct, despite).run(sizes, time_limit_seconds)
+        do_without(module, sorts)
+        found, draws = _Probe(module, trainer, batches, conduct, despite).run(sizes, time_limit_seconds)
     finally:
         rng.restore(state, {})
+    if not sorts:
+        return found, draws
+    if found.probed:
+        note = f"{too_long}: what splitting the batch changes was tried with {left}"
+        found = replace(found, notes=(note, *found.notes))
+    else:
+        found = replace(found, reason=f"{too_long}, and not with {left} either: {found.reason}")
+    return found, DrawPlan()  # the other blocks' draws aren't known
 
 
 def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: FirstBatch, hook: str) -> SplitFinding:
@@ -572,7 +584,8 @@ class _Probe:
 
     @contextmanager
     def _in_double(self) -> Iterator[None]:
-        """While open, the module and its batches are in double precision."""
+        """While open, the module and its batches are in double precision; a MemoryError where the host has no room for that."""
+        check_room(8 * sum(tensor.numel() for _, tensor in _tensors(self.module)), "the module in double precision")
         before, types = self.buffers, {name: tensor.dtype for name, tensor in _tensors(self.module)}
         try:
             self.module.double()

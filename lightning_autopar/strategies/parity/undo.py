@@ -28,7 +28,7 @@ except ImportError:  # torch runs without it
 
 #: Relative difference up to which written values count as equal: rounding of float32 sums taken in another order, and some cancellation.
 _EQUAL = 1e-5
-#: Parameters are copied to see whether a step writes to them, into this share of the memory that the host has left.
+#: What is copied to try a step, parameters to see whether it writes to them, takes at most this share of the memory that the host has left.
 _HOST_SHARE = 0.5
 #: The most objects and bytes in attributes: more objects, or larger tensors, are data rather than what a step keeps.
 _MOST_OBJECTS, _TENSOR_BYTES = 10_000, 64 << 20
@@ -66,12 +66,7 @@ def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator
     effects = StepEffects()
     parameters = {name: parameter for name, parameter in module.named_parameters() if writes is None or name in writes}
     size_bytes = sum(parameter.nbytes for parameter in parameters.values() if not is_fake(parameter))
-    free_bytes = psutil.virtual_memory().available
-    if size_bytes > _HOST_SHARE * free_bytes:
-        raise MemoryError(
-            f"a copy of {format_bytes(size_bytes)} of parameters, to see whether the step writes to them, is more than half of the "
-            f"{format_bytes(free_bytes)} that the host has left"
-        )
+    check_room(size_bytes, "a copy of parameters, to see whether the step writes to them,")
     copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in module.modules()]
     put_back = _held_by(module)
@@ -110,6 +105,18 @@ def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator
                 if parameter.shape == copy.shape and not same_values(parameter.detach(), copy):
                     effects.written[name] = parameter.detach().clone()
                     parameter.data.copy_(copy)
+
+
+def check_room(size_bytes: int, what: str) -> None:
+    """See whether the host has memory for a copy.
+
+    Raises:
+        MemoryError: if it takes more than half of what is left.
+    """
+    free_bytes = psutil.virtual_memory().available
+    if size_bytes > _HOST_SHARE * free_bytes:
+        sizes = f"{format_bytes(size_bytes)}, more than half of the {format_bytes(free_bytes)} that the host has left"
+        raise MemoryError(f"{what} takes {sizes}")
 
 
 def _held_by(module: nn.Module) -> list[tuple[str, Callable[[], bool]]]:

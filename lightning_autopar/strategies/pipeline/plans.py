@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.planning.appraisal import Appraiser
@@ -140,8 +141,8 @@ class PipelineMaker:
         """
         found: Plan | None = None
         seconds = math.inf
-        movable = schedule in INTERLEAVED
         for least, shape in self._promising(schedule):
+            movable = schedule in INTERLEAVED or shape.micro_batches == 1
             below = min(limit(), seconds)
             if least >= below:
                 break
@@ -400,7 +401,7 @@ class PipelineMaker:
         seconds = self.appraiser.step_seconds(plan)
         tries = itertools.count()
         while True:
-            for starts in self._moves([names.index(fqn) for fqn in plan.cuts]):
+            for starts in self._moves([names.index(fqn) for fqn in plan.cuts], groups):
                 if next(tries) == _MOVES:
                     return plan
                 trial: Plan | None = replace(plan, cuts=tuple(names[start] for start in starts))
@@ -415,14 +416,37 @@ class PipelineMaker:
             else:
                 return plan
 
-    def _moves(self, starts: Sequence[int]) -> Iterator[list[int]]:
-        """Cuts of which neighbouring ones were moved together by one or two blocks. The stages between them keep their size."""
-        for count, step in itertools.product(range(1, len(starts) + 1), (-1, 1, -2, 2)):
-            for first in range(len(starts) - count + 1):
-                moved = [start + step * (first <= number < first + count) for number, start in enumerate(starts)]
-                ends = [0, *moved, len(self.footprint.blocks)]
-                if all(a < b for a, b in itertools.pairwise(ends)) and all(self.cuttable[start] for start in moved):
-                    yield moved
+    def _moves(self, starts: Sequence[int], groups: Sequence[Sequence[Device]]) -> Iterator[list[int]]:
+        """Cuts with one or two blocks moved from one stage to another. The stages between them keep their size.
+
+        Those come first that leave the busiest rank least work; of these, those that leave least to the busiest round, the first stages of
+        all ranks or their second. For this order, a moved block takes as long as one does on the average.
+        """
+        before = [0.0, *itertools.accumulate(self._seconds_of_parts(self.fastest, 1.0, recompute=False))]
+        until = np.array([0.0, *before[3:-1:2], before[-1]])  # what lies between blocks goes with the block before
+        ends = np.array([0, *starts, len(self.footprint.blocks)])
+        sizes, work, ranks = np.diff(ends), np.diff(until[ends]), len(groups)
+        pace = np.array([1 / min(self.speed[device.id] for device in group) for group in groups])
+        stages = len(work)
+        giver, taker, count = (axis.ravel() for axis in np.indices((stages, stages, 3)))
+        giver, taker, count = (axis[(giver != taker) & (count > 0) & (sizes[giver] > count)] for axis in (giver, taker, count))
+
+        def busiest(owner: npt.NDArray[np.int64], pace: Table) -> Table:
+            """The largest sum of work after each move, where stages are summed by their owner."""
+            sums = np.repeat(np.bincount(owner, work)[None], len(giver), axis=0)
+            moved, moves = count * until[-1] / len(self.footprint.blocks), np.arange(len(giver))
+            sums[moves, owner[giver]] -= moved
+            sums[moves, owner[taker]] += moved
+            found: Table = (sums * pace).max(axis=1).round(9)
+            return found
+
+        numbers = np.arange(stages)
+        rounds = busiest(numbers // ranks, np.ones(-(-stages // ranks)))
+        for move in np.lexsort((abs(giver - taker), rounds, busiest(numbers % ranks, pace))):
+            a, b, blocks = int(giver[move]), int(taker[move]), int(count[move])
+            moved = [start - blocks * (a <= cut < b) + blocks * (b <= cut < a) for cut, start in enumerate(starts)]
+            if all(self.cuttable[start] for start in moved):
+                yield moved
 
     def _anyhow(self, shape: _Shape) -> Plan:
         """A plan whose stages have about equally many blocks, where none fits into memory."""

@@ -24,7 +24,7 @@ from lightning_autopar.memory.learned.cache_files import cache_folder
 from lightning_autopar.memory.learned.records import load_residuals
 from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.planner import best_candidate
-from lightning_autopar.planning.refusals import missing_packages, undivided
+from lightning_autopar.planning.refusals import missing_packages, undivided, unknown_split
 from lightning_autopar.plans import Engine, Plan, all_engines
 from lightning_autopar.report.report import Report
 from lightning_autopar.sharing.turn import Turn
@@ -256,16 +256,8 @@ def _look(
         constraints=constraints,
         rates=rates,
         undivided=undivided(findings.footprint, constraints),
-        unknown=_unknown(constraints),
+        unknown=unknown_split(constraints),
     )
-
-
-def _unknown(constraints: Constraints) -> str:
-    """What isn't known of running a batch in parts."""
-    split = constraints.split
-    if split is None or split.probed:
-        return ""
-    return f"whether parts of a batch give its loss is not known ({split.reason})"
 
 
 def unevenly_dealt(together: Iterable[Sequence[int]], holders: Iterable[int]) -> str | None:

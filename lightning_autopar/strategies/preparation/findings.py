@@ -352,6 +352,7 @@ def _split(
     """Finds out in another child what a split batch changes."""
     try:
         told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite}
+        told["blocks"] = {block.fqn: block.flops for block in footprint.blocks}
         return run_forked(partial(probe_split, **told), module, trainer, batch)
     except ChildFailed as error:
         reason = f"not checked: whether the parts of a batch make up the whole ({error.reason})"

@@ -363,10 +363,14 @@ def test_too_long_a_step_is_not_probed(kwargs: dict[str, Any], words: str) -> No
     assert plan.draws is None
 
 
-def test_a_long_step_is_probed_on_a_few_samples() -> None:
+def test_a_long_step_is_probed_on_a_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     finding, plan = probe_split(Dropout(), None, first_of(samples(64)), flops=3 * 10**12)
     assert finding.probed
     assert plan.batch_size == 4
+    finding, plan = probe_split(Dropout(), None, first_of(samples(64)), flops=20 * 10**12)
+    assert finding.probed
+    assert plan.batch_size == 2, "one for each part"
 
 
 def test_one_sample_can_not_be_split() -> None:

@@ -124,7 +124,7 @@ def test_what_a_step_writes_is_undone_at_any_size_or_the_step_is_not_tried(monke
     module = nn.Linear(2, 2)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=20))  # the weight takes 16, the bias 8
-    with pytest.raises(MemoryError, match="copy of 24 B of parameters"), undone(module):
+    with pytest.raises(MemoryError, match=r"copy of parameters, .* takes 24 B"), undone(module):
         pass
     with undone(module, writes=["bias"]) as effects, torch.no_grad():
         module.bias.data.add_(1)

@@ -21,6 +21,7 @@ from lightning_autopar import AutoParallelStrategy, NothingFits
 from lightning_autopar._lightning_compat import TrainerFn, attach_data
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.parity import fewer_blocks
 from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 from lightning_autopar.strategies.preparation import decide as deciding
 from lightning_autopar.strategies.preparation import findings
@@ -332,6 +333,20 @@ def test_a_step_that_counts_in_a_buffer_is_not_run_in_parts(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="the step counts in the buffer 'count', so each part of a batch would count"):
         staged(Counting(), tmp_path, plan=alone, allow=("single",))
     assert staged(Stack(), tmp_path, plan=alone, allow=("single",)).run_plan.plan == alone
+
+
+def test_a_batch_is_not_run_again_in_parts_of_which_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user has pinned a plan that runs it in parts, which is told what isn't known."""
+    monkeypatch.setattr(fewer_blocks, "_FLOPS_A_THREAD", 0)
+    unknown = "whether parts of a batch give its loss is not known (a step of "
+
+    def planned(**settings: Any) -> Any:
+        return staged(Stack(), tmp_path, **{"allow": ("single", "ddp"), **settings}).run_plan
+
+    assert str(planned().undivided).startswith(unknown)
+    pinned = planned(plan=Plan(engine="single", devices=("cpu:0",), micro_batches=2))
+    assert pinned.undivided is None
+    assert pinned.unknown.startswith(unknown)
 
 
 class TwoLoaders(Net):
