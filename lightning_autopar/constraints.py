@@ -52,6 +52,7 @@ class SplitFinding:
         uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
         drawn_apart: names of the step's operations that draw random numbers inside of their kernels, so that each rank, and each part of a
             batch, draws numbers of its own: as random, but not those of one device.
+        raised: whether the user's step raised an exception when it was tried.
     """
 
     difference: float = 0.0
@@ -65,6 +66,7 @@ class SplitFinding:
     part_reason: str | None = None
     counted: tuple[str, ...] = ()
     drawn_apart: tuple[str, ...] = ()
+    raised: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ Modules, in reading order:
     rerun            a batch that ran out of memory, run again in more parts
     resume           goes on exactly where a checkpoint was saved
     plan_log         what loggers hear of plans and their changes
-    failure          a worker's exception on its way to the parent
+    worker_exception a worker's exception on its way to the parent
+    users_traceback  the user's part of a traceback
     gpu_limit        how much of a GPU a process may take
     host_optimizers  the user's optimizer on host memory
     loaders          the trainer's loaders under a plan; predictions in order
