@@ -17,7 +17,12 @@ from pathlib import Path
 
 _PACKAGES = ("--constraint", "constraints.txt", "--editable", ".[dev,hf,docs,bench]")
 #: Settings of pip, and uv's option for each.
-_OPTIONS = {"index-url": "--default-index", "extra-index-url": "--extra-index-url", "find-links": "--find-links", "constraint": "--constraint"}
+_OPTIONS = {
+    "index-url": "--default-index",
+    "extra-index-url": "--extra-index-url",
+    "find-links": "--find-links",
+    "constraint": "--constraint",
+}
 #: The same as environment variables.
 _VARIABLES = {"cert": "SSL_CERT_FILE", "default-timeout": "UV_HTTP_TIMEOUT", "timeout": "UV_HTTP_TIMEOUT"}
 #: Settings that say nothing about what is installed.
@@ -25,7 +30,7 @@ _OF_PIP = ("disable-pip-version-check", "no-input", "progress-bar", "root-user-a
 
 
 def for_uv(settings: Mapping[str, str]) -> tuple[list[str], dict[str, str]] | None:
-    """uv's options and variables for pip's settings; None where one has none."""
+    """The options and variables of uv for pip's settings; None where one has none."""
     # pip takes the newest version of any index; uv by default that of the first index that has the package.
     options = ["--index-strategy", "unsafe-best-match"] if "extra-index-url" in settings else []
     variables = {}
@@ -40,7 +45,7 @@ def for_uv(settings: Mapping[str, str]) -> tuple[list[str], dict[str, str]] | No
 
 
 def settings_of(listed: str) -> dict[str, str]:
-    """pip's settings, from what `pip config list` prints; those of the environment count more than those of files."""
+    """The settings of pip, from what `pip config list` prints; those of the environment count more than those of files."""
     found = [line.partition("=") for line in listed.splitlines() if "=" in line]
     found.sort(key=lambda each: each[0].startswith(":env:"))
     return {name.rpartition(".")[2]: str(ast.literal_eval(value)) for name, _, value in found}
