@@ -52,6 +52,7 @@ class SplitFinding:
         uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
         drawn_apart: what draws other random numbers on each rank, and in each part of a batch, than on one device: operations that draw
             inside of their kernels, and generators that a step leaves in another state after a part of the batch than after the whole.
+        raised: whether the user's step raised an exception when it was tried.
     """
 
     difference: float = 0.0
@@ -65,6 +66,7 @@ class SplitFinding:
     part_reason: str | None = None
     counted: tuple[str, ...] = ()
     drawn_apart: tuple[str, ...] = ()
+    raised: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ The parent touches no GPU before the plan is made. It doesn't know how a plan is
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from lightning_autopar._lightning_compat import (
     requested_nodes,
     run_arguments,
 )
+from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.leases import words
 from lightning_autopar.sharing.runs.display import RunDisplay, showing
 from lightning_autopar.sharing.runs.progress import RunProgress
@@ -36,7 +38,7 @@ from lightning_autopar.strategies.base.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.loaders import put_together
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.base.worker_exception import RemoteTraceback
+from lightning_autopar.strategies.base.users_traceback import users_part
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
 from lightning_autopar.strategies.elastic.saver import SnapshotSettings
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
 
     from lightning_autopar.devices.inventory import Inventory
     from lightning_autopar.strategies.base.run_host import RunHost
+
+log = logging.getLogger(__name__)
 
 
 class AutoLauncher(Launcher):
@@ -107,10 +111,11 @@ class AutoLauncher(Launcher):
                     return self._run_with_peers(peers, arguments, function, args, kwargs, trainer)
                 return self._run_alone(arguments, function, args, kwargs, trainer)
             except BaseException as error:
-                # Another process has raised it, and its traceback says where: the frames of this package don't.
-                if isinstance(error.__cause__, RemoteTraceback):
-                    raise error.with_traceback(None)  # noqa: B904
-                raise
+                log.debug("what ended the run, with all frames", exc_info=True)
+                shown = users_part(error.__traceback__)
+                if shown is None and not isinstance(error, NothingFits):
+                    raise
+                raise error.with_traceback(shown)  # noqa: B904
             finally:
                 self._shown = RunDisplay(None, dict)  # so that the module and its trainer can be pickled again
 

@@ -11,6 +11,7 @@ Modules, in reading order:
     resume            goes on exactly where a checkpoint was saved
     plan_log          what loggers hear of plans and their changes
     worker_exception  a worker's exception on its way to the parent
+    users_traceback   the user's part of a traceback
     gpu_limit         how much of a GPU a process may take
     host_optimizers   the user's optimizer on host memory
     loaders           the trainer's loaders under a plan; predictions in order

@@ -563,6 +563,7 @@ class EngineMixin(Strategy):
             self.before_loops()
         if self._resumption is not None:
             self._exit.callback(resume.go_on(self._trainer, self._resumption))
+        resume.show_epoch(self._trainer)
         for name, parameter in self._trainer.lightning_module.named_parameters() if self._saved_gradients else ():
             parameter.grad = self._saved_gradients.get(name)
         self._saved_gradients = {}

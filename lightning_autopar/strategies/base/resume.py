@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
+from lightning_autopar._lightning import ProgressBar, callbacks
 from lightning_autopar._lightning_compat import RestartStage, loop_position, make_result, set_loop_position
+from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.loader import ExactLoader
 from lightning_autopar.exact.logs.metrics_over_ranks import sync_states
@@ -129,6 +131,22 @@ def go_on(trainer: Trainer, resumption: Resumption) -> Callable[[], None]:
         epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
         epoch_loop._batches_that_stepped += 0 if epoch_loop._should_accumulate() else 1
     return carried.undo
+
+
+def show_epoch(trainer: Trainer) -> None:
+    """Let progress bars begin within an epoch, of which Lightning tells them nothing: with the total that they had at the epoch's start."""
+    fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    done = loop.batch_progress.current.completed
+    if not fit_loop.restarted_mid_epoch:
+        return
+    automatic = trainer.lightning_module.automatic_optimization
+    steps = loop.automatic_optimization.optim_progress.optimizer.step if automatic else loop.manual_optimization.optim_step_progress
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+        if isinstance(callback, ProgressBar):
+            with patched(loop, "max_steps", loop.max_steps + steps.current.completed):  # a total may be what is left of these
+                callback.on_train_epoch_start(trainer, trainer.lightning_module)
+        if isinstance(callback, callbacks.TQDMProgressBar):
+            callback.train_progress_bar.initial = callback.train_progress_bar.n = done  # else the first batch counts for all in its rate
 
 
 def _leave_at_once(epoch_loop: Any) -> None:

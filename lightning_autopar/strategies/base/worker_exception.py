@@ -7,10 +7,13 @@ import io
 import pickle
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from lightning_autopar.strategies.base.users_traceback import SentFrame, received, sent
 
 #: Words of gloo, NCCL and torch's stores when their peer is gone: an exception with them follows from another worker's end.
 _ECHOES = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "process group", "tcpstore", "filestore", "timed out waiting")
@@ -32,45 +35,65 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in words for word in _SHORTAGES)
 
 
-class RemoteTraceback(Exception):
-    """The traceback of a worker's exception, as the cause of the same exception in the parent."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._text = text
-
-    def __str__(self) -> str:
-        return f"\n\n{self._text}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """One exception of one worker, as bytes and text.
 
     Args:
         pickled: the exception, or the nearest thing that can be pickled.
+        frames: of its traceback.
         text: its traceback as the worker would have printed it.
         echo: whether it reads like the consequence of another worker's end.
         at_seconds: when it was raised, by the host's monotonic clock.
+        chained: its ``__cause__``, ``__context__`` and, of an exception group, ``exceptions``, where it has them.
+        from_cause: its ``__suppress_context__``.
     """
 
     pickled: bytes
+    frames: tuple[SentFrame, ...]
     text: str
     echo: bool
     at_seconds: float
+    chained: Mapping[str, tuple[Failure, ...]]
+    from_cause: bool
 
     @classmethod
-    def of(cls, error: BaseException, *, shown: str | None = None) -> Failure:
-        """Describe ``error``, with its whole traceback or what is ``shown`` of it; to be called in the process that raised it."""
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__)) if shown is None else shown
+    def of(cls, error: BaseException) -> Failure:
+        """Describe ``error``, to be called in the process that raised it."""
+        return cls._of(error, set())
+
+    @classmethod
+    def _of(cls, error: BaseException, known: set[int]) -> Failure:
+        known.add(id(error))
         said = str(error).lower()
-        echo = isinstance(error, RuntimeError) and any(word in said for word in _ECHOES)
-        return cls(pickled=_pickled(error), text=text, echo=echo, at_seconds=time.monotonic())
+        others = {"__cause__": (error.__cause__,), "__context__": (error.__context__,), "exceptions": getattr(error, "exceptions", ())}
+        chained = {
+            name: tuple(cls._of(other, known) for other in found)
+            for name, found in others.items()
+            if isinstance(found, tuple) and found and all(isinstance(other, BaseException) and id(other) not in known for other in found)
+        }
+        return cls(
+            pickled=_pickled(error),
+            frames=sent(error.__traceback__),
+            text="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            echo=isinstance(error, RuntimeError) and any(word in said for word in _ECHOES),
+            at_seconds=time.monotonic(),
+            chained=chained,
+            from_cause=error.__suppress_context__,
+        )
 
     def exception(self) -> BaseException:
-        """The exception, with the worker's traceback as its cause."""
+        """The exception, with the worker's traceback and with the exceptions that led to it."""
         error: BaseException = pickle.loads(self.pickled)
-        error.__cause__ = RemoteTraceback(self.text)
+        error.__traceback__ = received(self.frames)
+        for name, found in self.chained.items():
+            others = [other.exception() for other in found]
+            if name != "exceptions":
+                setattr(error, name, others[0])
+                continue
+            for part, other in zip(getattr(error, name, ()), others, strict=False):
+                part.__traceback__ = other.__traceback__
+        error.__suppress_context__ = self.from_cause
         return error
 
 

@@ -181,7 +181,7 @@ def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: Fi
     except Exception as error:  # the user's step, under conditions that it isn't made for
         _LOG.debug("the %s can't be tried on parts of a batch", hook, exc_info=True)
         note = f"not checked: whether what {hook} logs and keeps is the same when a batch is split ({_words(error)})"
-        return SplitFinding(notes=(note,))
+        return SplitFinding(notes=(note,), raised=True)
     finally:
         rng.restore(state, {})
 
@@ -234,7 +234,7 @@ class _Probe:
             seconds = (time.monotonic() - started) * 6 * len(sizes)
         except Exception as error:
             _LOG.debug("the first batch's step can't be run", exc_info=True)
-            return SplitFinding(probed=False, reason=f"the step can't be tried on the CPU ({_words(error)})"), DrawPlan()
+            return SplitFinding(probed=False, raised=True, reason=f"the step can't be tried on the CPU ({_words(error)})"), DrawPlan()
         if seconds > time_limit_seconds:
             return SplitFinding(probed=False, reason=f"trying a split batch on the CPU would take about {seconds:.0f} s"), DrawPlan()
         found, plan = SplitFinding(), DrawPlan()

@@ -124,8 +124,8 @@ def find_out(trainer: Trainer, questions: Questions) -> Findings:
     """
     try:
         findings = run_clean(_find, trainer, questions, timeout_seconds=TRACE_SECONDS)
-        if findings is None:
-            findings = failure_of_step(trainer, questions.target)
+        if findings is None or (isinstance(findings, Findings) and findings.split is not None and findings.split.raised):
+            findings = failure_of_step(trainer, questions.target) or findings
         if findings is None:
             findings = run_clean(_find, trainer, questions, True, timeout_seconds=TRACE_SECONDS)
         assert findings is not None
@@ -480,7 +480,8 @@ def _with_evaluation(
             notes=(*split.notes, f"not checked: how the values that {hook} logs combine when a batch is split ({error.reason})"),
         )
     rules, kept = {**split.log_rules, **found.log_rules}, {**split.kept_rules, **found.kept_rules}
-    return replace(split, log_rules=rules, kept_rules=kept, notes=(*split.notes, *found.notes))
+    raised = split.raised or (found.raised and bool(trainer.num_sanity_val_steps))  # else a later state's step
+    return replace(split, log_rules=rules, kept_rules=kept, notes=(*split.notes, *found.notes), raised=raised)
 
 
 def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:

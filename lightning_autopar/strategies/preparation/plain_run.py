@@ -6,10 +6,11 @@ as well. Only Lightning's own loop can tell. Meant for a forked child. Knows Lig
 
 from __future__ import annotations
 
+import dis
 import logging
 import sys
-import sysconfig
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,8 @@ from lightning_autopar._lightning_compat import installed, is_overridden, run_at
 from lightning_autopar.memory.trace.first_batch import RAISED
 from lightning_autopar.memory.trace.trace import module_bytes
 from lightning_autopar.memory.workspace import Target
-from lightning_autopar.strategies.base.worker_exception import Failure
+from lightning_autopar.strategies.base.users_traceback import NOT_THE_USERS, is_users, package_of
+from lightning_autopar.strategies.base.worker_exception import Failure, out_of_memory
 from lightning_autopar.strategies.calibration.calibration import be_silent
 
 if TYPE_CHECKING:
@@ -31,12 +33,8 @@ log = logging.getLogger(__name__)
 
 #: A larger module isn't run, nor for longer: a bug shows itself early.
 _MOST_BYTES, _SECONDS = 2 << 30, 20.0
-#: Packages whose frames a user doesn't look for, and whose callbacks leave the module alone.
-_NOT_THE_USERS = ("lightning", "lightning_autopar", "lightning_fabric", "pytorch_lightning", "torch")
 #: A frame of one of these names is in the traceback of what the user's step raises, or Lightning's call of it.
 _STEPS = ("training_step", "validation_step", "backward", "configure_optimizers")
-#: Frames of every call of a module, which say nothing.
-_CALLS = ("_wrapped_call_impl", "_call_impl")
 #: Hooks of a callback that run before the first batch has ended, so that the step may need what they did.
 _EARLY = (
     *("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start"),
@@ -44,14 +42,25 @@ _EARLY = (
 )
 #: Exceptions that a bug in Python raises on every device. Others may come from an operator of torch that fails on the CPU alone.
 _ANYWHERE = (AttributeError, IndexError, KeyError, NameError, TypeError)
+#: What else a bug raises where the run is on CPUs. An OSError (a file, a lock, a port) may be of this process alone.
+_ON_CPUS = (*_ANYWHERE, ArithmeticError, RuntimeError, ValueError)
+#: What code reads of a trainer to find out how many processes there are, which this is, or what planning adds: here it isn't as in the run.
+_SURROUNDINGS = (
+    *("accelerator", "callbacks", "device_ids", "global_rank", "is_global_zero", "local_rank", "model", "node_rank", "num_devices"),
+    *("num_nodes", "strategy", "world_size"),
+)
+#: Properties and methods of a LightningModule that read these for the code that calls them.
+_READERS = ("all_gather", "global_rank", "local_rank")
 
 
-def failure_of_step(trainer: Trainer, target: Target) -> Failure | None:
-    """What the user's own step raises in its first batch; None where it doesn't, or where that can't be told without the run itself.
+def failure_of_step(trainer: Trainer, target: Target, *, batches: int = 1, last_resort: bool = False) -> Failure | None:
+    """What the user's own step raises in its first batches; None where it doesn't, or where that can't be told without the run itself.
 
     Args:
         trainer: in a function, with module and data attached; it stays as it is.
         target: the kind of device that will run it.
+        batches: how many of training.
+        last_resort: whether there will be no run that would show it: then what the user's code raises by itself counts, too.
     """
     module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
     others = [callback for callback in callbacks if not _is_known(callback)]
@@ -60,79 +69,111 @@ def failure_of_step(trainer: Trainer, target: Target) -> Failure | None:
     if is_overridden("on_load_checkpoint", module) or module_bytes(module) > _MOST_BYTES:
         return None
     try:
-        return run_clean(_run, trainer, target, timeout_seconds=_SECONDS)
+        return run_clean(partial(_run, batches=batches, last_resort=last_resort), trainer, target, timeout_seconds=_SECONDS)
     except (CannotTravel, ChildFailed):
         log.debug("nobody knows whether the step fails by itself", exc_info=True)
         return None
 
 
 class _Enough(Exception):
-    """The first batch has ended well."""
+    """The first batches have ended well."""
 
 
 class _Stop(Callback):
-    """Ends the run after its first batch."""
+    """Ends the run after its first batches."""
+
+    def __init__(self, batches: int) -> None:
+        self._left = batches
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        raise _Enough
+        self._left -= 1
+        if not self._left:
+            raise _Enough
+
+
+class _Asked:
+    """Whether the user's code has asked for something that isn't as in the run."""
+
+    yes = False
+
+    @classmethod
+    def note(cls, frame: Any) -> None:
+        """Note it if the code of this frame is the user's, or a reader of a LightningModule that the user's code calls."""
+        if package_of(frame) in NOT_THE_USERS and frame.f_code.co_name in _READERS:
+            frame = frame.f_back
+        cls.yes |= is_users(frame)
 
 
 class _Listener(DummyLogger):
     """Logs nothing, and notes whether the user's code has asked it for something, which it doesn't have."""
 
-    asked = False
-
     def __getattribute__(self, name: str) -> Any:
-        if _package(sys._getframe(1).f_globals.get("__name__", "")) not in _NOT_THE_USERS:
-            type(self).asked = True
+        _Asked.note(sys._getframe(1))
         return super().__getattribute__(name)
 
 
-def _run(trainer: Trainer, target: Target) -> Failure | None:
+def _run(trainer: Trainer, target: Target, *, batches: int, last_resort: bool) -> Failure | None:
     """In a forked child."""
     be_silent()
     module: Any = trainer.lightning_module
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks[:] = [_Stop(), *(callback for callback in callbacks if _package(type(callback).__module__) != "lightning_autopar")]
+    callbacks[:] = [
+        _Stop(batches),
+        *(callback for callback in callbacks if type(callback).__module__.partition(".")[0] != "lightning_autopar"),
+    ]
     trainer.loggers = [_Listener() for _ in trainer.loggers]
     cpu = torch.device("cpu")
     try:
         with installed(trainer, SingleDeviceStrategy(cpu), module, [cpu], keep_sampler=True):
+            _listen_to(trainer)
             run_attached(trainer)
     except _Enough:
         return None
     except RAISED as error:
-        return None if _Listener.asked or not _is_the_users(error, target) else Failure.of(error, shown=_shown(error))
+        return Failure.of(error) if not _Asked.yes and _is_the_users(error, target, raised=last_resort) else None
     return None
 
 
-def _is_the_users(error: BaseException, target: Target) -> bool:
-    """Whether the run itself would meet this error as well."""
-    frames = traceback.extract_tb(error.__traceback__)
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if isinstance(error, MemoryError) or not any(frame.name in _STEPS for frame in frames):
+def _listen_to(trainer: Trainer) -> None:
+    """Note from now on whether the user's code asks the trainer for its surroundings."""
+    own: Any = type(trainer)
+
+    def read(self: Any, name: str) -> Any:
+        if name in _SURROUNDINGS:
+            _Asked.note(sys._getframe(1))
+        return own.__getattribute__(self, name)
+
+    trainer.__class__ = type(own.__name__, (own,), {"__getattribute__": read, "__module__": own.__module__})
+
+
+def _is_the_users(error: BaseException, target: Target, *, raised: bool) -> bool:
+    """Whether the run itself would meet this error as well.
+
+    Args:
+        error: what a step raised on one CPU.
+        target: the kind of device of the run.
+        raised: whether an exception that the user's code raises by ``raise`` or ``assert`` counts, though it may be about the surroundings.
+    """
+    links = list(traceback.walk_tb(error.__traceback__))
+    last, modules = links[-1][0], [frame.f_globals.get("__name__", "") for frame, _ in links]
+    if not any(frame.f_code.co_name in _STEPS for frame, _ in links) or out_of_memory(error):
         return False
-    if any(name.startswith("torch.distributed") for name in modules):
-        return False  # several processes may be what it lacks
-    installed_at = sysconfig.get_path("purelib")
-    return target == "cpu" or (isinstance(error, _ANYWHERE) and not frames[-1].filename.startswith(installed_at))
+    if modules[-1] == "os" or any(name.startswith(("torch.distributed", "torch.cuda")) for name in modules):
+        return False  # a variable of the environment, other processes or a GPU may be what it lacks
+    if raised and is_users(last) and target == "cpu" and isinstance(error, Exception):
+        return True
+    return isinstance(error, _ON_CPUS if target == "cpu" else _ANYWHERE) and not _by_statement(error, only_torchs=target == "cpu")
 
 
-def _shown(error: BaseException) -> str:
-    """Its traceback from the user's first line on: at most four frames of his and the last four."""
-    frames = traceback.extract_tb(error.__traceback__)
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    first = next((index for index, name in enumerate(modules) if _package(name) not in _NOT_THE_USERS), 0)
-    theirs = [frame for frame in frames[first:] if frame.name not in _CALLS]
-    kept = traceback.format_list(theirs if len(theirs) <= 8 else theirs[:4])
-    if len(theirs) > 8:
-        kept += [f"  ... {len(theirs) - 8} more\n", *traceback.format_list(theirs[-4:])]
-    return "".join(["Traceback (most recent call last):\n", *kept, *traceback.format_exception_only(type(error), error)])
-
-
-def _package(name: str) -> str:
-    return name.partition(".")[0]
+def _by_statement(error: BaseException, *, only_torchs: bool) -> bool:
+    """Whether code raised it by ``raise`` or ``assert``, as what it found was not to its liking; with ``only_torchs`` torch may have."""
+    link: Any = error.__traceback__
+    while link.tb_next is not None:
+        link = link.tb_next
+    if only_torchs and package_of(link.tb_frame) == "torch":
+        return False
+    return dis.opname[link.tb_frame.f_code.co_code[link.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
 
 
 def _is_known(callback: Callback) -> bool:
-    return _package(type(callback).__module__) in _NOT_THE_USERS
+    return type(callback).__module__.partition(".")[0] in NOT_THE_USERS

@@ -21,13 +21,17 @@ from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import first_batch
+from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.plans import Plan
+from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.reservation import Need
 from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
 from lightning_autopar.strategies.parity.check_outcome import Check, not_made
+from lightning_autopar.strategies.parity.rehearsal import STEPS
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs, need_of
 from lightning_autopar.strategies.preparation.findings import stage_of, validation_batch
+from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -111,8 +115,14 @@ class Prospect:
         """
         if inventory is not None:
             self._look = replace(self._look, inventory=usable(inventory))
-        while not self._has_stood():
-            pass
+        nothing: NothingFits | None = None
+        try:
+            while not self._has_stood():
+                pass
+        except NothingFits as error:
+            nothing = error
+        if nothing is not None:  # not within the handler, which would add to what the user's exception says of its causes
+            raise self._failure_of_step() or nothing
         look, report, findings = self._look, self._look.report, self._look.findings
         plan = report.best
         assert plan is not None, "make_report raises where nothing fits"
@@ -142,6 +152,14 @@ class Prospect:
                 lengths=findings.footprint.lengths,
             ),
         )
+
+    def _failure_of_step(self) -> BaseException | None:
+        """What the user's own step raises without any plan, where trials ruled plans out: it says more than the table of refusals."""
+        findings = self._look.findings
+        if stage_of(self._trainer) != "fit" or not (self._tried or any(found.refusals for found in findings.engines.values())):
+            return None
+        failure = failure_of_step(self._trainer, target_of(self._look.inventory.devices), batches=STEPS, last_resort=True)
+        return None if failure is None else failure.exception()
 
     def _has_stood(self) -> bool:
         """Whether the best plan has passed its trial; a plan that fails it is ruled out for good.

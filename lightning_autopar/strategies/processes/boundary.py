@@ -139,9 +139,6 @@ class Boundary:
             log_again()
             unmute()
             say_again()
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
-                if isinstance(callback, ProgressBar):  # the epoch begins here
-                    callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
         engine.before_loops = go_on  # type: ignore[attr-defined]  # of EngineMixin
         rng.restore(self._before.random, {})

@@ -3,11 +3,12 @@ from __future__ import annotations
 import pickle
 import subprocess
 import threading
+import traceback
 
 import pytest
 import torch
 
-from lightning_autopar.strategies.base.worker_exception import Failure, RemoteTraceback
+from lightning_autopar.strategies.base.worker_exception import Failure
 
 
 class NeedsTwo(ValueError):
@@ -57,10 +58,32 @@ def test_type_words_and_traceback_arrive(error: BaseException) -> None:
     again = passed_on(error)
     assert type(again) is type(error)
     assert str(again) == str(error)
-    assert isinstance(again.__cause__, RemoteTraceback)
-    assert "in passed_on" in str(again.__cause__)
+    assert traceback.format_tb(again.__traceback__) == traceback.format_tb(error.__traceback__)
     for name in ("name", "value", "errno", "filename", "code", "returncode"):
         assert getattr(again, name, None) == getattr(error, name, None)
+
+
+def test_what_led_to_an_exception_arrives_with_it() -> None:
+    try:
+        try:
+            [][1]
+        except IndexError as error:
+            raise NeedsTwo("x", 3) from error
+    except NeedsTwo as raised:
+        meant = traceback.format_exception(raised)
+        again = pickle.loads(pickle.dumps(Failure.of(raised))).exception()
+    assert type(again.__cause__) is IndexError
+    assert traceback.format_exception(again) == meant
+
+
+def test_an_exception_within_another_and_none_of_itself() -> None:
+    error = NeedsTwo("x", 3)
+    error.__context__ = KeyError("k")
+    error.__context__.__context__ = error  # a circle, as a library may leave one
+    again = passed_on(error)
+    assert type(again.__context__) is KeyError
+    assert again.__context__.__context__ is None
+    assert not again.__suppress_context__
 
 
 def test_a_part_that_cannot_be_pickled_is_replaced_by_its_words() -> None:
