@@ -133,12 +133,13 @@ def calibrate(arguments: argparse.Namespace) -> None:
     """Measure this machine for the engines that a strategy of this case allows, and note the seconds."""
     import lightning  # noqa: F401  # as in a run, before the clock starts
 
-    from lightning_autopar import AutoParallelStrategy
+    from lightning_autopar import AutoParallelStrategy, engines
     from lightning_autopar.strategies.calibration import calibration
 
     wanted = AutoParallelStrategy(allow=COLD[arguments.case][0], devices="2xcpu:2GiB")
     begun = time.monotonic()
-    calibration.calibrate(wanted.inventory()[0])
+    things = {thing for name in wanted.settings.allow for thing in engines.named(name).measured}
+    calibration.calibrate(wanted.inventory()[0], wanted={*things, "attention"})  # as a transformer's step has it
     with open(arguments.out, "a", encoding="utf-8") as file:
         file.write(json.dumps(["calibration", time.monotonic() - begun]) + "\n")
 

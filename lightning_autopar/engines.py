@@ -21,7 +21,7 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.moments import Moments
 from lightning_autopar.plans import Plan, loaded
-from lightning_autopar.timing.rates import Rates
+from lightning_autopar.timing.rates import COLLECTIVES, Rates
 from lightning_autopar.timing.step import Step
 
 
@@ -163,6 +163,8 @@ class Engine(ABC):
             engine's.
         another_library: whether its plans are taken only where they are clearly faster than others.
         loop: the engine whose measured trainer's loop is as long as this one's; None to measure its own.
+        measured: what calibration measures for plans of this engine besides operations and a loop on one device: collectives, and things
+            of ``calibration.steps``; by default all collectives.
         takes_remedies: whether the search may add recomputed blocks, micro-batches and uneven shares to its plans.
     """
 
@@ -176,6 +178,7 @@ class Engine(ABC):
     plainer: tuple[str, str] | None = None
     another_library = False
     loop: str | None = None
+    measured: tuple[str, ...] = COLLECTIVES
     takes_remedies = True
 
     @abstractmethod

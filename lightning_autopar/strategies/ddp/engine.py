@@ -27,6 +27,7 @@ class Single(Engine):
     name = "single"
     several = False
     replays = True
+    measured = ()
 
     def check(self, plan: Plan) -> None:
         """Raise unless it has one device."""
@@ -73,6 +74,7 @@ class DDP(Engine):
     name = "ddp"
     shares = True
     replays = True
+    measured = ("all_reduce", "loop/ddp")
 
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """One plan; uneven shares are a remedy."""

@@ -45,6 +45,7 @@ class FSDP(Engine):
     whole = False
     plainer = ("ddp", "replicas")
     replays = True
+    measured = ("all_reduce", "all_gather", "reduce_scatter", "loop/fsdp", "unit")
 
     def check(self, plan: Plan) -> None:
         """Raise unless it offloads both or nothing, and each copy of the model has several devices."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,7 +31,7 @@ from lightning_autopar.sharing.turn import Turn
 from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule
-from lightning_autopar.strategies.calibration.calibration import calibrate, calibrated, is_calibrated
+from lightning_autopar.strategies.calibration.calibration import calibrate, calibrated, is_calibrated, things_of
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
 from lightning_autopar.strategies.preparation.findings import Findings, Questions, drawn_by_rank, find_out
 from lightning_autopar.strategies.preparation.prospect import Prospect
@@ -242,7 +242,7 @@ def _look(
     def fits() -> bool:
         return best_candidate(findings.footprint, inventory, constraints, rates=calibrated(inventory)) is not None
 
-    rates = _rates(trainer, settings, inventory, max_devices, fits)
+    rates = _rates(trainer, settings, inventory, max_devices, fits, things_of(settings.allow, findings.footprint))
     if training:
         by = {} if rates is None else {"rates": rates.identity}
         constraints = replace(constraints, residuals=load_residuals(trainer.lightning_module, constraints.precision, inventory, **by))
@@ -299,10 +299,16 @@ def unevenly_dealt(together: Iterable[Sequence[int]], holders: Iterable[int]) ->
 
 
 def _rates(
-    trainer: Trainer, settings: Settings, inventory: Inventory, max_devices: int | None, fits: Callable[[], bool] = lambda: True
+    trainer: Trainer,
+    settings: Settings,
+    inventory: Inventory,
+    max_devices: int | None,
+    fits: Callable[[], bool] = lambda: True,
+    wanted: Collection[str] | None = None,
 ) -> MeasuredRates | None:
     """The measured rates of this machine; None to use data sheets. Measuring takes seconds, once: worth it for a run that compares plans of
-    several devices and will take longer than that. If nothing fits for a run now, it doesn't measure.
+    several devices and will take longer than that. If nothing fits for a run now, it doesn't measure. What this run's engines and step
+    don't need (all but ``wanted``) is left to a run that needs it.
     """
     if settings.calibrate == "off" or any(device.kind == "catalogue" for device in inventory.devices):
         return None
@@ -311,9 +317,9 @@ def _rates(
     again = settings.calibrate == "now"
     if not (again or settings.calibrate == "trial" or (compares and long and cache_folder("rates") is not None)):
         return calibrated(inventory)
-    if (again or not is_calibrated(inventory)) and not fits():
+    if (again or not is_calibrated(inventory, wanted)) and not fits():
         return calibrated(inventory)
-    return calibrate(inventory, again=True) if again else calibrate(inventory)
+    return calibrate(inventory, wanted=wanted, again=again)
 
 
 def _splits(settings: Settings, several: bool) -> bool:
