@@ -156,7 +156,7 @@ def measured(case: str, cache: Path, *, cold: bool = False) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="first-step-") as folder:
         out, log = Path(folder) / "out", Path(folder) / "log"
         environment = {**os.environ, "AUTOPAR_CACHE": str(cache), "AUTOPAR_LEDGER": "off"}
-        for name in ("AUTOPAR_DEVICES", "OMP_NUM_THREADS"):
+        for name in ("AUTOPAR_DEVICES", "OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"):  # an installed package has its bytecode
             environment.pop(name, None)
         command = [sys.executable, str(Path(__file__).resolve()), "--cold" if cold else "--run", case, "--out", str(out)]
         with log.open("wb") as file:

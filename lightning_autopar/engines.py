@@ -163,6 +163,7 @@ class Engine(ABC):
             engine's.
         another_library: whether its plans are taken only where they are clearly faster than others.
         loop: the engine whose measured trainer's loop is as long as this one's; None to measure its own.
+        looks_long: whether :meth:`Engine.look` runs steps, which takes seconds: then it waits until a plan of the engine is the best one.
         measured: what calibration measures for plans of this engine besides operations and a loop on one device: collectives, and things
             of ``calibration.steps``; by default all collectives.
         takes_remedies: whether the search may add recomputed blocks, micro-batches and uneven shares to its plans.
@@ -178,6 +179,7 @@ class Engine(ABC):
     plainer: tuple[str, str] | None = None
     another_library = False
     loop: str | None = None
+    looks_long = False
     measured: tuple[str, ...] = COLLECTIVES
     takes_remedies = True
 

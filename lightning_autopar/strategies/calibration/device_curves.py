@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,19 +22,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_autopar.memory.work.work import Work
 from lightning_autopar.timing.curves import Curve
-from lightning_autopar.timing.measured_rates import SMALLEST_DIMENSIONS
+from lightning_autopar.timing.measured_rates import RARE, SMALLEST_DIMENSIONS
 
 #: The quantile of the runs' times that counts: others' work on the machine makes some runs longer, none shorter.
 _QUANTILE = 0.25
 _LEAST_RUNS, _MOST_RUNS = 3, 200
-#: Kinds of operations that few steps have, each with a thing whose curve shows that the kind was measured.
-RARE: Mapping[str, tuple[str, ...]] = {
-    "pictures": ("convolution", "native_batch_norm"),
-    "attention": ("attention",),
-    "recurrent layers": ("recurrent",),
-}
 
 
 class Clock:
@@ -238,12 +231,6 @@ def _bare_seconds(clock: Clock) -> float:
 
 
 # -- the cases -------------------------------------------------------------------------------------------------------------------------
-
-
-def is_of(kind: str, work: Work) -> bool:
-    """Whether an operation is predicted by what was measured of a kind of :data:`RARE`."""
-    pictures = kind == "pictures" and (work.kind == "convolution" or "batch_norm" in work.name or "pool" in work.name)
-    return pictures or (kind, work.kind) in (("recurrent layers", "recurrent"), ("attention", "attention"))
 
 
 def cases(device: torch.device, *, common: bool = True, rare: Collection[str] = tuple(RARE)) -> Iterator[Case]:

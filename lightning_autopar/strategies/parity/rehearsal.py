@@ -172,6 +172,7 @@ def _rehearse(module: LightningModule, trainer: Trainer | None, first: FirstBatc
     """Rank 0, which also compares: it lets a child run the steps with whole parameters, forks rank 1, then compares the engine's steps with
     those. Children draw the same numbers, as they are forked in the same state.
     """
+    torch.set_num_threads(max(1, torch.get_num_threads() // engine.world_size))  # the ranks compute at once
     batch = _batches(module, trainer, first, count)
     try:
         plain = run_forked(_plain_steps, module, trainer, batch)

@@ -29,6 +29,7 @@ class Pipeline(Engine):
     whole = False
     splits = False
     takes_remedies = False
+    looks_long = True
     measured = (*COLLECTIVES, "loop/pipeline", "action")
 
     def check(self, plan: Plan) -> None:

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Said of plans whose engine hasn't looked at the first batch.
+_NOT_LOOKED = "not checked on the first batch, as another plan was chosen"
 CalibrationRule = Literal["auto", "now", "off", "trial"]
 
 
@@ -113,7 +115,9 @@ def find_prospect(
         check_values(trainer.lightning_module)
     # A launcher's processes exist already.
     alone = NO_WORKERS if world_size is None and not runs_script() and unforkable() is not None else None
-    look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic, alone=alone)
+    # A trial of the best plans runs several engines' plans, and an elastic run may come to any.
+    later = not elastic and settings.calibrate != "trial" and settings.plan is None
+    look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic, later=later, alone=alone)
     from_snapshot, weights_only = is_snapshot(arguments.get("ckpt_path")), arguments.get("weights_only")
     return Prospect(trainer, look, batch=settings.batch, from_snapshot=from_snapshot, weights_only=weights_only, elastic=elastic)
 
@@ -135,7 +139,7 @@ def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, 
     assert decision.look is not None, "it was made here"
     look = replace(decision.look, inventory=inventory)
     if plan is not None:
-        asked = {*look.findings.engines, *look.constraints.excluded}
+        asked = {*look.findings.engines, *look.findings.later, *look.constraints.excluded}
         if plan.engine not in asked and type(engines.of(plan)).look is not engines.Engine.look:
             raise ValueError(
                 f"the engine {plan.engine!r} hasn't looked at the run's first batch, so that nobody knows whether it runs the step right; "
@@ -169,9 +173,12 @@ def _look(
     world_size: int | None,
     *,
     elastic: bool = False,
+    later: bool = False,
     alone: str | None = None,
 ) -> PlanningInputs:
-    """Find out all about the step, and turn it into constraints. ``alone`` says why this process can't start others."""
+    """Find out all about the step, and turn it into constraints; with ``later``, without what only plans need that aren't chosen. ``alone``
+    says why this process can't start others.
+    """
     inventory, max_devices = bound
     several = alone is None and (_several(inventory, max_devices) or (elastic and max_devices != 1))
     verify_configuration(trainer)  # raises now what Lightning would raise later
@@ -182,18 +189,17 @@ def _look(
     def asked(engine: Engine) -> bool:
         return (engine in settings.allow if settings.plan is None else settings.plan.engine == engine) and engine not in excluded
 
-    findings = find_out(
-        trainer,
-        Questions(
-            split=_splits(settings, several),
-            room_bytes=_room_bytes(inventory, settings),
-            engines=tuple(filter(asked, all_engines())),
-            several=several,
-            excluded=excluded,
-            target=target_of(inventory.devices),
-            despite=settings.despite,
-        ),
+    questions = Questions(
+        split=_splits(settings, several),
+        room_bytes=_room_bytes(inventory, settings),
+        engines=tuple(filter(asked, all_engines())),
+        later=later,
+        several=several,
+        excluded=dict(excluded),
+        target=target_of(inventory.devices),
+        despite=settings.despite,
     )
+    findings = find_out(trainer, questions)
     if settings.own_draws:
         findings = drawn_by_rank(findings)
     most = min(len(inventory.devices), max_devices or len(inventory.devices))
@@ -232,7 +238,8 @@ def _look(
         pinned=settings.plan,
         excluded=excluded,
         uncuttable={block: reason for finding in findings.engines.values() for block, reason in finding.uncuttable.items()},
-        notes={name: finding.notes for name, finding in findings.engines.items() if finding.notes},
+        notes={name: finding.notes for name, finding in findings.engines.items() if finding.notes}
+        | dict.fromkeys(findings.later, (_NOT_LOOKED,)),
         split=findings.split if settings.batch == "global" else None,
         despite=settings.despite,
         split_batch=settings.batch == "global",
@@ -251,6 +258,7 @@ def _look(
         inventory=inventory,
         constraints=constraints,
         rates=rates,
+        questions=questions,
         undivided=_why_undivided(findings, constraints),
         unknown=_unknown(constraints),
     )

@@ -31,12 +31,11 @@ from lightning_autopar.strategies.calibration import device_curves as calibratio
 from lightning_autopar.strategies.calibration import ranks as calibration_ranks
 from lightning_autopar.strategies.calibration import steps as calibration_steps
 from lightning_autopar.strategies.calibration.calibration import Measurement
-from lightning_autopar.strategies.calibration.device_curves import RARE
 from lightning_autopar.strategies.preparation import decide
 from lightning_autopar.strategies.preparation.decide import Settings
 from lightning_autopar.timing.curves import Calibration, Curve, keep_calibration, load_calibration
 from lightning_autopar.timing.data_sheet import DataSheet
-from lightning_autopar.timing.measured_rates import HOST, MeasuredRates
+from lightning_autopar.timing.measured_rates import HOST, RARE, MeasuredRates
 
 ADD = Curve(subject="cpu/1", thing="add", dtype="fp32", sizes=(1.0,), seconds=(0.5,))
 
