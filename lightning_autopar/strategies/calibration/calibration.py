@@ -319,9 +319,9 @@ def _device(device: Device, seconds: float, common: bool, rare: Collection[str],
 def _ranks(
     devices: Sequence[Device], groups: Mapping[int, str], share: float, collectives: Collection[Collective], known: Calibration
 ) -> list[Curve]:
-    from lightning_autopar.strategies.calibration.ranks import measure_ranks
+    from lightning_autopar.strategies.calibration.ranks import Asked, measure_ranks
 
-    return measure_ranks(devices, groups, share, _LIMIT_SECONDS, collectives)
+    return measure_ranks(Asked(devices=devices, groups=groups, share=share, timeout_seconds=_LIMIT_SECONDS, collectives=collectives))
 
 
 def _host(inventory: Inventory, known: Calibration) -> list[Curve]:

@@ -28,14 +28,15 @@ from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.calibration import calibration
 from lightning_autopar.strategies.calibration import device_curves as calibration_cases
-from lightning_autopar.strategies.calibration import ranks as calibration_ranks
 from lightning_autopar.strategies.calibration import steps as calibration_steps
 from lightning_autopar.strategies.calibration.calibration import Measurement
+from lightning_autopar.strategies.calibration.ranks import measure_host
 from lightning_autopar.strategies.preparation import decide
 from lightning_autopar.strategies.preparation.decide import Settings
 from lightning_autopar.timing.curves import Calibration, Curve, keep_calibration, load_calibration
 from lightning_autopar.timing.data_sheet import DataSheet
 from lightning_autopar.timing.measured_rates import HOST, RARE, MeasuredRates
+from lightning_autopar.timing.rates import COLLECTIVES
 
 ADD = Curve(subject="cpu/1", thing="add", dtype="fp32", sizes=(1.0,), seconds=(0.5,))
 
@@ -402,8 +403,11 @@ def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_are_measured_together() -> None:
     inventory = parse_spec("2xcpu:64MiB", cores=2)
-    curves = run_forked(calibration_ranks.measure_ranks, inventory.devices, {2: "cpu/1"}, 1.0, 60.0, timeout_seconds=100)
-    alone = run_forked(calibration_ranks.measure_ranks, inventory.devices[:1], {1: "cpu/1"}, 1.0, 60.0, timeout_seconds=100)
+
+    def measured(count: int) -> list[Curve]:
+        return calibration._ranks(inventory.devices[:count], {count: "cpu/1"}, 1.0, COLLECTIVES, Calibration())
+
+    curves, alone = (run_forked(measured, count, timeout_seconds=100) for count in (2, 1))
     assert {(curve.thing, curve.ranks) for curve in curves} == {
         *((thing, 2) for thing in ("crowd/matmul", "crowd/add", "all_reduce", "all_gather", "reduce_scatter", "send"))
     }
@@ -429,7 +433,7 @@ def test_a_tiny_step_of_every_engine(engine: str) -> None:
 
 
 def test_the_host_is_measured(tmp_path: Path) -> None:
-    curves = run_forked(calibration_ranks.measure_host, HOST, 1, tmp_path, timeout_seconds=100)
+    curves = run_forked(measure_host, HOST, 1, tmp_path, timeout_seconds=100)
     assert [curve.thing for curve in curves] == ["adam", "disk_write", "disk_read"]
     assert list(tmp_path.iterdir()) == []
 
