@@ -15,7 +15,7 @@ STUB := $(wildcard tests/nullgpu/*.py tests/nullgpu/src/* tests/nullgpu/compute/
 # Where a shell has set it, each of the hundred processes that tests start compiles this package anew, half a second of a core each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-cuda test-cuda-build conformance conformance-cuda packages fuzz chaos lightning-suite check same-report walks docs bench-decisions bench-elastic bench-memory bench-overhead bench-pipeline clean
+.PHONY: demo test test-slow test-cuda test-cuda-build conformance conformance-cuda packages fuzz chaos lightning-suite check same-report walks docs bench-decisions bench-elastic bench-first-step bench-memory bench-overhead bench-pipeline clean
 
 # On a machine with GPUs the demo uses them; without, two CPU devices with a memory budget.
 demo: $(INSTALLED)
@@ -126,6 +126,9 @@ chaos: $(INSTALLED)
 
 bench-elastic: $(INSTALLED)
 	$(RUN)/python benchmarks/elastic.py
+
+bench-first-step: $(INSTALLED)
+	$(RUN)/python benchmarks/first_step.py
 
 bench-overhead: $(INSTALLED)
 	$(RUN)/python benchmarks/overhead.py

@@ -21,7 +21,7 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.moments import Moments
 from lightning_autopar.plans import Plan, loaded
-from lightning_autopar.timing.rates import Rates
+from lightning_autopar.timing.rates import COLLECTIVES, Rates
 from lightning_autopar.timing.step import Step
 
 
@@ -164,6 +164,9 @@ class Engine(ABC):
         another_library: whether its plans are taken only where they are clearly faster than others.
         loop: the engine whose measured trainer's loop is as long as this one's; None to measure its own.
         reruns: whether a batch that runs out of memory is run again in more parts, where that gives the whole batch's loss.
+        looks_long: whether :meth:`Engine.look` runs steps, which takes seconds: then it waits until a plan of the engine is the best one.
+        measured: what calibration measures for plans of this engine besides operations and a loop on one device: collectives, and things
+            of ``calibration.steps``; by default all collectives.
         takes_remedies: whether the search may add recomputed blocks, micro-batches and uneven shares to its plans.
     """
 
@@ -178,6 +181,8 @@ class Engine(ABC):
     another_library = False
     loop: str | None = None
     reruns = False
+    looks_long = False
+    measured: tuple[str, ...] = COLLECTIVES
     takes_remedies = True
 
     @abstractmethod

@@ -260,7 +260,7 @@ def collective_seconds(collective: Collective, size_bytes: int, group: Group) ->
     times = 2.0 if collective == "all_reduce" else 1.0
     speed = min(group.reducing if collective == "all_reduce" else group.intra, group.inter)
     across = (2 if collective == "all_reduce" else 1) * (group.nodes - 1)
-    moved = times * (1.0 if collective == "broadcast" else part) * size_bytes
+    moved = times * part * size_bytes
 
     def ring(step: dict[str, float]) -> float:
         """Seconds of all steps of a ring; those between nodes use the network."""
@@ -276,7 +276,7 @@ def collective_seconds(collective: Collective, size_bytes: int, group: Group) ->
 def _gloo_seconds(collective: Collective, size_bytes: int, group: Group) -> float:
     """Seconds of a ring through the host; gloo's reduce-scatter is an all-reduce of which each rank keeps its part."""
     times = 2.0 if collective in ("all_reduce", "reduce_scatter") else 1.0
-    part = 1.0 if collective in ("broadcast", "send") else (group.size - 1) / group.size
+    part = 1.0 if collective == "send" else (group.size - 1) / group.size
     bandwidth = _GLOO_BYTES_PER_SECOND if group.nodes == 1 else min(_GLOO_BYTES_PER_SECOND, group.inter)
     steps = times * (1 if collective == "send" else group.size - 1)
     return steps * _GLOO_LATENCY_SECONDS + times * part * size_bytes / bandwidth

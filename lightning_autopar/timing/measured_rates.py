@@ -65,6 +65,18 @@ _COMPUTES = 8
 _ADAM_BYTES = 28
 #: Channels of pictures, which kernels don't block.
 _FEW_CHANNELS = 4
+#: Kinds of operations that few steps have, each with a thing whose curve shows that the kind was measured.
+RARE: Mapping[str, tuple[str, ...]] = {
+    "pictures": ("convolution", "native_batch_norm"),
+    "attention": ("attention",),
+    "recurrent layers": ("recurrent",),
+}
+
+
+def is_of(kind: str, work: Work) -> bool:
+    """Whether an operation is predicted by what was measured of a kind of :data:`RARE`."""
+    pictures = kind == "pictures" and (work.kind == "convolution" or "batch_norm" in work.name or "pool" in work.name)
+    return pictures or (kind, work.kind) in (("recurrent layers", "recurrent"), ("attention", "attention"))
 
 
 def device_key(device: Device) -> str:

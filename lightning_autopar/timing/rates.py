@@ -12,8 +12,8 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Engine
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
-COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send")
 Phase = Literal["forward", "backward", "optimizer"]
 
 

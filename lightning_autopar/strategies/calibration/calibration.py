@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,13 +30,15 @@ from lightning_autopar._fork import ChildFailed, run_forked, unforkable
 from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
 from lightning_autopar._root import for_child
 from lightning_autopar.devices.inventory import Device, DeviceProcess, Inventory, Link
+from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.cache_files import VARIABLE, cache_folder
 from lightning_autopar.planning.device_sets import one_of_each_gpu
+from lightning_autopar.plans import Engine, all_engines
 from lightning_autopar.strategies.calibration.devices import came_meanwhile, leased, may_be_measured
 from lightning_autopar.timing.curves import Calibration, Curve, keep_calibration, load_calibration
 from lightning_autopar.timing.data_sheet import DataSheet
-from lightning_autopar.timing.measured_rates import HOST, MeasuredRates, device_key, group_key
-from lightning_autopar.timing.rates import Collective
+from lightning_autopar.timing.measured_rates import HOST, RARE, MeasuredRates, device_key, group_key, is_of
+from lightning_autopar.timing.rates import COLLECTIVES, Collective
 
 log = logging.getLogger(__name__)
 
@@ -80,45 +82,48 @@ def calibrated(inventory: Inventory) -> MeasuredRates | None:
     return MeasuredRates(known, DataSheet()) if known else None
 
 
-def is_calibrated(inventory: Inventory) -> bool:
-    """Whether nothing is left to measure, or may be measured now."""
-    return not measurements(inventory, load_calibration(inventory))
+def is_calibrated(inventory: Inventory, wanted: Collection[str] | None = None) -> bool:
+    """Whether nothing that is wanted is left to measure, or may be measured now."""
+    return not measurements(inventory, load_calibration(inventory), wanted)
 
 
-def calibrate(inventory: Inventory, *, again: bool = False, progress: bool = True) -> MeasuredRates:
+def calibrate(inventory: Inventory, *, wanted: Collection[str] | None = None, again: bool = False, progress: bool = True) -> MeasuredRates:
     """Measure what isn't known yet about this host's devices, store it, and log one line about it.
 
     Args:
         inventory: the devices; those that can only be planned for are left out.
+        wanted: what is needed, see :func:`measurements`.
         again: whether to measure what is known, too.
         progress: whether to show a bar while it runs.
     """
     known = load_calibration(inventory)
     before = Calibration() if again else known
-    if not measurements(inventory, before):
+    if not measurements(inventory, before, wanted):
         return MeasuredRates(known, DataSheet())
     begun = time.monotonic()
+    tried = {name for each in measurements(inventory, before, wanted) for name in each.names}
     where = "kept for later runs" if cache_folder("rates") is not None else f"not kept, as {VARIABLE} is off"
     rank_zero_info(f"autopar: measuring how fast {_named(inventory)} for some seconds; {where}")
 
-    def wanted(there: Inventory) -> list[Device]:
-        return [device for each in measurements(there, before) for device in each.devices]
+    def measured(there: Inventory) -> list[Device]:
+        return [device for each in measurements(there, before, wanted) for device in each.devices]
 
-    with leased(inventory, wanted) as there:
+    with leased(inventory, measured) as there:
         if unforkable() is not None:
-            curves, failures = _in_another_process(there, again=again)
+            curves, failures = _in_another_process(there, wanted, again=again)
         else:
-            curves, failures = _measure(measurements(there, before), known, _most_seconds(there), progress=progress)
+            curves, failures = _measure(measurements(there, before, wanted), known, _most_seconds(there), progress=progress)
     took, today = time.monotonic() - begun, datetime.date.today().isoformat()
     for failure in failures:
         rank_zero_warn(f"autopar: {failure.words}; the data sheet is used instead")
     found = known.with_failures({name: today for failure in failures for name in failure.names})
     if curves:
         found = found.with_curves(curves, day=today, took_seconds=took)
+    # What a measurement of CPUs didn't give, for want of time, isn't tried at every start.
+    without = {name: today for each in measurements(inventory, found, wanted) if not each.devices for name in each.names if name in tried}
+    found = found.with_failures(without)
     if curves or failures:
         keep_calibration(inventory, found)
-    if not curves:
-        return MeasuredRates(found, DataSheet())
     return MeasuredRates(found, DataSheet())
 
 
@@ -134,36 +139,70 @@ def _most_seconds(inventory: Inventory) -> float:
 # -- what there is to measure ----------------------------------------------------------------------------------------------------------
 
 
-def measurements(inventory: Inventory, known: Calibration) -> list[Measurement]:
-    """The measurements that are missing and may be made now, the most important first; without those that failed lately."""
+def things_of(names: Iterable[Engine], footprint: Footprint) -> frozenset[str]:
+    """What predicting the step under these engines' plans needs, see :func:`measurements`.
+
+    Args:
+        names: the engines'.
+        footprint: of the step. Where its operations aren't known, all are needed.
+    """
+    layers = (*footprint.blocks, *footprint.outer)
+    works = [work for layer in layers for work in (*layer.work, *layer.backward_work)]
+    kinds = {kind for kind in RARE if not works or any(is_of(kind, work) for work in works)}
+    return frozenset(kinds.union(*(engines.named(name).measured for name in names)))
+
+
+def measurements(inventory: Inventory, known: Calibration, wanted: Collection[str] | None = None) -> list[Measurement]:
+    """The measurements that are missing and may be made now, the most important first; without those that failed lately.
+
+    Args:
+        inventory: the devices.
+        known: what needn't be measured.
+        wanted: what is needed besides what every plan needs: kinds of operations (``device_curves.RARE``), and what engines name in
+            ``Engine.measured``; by default everything. A GPU is measured whole: most of that time goes to starting CUDA.
+    """
+    if wanted is None:
+        wanted = {*RARE, *(thing for name in all_engines() for thing in engines.named(name).measured)}
     devices = [device for device in inventory.devices if may_be_measured(device)]
     by_kind: dict[str, list[Device]] = {"cpu": [], "cuda": []}
     for device in devices:
         by_kind[device.kind].append(device)
-    found = [*_of_cpus(by_kind["cpu"], inventory, known), *_of_gpus(by_kind["cuda"], inventory, known)]
+    found = [*_of_cpus(by_kind["cpu"], inventory, known, wanted), *_of_gpus(by_kind["cuda"], inventory, known)]
     if devices and not known.ranks_of(HOST, "adam"):
         found.append(Measurement(title="the host", names=("host",), run=partial(_host, inventory)))
     return [each for each in found if not each.names or not all(_failed_lately(known.failures.get(name)) for name in each.names)]
 
 
-def _of_cpus(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> Iterator[Measurement]:
+def _of_cpus(devices: Sequence[Device], inventory: Inventory, known: Calibration, wanted: Collection[str]) -> Iterator[Measurement]:
     """Measurements of CPU devices: the first of each kind alone, and some of them at once."""
+
+    def missing(subject: str, things: Iterable[str], ranks: int | None = None) -> list[str]:
+        found = {thing: known.ranks_of(subject, thing) for thing in things}
+        return [thing for thing, counts in found.items() if not counts or (ranks is not None and ranks not in counts)]
+
     for key, device in {device_key(device): device for device in reversed(devices)}.items():
-        if not known.ranks_of(key, "matmul/64") or not known.ranks_of(key, "adam"):
-            yield Measurement(
-                title=f"operations on {device.name}", names=(f"{key} operations",), run=partial(_device, device, _CPU_SECONDS)
-            )
+        common = bool(missing(key, ("matmul/64", "adam")))
+        rare = [kind for kind, marks in RARE.items() if kind in wanted and missing(key, marks)]
+        if common or rare:
+            name = f"{key} operations" if common else f"{key} {', '.join(rare)}"
+            title = f"{'operations' if common else ', '.join(rare)} on {device.name}"
+            yield Measurement(title=title, names=(name,), run=partial(_device, device, _CPU_SECONDS, common, rare))
     if not devices:
         return
     key = device_key(devices[0])
     for ranks in rank_counts(min(len(devices), _MOST_CPU_RANKS)):
-        if ranks not in known.ranks_of(key, "crowd/matmul"):
-            chosen = devices[:ranks]
-            run = partial(_ranks, chosen, {ranks: group_key(chosen, inventory)}, _sharing(chosen, inventory))
-            yield Measurement(title=f"{ranks} ranks at once", names=(f"{key} of {ranks}",), run=run)
-    if not known.ranks_of(key, "call"):
-        yield Measurement(title="the trainer's loop", names=(f"{key} loop",), run=partial(_engines, devices, inventory))
-    if len(devices) > 1 and not known.ranks_of(key, "action"):
+        chosen = devices[:ranks]
+        group = group_key(chosen, inventory)
+        collectives = [name for name in COLLECTIVES if name in wanted and (ranks == 2 or (ranks > 1 and name != "send"))]
+        more = missing(group, collectives, ranks)
+        if more or missing(key, ("crowd/matmul",), ranks):
+            run = partial(_ranks, chosen, {ranks: group}, _sharing(chosen, inventory), collectives)
+            yield Measurement(title=f"{ranks} ranks at once", names=(f"{key} of {ranks}: {', '.join(more)}",), run=run)
+    loops = [thing for thing in ("loop/ddp", "loop/fsdp", "unit") if thing in wanted and len(devices) > 1]
+    if more := missing(key, ("call", *loops)):
+        names = (f"{key} loop: {', '.join(more)}",)
+        yield Measurement(title="the trainer's loop", names=names, run=partial(_engines, devices, inventory, loops))
+    if len(devices) > 1 and "action" in wanted and missing(key, ("action",)):
         yield Measurement(title="a pipeline's stages", names=(f"{key} stages",), run=partial(_stages, devices, inventory))
 
 
@@ -174,7 +213,7 @@ def _of_gpus(devices: Sequence[Device], inventory: Inventory, known: Calibration
         models.setdefault(device_key(device), []).append(device)
     for key, (first, *_) in models.items():
         if not known.ranks_of(key, "matmul/64"):
-            run = partial(_device, first, _GPU_SECONDS / len(models))
+            run = partial(_device, first, _GPU_SECONDS / len(models), True, tuple(RARE))
             yield Measurement(title=f"operations on {first.name}", names=(f"{key} operations",), run=run, devices=(first,))
     for alike in models.values():
         together = tuple(one_of_each_gpu(alike))
@@ -182,7 +221,7 @@ def _of_gpus(devices: Sequence[Device], inventory: Inventory, known: Calibration
         missing = {ranks: key for ranks, key in groups.items() if ranks not in known.ranks_of(key, "all_reduce")}
         if missing:
             names = tuple(f"{key} of {ranks}" for ranks, key in missing.items())
-            ranks, run = max(missing), partial(_ranks, together[: max(missing)], missing, 1.0)
+            ranks, run = max(missing), partial(_ranks, together[: max(missing)], missing, 1.0, COLLECTIVES)
             yield Measurement(title=f"{ranks} ranks at once", names=names, run=run, devices=together[:ranks])
     if models and not known.ranks_of(HOST, "call"):
         yield Measurement(title="the trainer's loop", names=("host loop",), run=_host_loop)
@@ -268,19 +307,21 @@ def be_silent() -> None:
     sys.stderr = nowhere
 
 
-def _device(device: Device, seconds: float, known: Calibration) -> list[Curve]:
+def _device(device: Device, seconds: float, common: bool, rare: Collection[str], known: Calibration) -> list[Curve]:
     from lightning_autopar.strategies.calibration.device_curves import measure_device
     from lightning_autopar.strategies.calibration.ranks import adam_curve, torch_device
 
     where, key = torch_device(device), device_key(device)
-    curves = measure_device(where, key, seconds=seconds)
-    return [*curves, adam_curve(key)] if device.kind == "cpu" else curves
+    curves = measure_device(where, key, seconds=seconds, common=common, rare=rare)
+    return [*curves, adam_curve(key)] if common and device.kind == "cpu" else curves
 
 
-def _ranks(devices: Sequence[Device], groups: Mapping[int, str], share: float, known: Calibration) -> list[Curve]:
-    from lightning_autopar.strategies.calibration.ranks import measure_ranks
+def _ranks(
+    devices: Sequence[Device], groups: Mapping[int, str], share: float, collectives: Collection[Collective], known: Calibration
+) -> list[Curve]:
+    from lightning_autopar.strategies.calibration.ranks import Asked, measure_ranks
 
-    return measure_ranks(devices, groups, share, _LIMIT_SECONDS)
+    return measure_ranks(Asked(devices=devices, groups=groups, share=share, timeout_seconds=_LIMIT_SECONDS, collectives=collectives))
 
 
 def _host(inventory: Inventory, known: Calibration) -> list[Curve]:
@@ -292,12 +333,12 @@ def _host(inventory: Inventory, known: Calibration) -> list[Curve]:
 def _host_loop(known: Calibration) -> list[Curve]:
     """The trainer's loop's seconds on the host where GPUs compute: measured on the CPU, as the loop doesn't wait for GPUs."""
     host = Device(id="cpu:0", kind="cpu", name="CPU", total_bytes=0, free_bytes=0, index=0, threads=1)
-    found = _engines([host], Inventory(devices=(host,), host_total_bytes=0, host_free_bytes=0, source="spec"), known)
+    found = _engines([host], Inventory(devices=(host,), host_total_bytes=0, host_free_bytes=0, source="spec"), (), known)
     return [replace(curve, subject=HOST) for curve in found]
 
 
-def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
-    """The seconds of the trainer's loop, and what two ranks of an engine add."""
+def _engines(devices: Sequence[Device], inventory: Inventory, loops: Collection[str], known: Calibration) -> list[Curve]:
+    """The seconds of the trainer's loop, and what two ranks of an engine add to these loops."""
     from lightning_autopar.strategies.calibration.steps import TINY_BLOCKS, TINY_BYTES, TINY_UNITS, plain_step, step_taken
 
     rates = MeasuredRates(known, DataSheet()).among(devices[:2], inventory)
@@ -313,10 +354,11 @@ def _engines(devices: Sequence[Device], inventory: Inventory, known: Calibration
 
     single, calls = around("single", 1)
     taken = {"loop/single": single, "call": single / calls}
-    if len(devices) > 1:
-        (replicas, _), (shards, _) = around("ddp", 2), around("fsdp", 2)
-        # Subtract what is predicted separately: a bucket of gradients; for each unit two gathers and a scatter.
+    if loops:  # subtract what is predicted separately: a bucket of gradients; for each unit two gathers and a scatter
+        replicas, _ = around("ddp", 2)
         taken["loop/ddp"] = taken["loop/fsdp"] = max(single, replicas - collective("all_reduce"))
+    if "unit" in loops:
+        shards, _ = around("fsdp", 2)
         waiting = 2 * collective("all_gather") + collective("reduce_scatter")
         taken["unit"] = max(single / 10, (shards - taken["loop/fsdp"]) / TINY_UNITS - waiting)
     return _curves(devices[0], taken)
@@ -369,10 +411,11 @@ def _bar(steps: int, wanted: bool) -> Iterator[Callable[[str], None]]:
 # -- where this process has used a GPU: a fresh one ------------------------------------------------------------------------------------
 
 
-def _in_another_process(inventory: Inventory, *, again: bool) -> tuple[list[Curve], list[Failure]]:
+def _in_another_process(inventory: Inventory, wanted: Collection[str] | None, *, again: bool) -> tuple[list[Curve], list[Failure]]:
     """Measure in a new Python, which can fork."""
     most_seconds = _most_seconds(inventory)
-    words = json.dumps({"inventory": inventory.to_dict(), "again": again, "most_seconds": most_seconds})
+    things = None if wanted is None else sorted(wanted)
+    words = json.dumps({"inventory": inventory.to_dict(), "wanted": things, "again": again, "most_seconds": most_seconds})
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "calibration.json"
         command = [sys.executable, "-c", f"from {__name__} import answer; answer()", str(answer)]
@@ -388,7 +431,7 @@ def _in_another_process(inventory: Inventory, *, again: bool) -> tuple[list[Curv
             )
             data = json.loads(answer.read_text(encoding="utf-8"))
         except (subprocess.SubprocessError, OSError, ValueError) as error:
-            names = tuple(name for each in measurements(inventory, Calibration()) for name in each.names)
+            names = tuple(name for each in measurements(inventory, Calibration(), wanted) for name in each.names)
             return [], [Failure(words=f"this machine could not be measured ({error})", names=names)]
     failures = [Failure(words=words, names=tuple(names)) for words, names in data["failures"]]
     return list(Calibration.from_dict(data["calibration"]).all()), failures
@@ -399,7 +442,7 @@ def answer() -> None:
     asked = json.loads(sys.stdin.read())
     inventory = _from_words(asked["inventory"])
     known = load_calibration(inventory)
-    wanted = measurements(inventory, Calibration() if asked["again"] else known)
+    wanted = measurements(inventory, Calibration() if asked["again"] else known, asked["wanted"])
     curves, failures = _measure(wanted, known, asked["most_seconds"], progress=True)
     found = Calibration().with_curves(curves, day="", took_seconds=0.0)
     told = [(failure.words, failure.names) for failure in failures]

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.timing.curves import Curve
-from lightning_autopar.timing.measured_rates import SMALLEST_DIMENSIONS
+from lightning_autopar.timing.measured_rates import RARE, SMALLEST_DIMENSIONS
 
 #: The quantile of the runs' times that counts: others' work on the machine makes some runs longer, none shorter.
 _QUANTILE = 0.25
@@ -178,24 +178,29 @@ class Case:
     times: int = 1
 
 
-def measure_device(device: torch.device, subject: str, *, seconds: float) -> list[Curve]:
+def measure_device(
+    device: torch.device, subject: str, *, seconds: float, common: bool = True, rare: Collection[str] = tuple(RARE)
+) -> list[Curve]:
     """Measure the curves of one device that no other process of ours uses.
 
     Args:
         device: where.
         subject: under which the curves are kept.
+        common: whether to measure what every step has.
+        rare: the kinds of :data:`RARE` to measure.
         seconds: how long it may take. Later cases run only a few times; after three times as long none runs any more. A thing that wasn't
             measured at all of its sizes, or fails on this device, is left to the data sheet: a curve through its smallest size alone would
             be wrong for large ones by as much as small operations are slow.
     """
     clock = Clock(device)
     bare = _bare_seconds(clock)
-    issue_curves(device, subject, {}, steps=1)  # let torch do its one-time work before the clock runs
+    if common:
+        issue_curves(device, subject, {}, steps=1)  # let torch do its one-time work before the clock runs
     found: dict[tuple[str, str], dict[float, float]] = {}
     cut: set[tuple[str, str]] = set()
     slot = seconds / 300
     until, at_last = clock.now() + seconds, time.perf_counter() + _MOST_TIMES * seconds
-    for case in cases(device):
+    for case in cases(device, common=common, rare=rare):
         key = case.thing, case.dtype
         if time.perf_counter() > at_last:
             cut.add(key)
@@ -213,6 +218,8 @@ def measure_device(device: torch.device, subject: str, *, seconds: float) -> lis
         for (thing, dtype), points in found.items()
         if (thing, dtype) not in cut
     ]
+    if not common:
+        return curves
     return [*curves, *issue_curves(device, subject, {curve.thing: curve.seconds[0] for curve in curves if curve.dtype == "fp32"})]
 
 
@@ -226,9 +233,34 @@ def _bare_seconds(clock: Clock) -> float:
 # -- the cases -------------------------------------------------------------------------------------------------------------------------
 
 
-def cases(device: torch.device) -> Iterator[Case]:
-    """The cases to measure, the most important first: on a GPU, time is left for the last ones only where torch must load little."""
+def cases(device: torch.device, *, common: bool = True, rare: Collection[str] = tuple(RARE)) -> Iterator[Case]:
+    """The cases to measure, the most important first: on a GPU, time is left for the last ones only where torch must load little.
+
+    Args:
+        device: where.
+        common: whether to give the cases of what every step has.
+        rare: the kinds of :data:`RARE` whose cases to give.
+    """
     gpu = device.type == "cuda"
+    if common:
+        yield from _common(device, gpu=gpu)
+    rows = _rows(device, (1 << 12, 1 << 20, 1 << 22) if gpu else (1 << 10, 1 << 18))
+    for wanted, each in (
+        ("pictures" in rare, _convolutions(device)),
+        ("attention" in rare, _attention(device)),
+        (common, rows),
+        ("pictures" in rare, _images(device)),
+        (common, _indices(device)),
+        ("recurrent layers" in rare, _recurrent(device)),
+    ):
+        if wanted:
+            yield from _able(each)
+    if common and not gpu:
+        yield from _products(device, "bf16", (64, 256), (64,))
+
+
+def _common(device: torch.device, *, gpu: bool) -> Iterator[Case]:
+    """The cases of what every step has, without operations on rows."""
     yield from _products(device, "fp32", (16, 64, 256, 1024, 4096) if gpu else (16, 64, 256, 1024), SMALLEST_DIMENSIONS)
     for dtype in ("bf16", "fp16") if gpu else ():
         yield from _products(device, dtype, (64, 512, 4096), (64, 512))
@@ -236,11 +268,6 @@ def cases(device: torch.device) -> Iterator[Case]:
     yield from _pointwise(device, (*elements, 1 << 24) if gpu else (*elements, 1 << 22))
     if gpu:
         yield from _host_copies(device)
-    rows = _rows(device, elements if gpu else (1 << 10, 1 << 18))
-    for each in (_convolutions(device), _attention(device), rows, _images(device), _indices(device), _recurrent(device)):
-        yield from _able(each)
-    if not gpu:
-        yield from _products(device, "bf16", (64, 256), (64,))
 
 
 def _able(group: Iterator[Case]) -> Iterator[Case]:

@@ -9,8 +9,9 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,56 +41,63 @@ _SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or d
 _AMID_PRODUCTS, _LEAST_AMID_RUNS, _AMID_RUNS = 2, 5, 20
 
 
-def measure_ranks(devices: Sequence[Device], groups: Mapping[int, str], share: float, timeout_seconds: float) -> list[Curve]:
-    """Measure curves of ranks that run on these devices at once; this process, a forked child, becomes rank 0 and forks the others.
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What several ranks measure.
 
     Args:
         devices: one a rank; a single one gives the figures that several are compared with.
         groups: how many of the first ranks run collectives together, and the subject under which their curves are kept.
         share: how many threads have to share a core, 1 where each has its own.
         timeout_seconds: after which a hanging collective fails.
+        collectives: which to measure.
     """
+
+    devices: Sequence[Device]
+    groups: Mapping[int, str]
+    share: float
+    timeout_seconds: float
+    collectives: Collection[Collective]
+
+
+def measure_ranks(asked: Asked) -> list[Curve]:
+    """Measure curves of ranks that run at once; this process, a forked child, becomes rank 0 and forks the others."""
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{folder}/group"
         reader, writer = os.pipe()
         partners = []
-        for rank in range(1, len(devices)):
-            arguments = (writer, rank, devices, groups, rendezvous, share, timeout_seconds)
-            partners.append(threading.Thread(target=_partner, args=arguments, daemon=True))
+        for rank in range(1, len(asked.devices)):
+            partners.append(threading.Thread(target=_partner, args=(writer, rank, asked, rendezvous), daemon=True))
             partners[-1].start()
             os.read(reader, 1)  # all ranks are forked: from here on threads may be started
-        curves = _rank(0, devices, groups, rendezvous, share, timeout_seconds)
+        curves = _rank(0, asked, rendezvous)
         for partner in partners:
             partner.join(_GOODBYE_SECONDS)  # so that nothing is left on a device
         return curves
 
 
-def _partner(
-    writer: int, rank: int, devices: Sequence[Device], groups: Mapping[int, str], rendezvous: str, share: float, timeout_seconds: float
-) -> None:
+def _partner(writer: int, rank: int, asked: Asked, rendezvous: str) -> None:
     def body() -> None:
         os.write(writer, b"1")
-        _rank(rank, devices, groups, rendezvous, share, timeout_seconds)
+        _rank(rank, asked, rendezvous)
 
     with suppress(ChildFailed):  # rank 0 fails likewise, and reports it
-        run_forked(body, timeout_seconds=timeout_seconds, gpus=True)
+        run_forked(body, timeout_seconds=asked.timeout_seconds, gpus=True)
     os.write(writer, b"1")
 
 
-def _rank(
-    rank: int, devices: Sequence[Device], groups: Mapping[int, str], rendezvous: str, share: float, timeout_seconds: float
-) -> list[Curve]:
-    device = torch_device(devices[rank])
+def _rank(rank: int, asked: Asked, rendezvous: str) -> list[Curve]:
+    devices, device = asked.devices, torch_device(asked.devices[rank])
     if len(devices) > 1:
         backend = "gloo" if device.type == "cpu" else "nccl"
-        limit = timedelta(seconds=timeout_seconds)
+        limit = timedelta(seconds=asked.timeout_seconds)
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=len(devices), timeout=limit)
-    curves = _crowd(devices, device, share) if device.type == "cpu" else []
+    curves = _crowd(devices, device, asked.share) if device.type == "cpu" else []
     if len(devices) > 1:
-        for ranks, subject in sorted(groups.items()):
+        for ranks, subject in sorted(asked.groups.items()):
             group = dist.group.WORLD if ranks == len(devices) else dist.new_group(range(ranks))
             if rank < ranks:
-                curves += _collectives(rank, ranks, subject, device, group)
+                curves += _collectives(rank, ranks, subject, device, group, asked.collectives)
         dist.barrier()
     return curves
 
@@ -133,8 +141,10 @@ def _crowd(devices: Sequence[Device], device: torch.device, share: float) -> lis
     return curves
 
 
-def _collectives(rank: int, ranks: int, subject: str, device: torch.device, group: dist.ProcessGroup | None) -> list[Curve]:
-    """Every collective at several sizes; all ranks run as many."""
+def _collectives(
+    rank: int, ranks: int, subject: str, device: torch.device, group: dist.ProcessGroup | None, wanted: Collection[Collective]
+) -> list[Curve]:
+    """Each of these collectives at several sizes; all ranks run as many."""
     clock = waiter(device)
     amid = _Amid(device) if device.type == "cpu" else None
     points: dict[Collective, dict[float, float]] = {}
@@ -146,12 +156,11 @@ def _collectives(rank: int, ranks: int, subject: str, device: torch.device, grou
             "all_reduce": lambda whole=whole: dist.all_reduce(whole, group=group),  # type: ignore[misc]
             "all_gather": lambda whole=whole, part=part: _GATHER(whole, part, group=group),  # type: ignore[misc]
             "reduce_scatter": lambda whole=whole, part=part: _SCATTER(part, whole, group=group),  # type: ignore[misc]
-            "broadcast": lambda whole=whole: dist.broadcast(whole, 0, group=group),  # type: ignore[misc]
         }
         if ranks == 2:
             runs["send"] = lambda whole=whole: _there_and_back(rank, whole, group)  # type: ignore[misc]
         for collective, run in runs.items():
-            if collective in cut:
+            if collective in cut or collective not in wanted:
                 continue
             run()
             times = most_times

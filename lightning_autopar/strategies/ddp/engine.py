@@ -28,6 +28,7 @@ class Single(Engine):
     several = False
     replays = True
     reruns = True
+    measured = ()
 
     def check(self, plan: Plan) -> None:
         """Raise unless it has one device."""
@@ -75,6 +76,7 @@ class DDP(Engine):
     shares = True
     replays = True
     reruns = True
+    measured = ("all_reduce", "loop/ddp")
 
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """One plan; uneven shares are a remedy."""

@@ -45,6 +45,8 @@ class FSDP(Engine):
     whole = False
     plainer = ("ddp", "replicas")
     replays = True
+    looks_long = True
+    measured = ("all_reduce", "all_gather", "reduce_scatter", "loop/fsdp", "unit")
 
     def check(self, plan: Plan) -> None:
         """Raise unless it offloads both or nothing, and each copy of the model has several devices."""

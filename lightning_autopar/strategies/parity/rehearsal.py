@@ -172,12 +172,13 @@ def _rehearse(module: LightningModule, trainer: Trainer | None, first: FirstBatc
     """Rank 0, which also compares: it lets a child run the steps with whole parameters, forks rank 1, then compares the engine's steps with
     those. Children draw the same numbers, as they are forked in the same state.
     """
+    torch.set_num_threads(max(1, torch.get_num_threads() // engine.world_size))  # the ranks compute at once
     batch = _batches(module, trainer, first, count)
     try:
         plain = run_forked(_plain_steps, module, trainer, batch)
     except ChildFailed as error:  # which says nothing about the engine
         return not_made(f"the step fails on the CPU with whole parameters, too ({error.reason})")
-    swings = _swings(plain, module, trainer, batch)
+    swings = _Swinging(plain, module, trainer, batch)
     with tempfile.TemporaryDirectory() as folder:
         if engine.world_size > 1:
             reader, writer = os.pipe()
@@ -187,27 +188,59 @@ def _rehearse(module: LightningModule, trainer: Trainer | None, first: FirstBatc
             os.read(reader, 1)  # rank 1 is forked: from here on threads may be started
         ours = _rank(0, Path(folder), module, trainer, first, count, engine)
     assert ours is not None
-    difference = _difference(plain, ours, engine, swings)
+    difference = _difference(plain, ours, engine, Swings())
+    if swings.found(wanted=difference is not None):
+        difference = _difference(plain, ours, engine, swings.swings)
     return PASSED if difference is None else failed(difference)
 
 
-def _swings(plain: Run, module: LightningModule, trainer: Trainer | None, batch: Batch) -> Swings:
+class _Swinging:
     """By how much rounding alone changes losses and weights: one process runs the steps again with each parameter changed in its last bits.
     A gradient that is only rounding (of a key's bias, which softmax cancels) becomes a step of full size under Adam.
+
+    That process is forked now, before this one runs a backward pass, and waits until it is known whether anything differs at all.
     """
-    try:
-        nudged = run_forked(_nudged_steps, module, trainer, batch)
-    except ChildFailed:  # it ran a moment ago: a step that fails sometimes gets no tolerance for rounding
-        _LOG.debug("the steps can't be taken from elsewhere", exc_info=True)
-        return Swings()
-    return Swings(
-        losses=tuple(_SWINGS * abs(one - other) for one, other in zip(nudged.losses, plain.losses, strict=False)),
-        weights={
-            name: _SWINGS * float((nudged.weights[name] - value).abs().max())
-            for name, value in plain.weights.items()
-            if value.is_floating_point() and value.numel()
-        },
-    )
+
+    def __init__(self, plain: Run, module: LightningModule, trainer: Trainer | None, batch: Batch) -> None:
+        self.swings = Swings()
+        self._plain = plain
+        self._reader, self._writer = os.pipe()
+        self._forked, tell = os.pipe()
+        self._thread = threading.Thread(target=self._run, args=(tell, module, trainer, batch), daemon=True)
+        self._thread.start()
+        os.read(self._forked, 1)
+
+    def found(self, *, wanted: bool) -> bool:
+        """Let it run the steps, or end; returns whether :attr:`swings` holds what it found."""
+        os.write(self._writer, b"1" if wanted else b"0")
+        self._thread.join()
+        for descriptor in (self._reader, self._writer, self._forked):
+            os.close(descriptor)
+        return wanted
+
+    def _run(self, tell: int, module: LightningModule, trainer: Trainer | None, batch: Batch) -> None:
+        def nudged() -> Run | None:
+            os.close(self._writer)  # so that it ends with its parent
+            os.write(tell, b"1")
+            return _nudged_steps(module, trainer, batch) if os.read(self._reader, 1) == b"1" else None
+
+        try:
+            run = run_forked(nudged)
+        except ChildFailed:  # it ran a moment ago: a step that fails sometimes gets no tolerance for rounding
+            _LOG.debug("the steps can't be taken from elsewhere", exc_info=True)
+            run = None
+        os.write(tell, b"1")  # also where the child ended before it could
+        os.close(tell)
+        if run is not None:
+            plain = self._plain
+            self.swings = Swings(
+                losses=tuple(_SWINGS * abs(one - other) for one, other in zip(run.losses, plain.losses, strict=False)),
+                weights={
+                    name: _SWINGS * float((run.weights[name] - value).abs().max())
+                    for name, value in plain.weights.items()
+                    if value.is_floating_point() and value.numel()
+                },
+            )
 
 
 def _partner(writer: int, folder: Path, *args: Any) -> None:

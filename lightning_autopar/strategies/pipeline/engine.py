@@ -18,7 +18,7 @@ from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.pipeline.memory import rank_bytes
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
 from lightning_autopar.strategies.pipeline.timing import PipelineStep
-from lightning_autopar.timing.rates import Rates
+from lightning_autopar.timing.rates import COLLECTIVES, Rates
 from lightning_autopar.timing.step import Step
 
 
@@ -29,6 +29,8 @@ class Pipeline(Engine):
     whole = False
     splits = False
     takes_remedies = False
+    looks_long = True
+    measured = (*COLLECTIVES, "loop/pipeline", "action")
 
     def check(self, plan: Plan) -> None:
         """Raise unless each cut is named once, and there are as many stages and micro-batches as the schedule needs."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,7 +31,7 @@ from lightning_autopar.sharing.turn import Turn
 from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.state.snapshot import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule
-from lightning_autopar.strategies.calibration.calibration import calibrate, calibrated, is_calibrated
+from lightning_autopar.strategies.calibration.calibration import calibrate, calibrated, is_calibrated, things_of
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
 from lightning_autopar.strategies.preparation.findings import Findings, Questions, drawn_by_rank, find_out
 from lightning_autopar.strategies.preparation.lengths import without_margin
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Said of plans whose engine hasn't looked at the first batch.
+_NOT_LOOKED = "not checked on the first batch, as another plan was chosen"
 CalibrationRule = Literal["auto", "now", "off", "trial"]
 
 
@@ -114,7 +116,9 @@ def find_prospect(
         check_values(trainer.lightning_module)
     # A launcher's processes exist already.
     alone = NO_WORKERS if world_size is None and not runs_script() and unforkable() is not None else None
-    look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic, alone=alone)
+    # A trial of the best plans runs several engines' plans, and an elastic run may come to any.
+    later = not elastic and settings.calibrate != "trial" and settings.plan is None
+    look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic, later=later, alone=alone)
     from_snapshot, weights_only = is_snapshot(arguments.get("ckpt_path")), arguments.get("weights_only")
     return Prospect(trainer, look, batch=settings.batch, from_snapshot=from_snapshot, weights_only=weights_only, elastic=elastic)
 
@@ -136,7 +140,7 @@ def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, 
     assert decision.look is not None, "it was made here"
     look = replace(decision.look, inventory=inventory)
     if plan is not None:
-        asked = {*look.findings.engines, *look.constraints.excluded}
+        asked = {*look.findings.engines, *look.findings.later, *look.constraints.excluded}
         if plan.engine not in asked and type(engines.of(plan)).look is not engines.Engine.look:
             raise ValueError(
                 f"the engine {plan.engine!r} hasn't looked at the run's first batch, so that nobody knows whether it runs the step right; "
@@ -170,9 +174,12 @@ def _look(
     world_size: int | None,
     *,
     elastic: bool = False,
+    later: bool = False,
     alone: str | None = None,
 ) -> PlanningInputs:
-    """Find out all about the step, and turn it into constraints. ``alone`` says why this process can't start others."""
+    """Find out all about the step, and turn it into constraints; with ``later``, without what only plans need that aren't chosen. ``alone``
+    says why this process can't start others.
+    """
     inventory, max_devices = bound
     several = alone is None and (has_several(inventory, max_devices) or (elastic and max_devices != 1))
     verify_configuration(trainer)  # raises now what Lightning would raise later
@@ -183,18 +190,17 @@ def _look(
     def asked(engine: Engine) -> bool:
         return (engine in settings.allow if settings.plan is None else settings.plan.engine == engine) and engine not in excluded
 
-    findings = find_out(
-        trainer,
-        Questions(
-            split=_splits(settings, several),
-            room_bytes=_room_bytes(inventory, settings),
-            engines=tuple(filter(asked, all_engines())),
-            several=several,
-            excluded=excluded,
-            target=target_of(inventory.devices),
-            despite=settings.despite,
-        ),
+    questions = Questions(
+        split=_splits(settings, several),
+        room_bytes=_room_bytes(inventory, settings),
+        engines=tuple(filter(asked, all_engines())),
+        later=later,
+        several=several,
+        excluded=dict(excluded),
+        target=target_of(inventory.devices),
+        despite=settings.despite,
     )
+    findings = find_out(trainer, questions)
     if settings.own_draws:
         findings = drawn_by_rank(findings)
     most = min(len(inventory.devices), max_devices or len(inventory.devices))
@@ -233,7 +239,8 @@ def _look(
         pinned=settings.plan,
         excluded=excluded,
         uncuttable={block: reason for finding in findings.engines.values() for block, reason in finding.uncuttable.items()},
-        notes={name: finding.notes for name, finding in findings.engines.items() if finding.notes},
+        notes={name: finding.notes for name, finding in findings.engines.items() if finding.notes}
+        | dict.fromkeys(findings.later, (_NOT_LOOKED,)),
         split=findings.split if settings.batch == "global" else None,
         despite=settings.despite,
         split_batch=settings.batch == "global",
@@ -243,7 +250,7 @@ def _look(
     def fits() -> bool:
         return best_candidate(findings.footprint, inventory, constraints, rates=calibrated(inventory)) is not None
 
-    rates = _rates(trainer, settings, inventory, max_devices, fits)
+    rates = _rates(trainer, settings, inventory, max_devices, fits, things_of(settings.allow, findings.footprint))
     if training:
         by = {} if rates is None else {"rates": rates.identity}
         constraints = replace(constraints, residuals=load_residuals(trainer.lightning_module, constraints.precision, inventory, **by))
@@ -255,6 +262,7 @@ def _look(
         inventory=inventory,
         constraints=constraints,
         rates=rates,
+        questions=questions,
         undivided=undivided(findings.footprint, constraints),
         unknown=unknown_split(constraints),
     )
@@ -284,10 +292,16 @@ def unevenly_dealt(together: Iterable[Sequence[int]], holders: Iterable[int]) ->
 
 
 def _rates(
-    trainer: Trainer, settings: Settings, inventory: Inventory, max_devices: int | None, fits: Callable[[], bool] = lambda: True
+    trainer: Trainer,
+    settings: Settings,
+    inventory: Inventory,
+    max_devices: int | None,
+    fits: Callable[[], bool] = lambda: True,
+    wanted: Collection[str] | None = None,
 ) -> MeasuredRates | None:
     """The measured rates of this machine; None to use data sheets. Measuring takes seconds, once: worth it for a run that compares plans of
-    several devices and will take longer than that. If nothing fits for a run now, it doesn't measure.
+    several devices and will take longer than that. If nothing fits for a run now, it doesn't measure. What this run's engines and step
+    don't need (all but ``wanted``) is left to a run that needs it.
     """
     if settings.calibrate == "off" or any(device.kind == "catalogue" for device in inventory.devices):
         return None
@@ -296,9 +310,9 @@ def _rates(
     again = settings.calibrate == "now"
     if not (again or settings.calibrate == "trial" or (compares and long and cache_folder("rates") is not None)):
         return calibrated(inventory)
-    if (again or not is_calibrated(inventory)) and not fits():
+    if (again or not is_calibrated(inventory, wanted)) and not fits():
         return calibrated(inventory)
-    return calibrate(inventory, again=True) if again else calibrate(inventory)
+    return calibrate(inventory, wanted=wanted, again=again)
 
 
 def _splits(settings: Settings, several: bool) -> bool:

@@ -20,7 +20,7 @@ from lightning_autopar.plans import all_engines
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.sharing.reservation import Need
 from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
-from lightning_autopar.strategies.preparation.findings import Findings
+from lightning_autopar.strategies.preparation.findings import Findings, Questions
 from lightning_autopar.timing.measured_rates import MeasuredRates
 
 #: The last plan's place in the cache.
@@ -38,6 +38,7 @@ class PlanningInputs:
         inventory: the devices to choose from.
         constraints: what a plan must keep to.
         rates: of this machine; None to use data sheets.
+        questions: the kinds of plans that were considered; None where no engine was left for later.
         undivided: see :class:`.run_plan.RunPlan`; the same for ``unknown``.
     """
 
@@ -45,6 +46,7 @@ class PlanningInputs:
     inventory: Inventory
     constraints: Constraints
     rates: MeasuredRates | None
+    questions: Questions | None = None
     undivided: str | None = None
     unknown: str = ""
 

@@ -6,11 +6,14 @@ It reads the trainer and changes nothing in it; it doesn't know which plans ther
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
@@ -64,6 +67,7 @@ class Questions:
         split: whether some plans split the batch.
         room_bytes: the bytes of a step from which one device may have to run its batch in parts; None where no plan does so.
         engines: names of the engines whose plans may be taken.
+        later: whether those that look long may do so once a plan of theirs is the best one (:func:`look_later`).
         several: whether some plans run on several devices.
         excluded: what is ruled out already, as ``Constraints.excluded``.
         target: what the step is traced for.
@@ -73,6 +77,7 @@ class Questions:
     split: bool = False
     room_bytes: int | None = None
     engines: tuple[str, ...] = ()
+    later: bool = False
     several: bool = False
     excluded: Mapping[str, str] = field(default_factory=dict)
     target: Target = "cpu"
@@ -89,6 +94,7 @@ class Findings:
         draws: the step's random draws; None where it draws nothing.
         data_draws: where making a batch draws, see :class:`.run_plan.RunPlan`.
         engines: what each engine that was asked found, by its name.
+        later: names of the engines that haven't looked yet.
         several_loaders: whether a batch comes from several of them.
         whole: why a training step's batch can't run in parts; None where it can.
         rowless: the same for parts that are rows of its tensors, whose shapes follow from the batch's.
@@ -104,6 +110,7 @@ class Findings:
     draws: DrawPlan | None
     data_draws: tuple[str, ...]
     engines: Mapping[str, Finding] = field(default_factory=dict)
+    later: tuple[str, ...] = ()
     several_loaders: bool = False
     whole: str | None = None
     rowless: str | None = None
@@ -188,6 +195,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
     seen = seen_sizes(module, batch, validation)
     footprint, untraced = _looked_at(trainer, questions, batch, seen.validation)
     footprint = at_lengths(partial(run_forked, _traced, trainer, questions), batch, footprint, seen)
+    torch.set_num_threads(idle_threads())  # the trace counts what the run's own threads take
     if stage == "fit" and footprint.conduct is None and not guessing:
         return None
     room_bytes = questions.room_bytes
@@ -232,13 +240,18 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
         split = _with_evaluation(split or SplitFinding(), module, trainer, [each for each in evaluated if each is not None], stage)
         split = replace(split, notes=(*split.notes, *keeping_hooks(trainer)))
     told: Any = {"batch": as_drawn[0], "validation": lambda: as_drawn[1], "footprint": footprint, "split": split}
-    found = _looks(questions, FirstStep(trainer=trainer, stage=stage, **told))
+    # What a long look finds of buffers, the probe of a split batch finds as well.
+    waits = questions.later and len(questions.engines) > 1 and split is not None and split.probed
+    later = tuple(name for name in questions.engines if waits and engines.named(name).looks_long)
+    now = replace(questions, engines=tuple(name for name in questions.engines if name not in later))
+    found = _looks(now, FirstStep(trainer=trainer, stage=stage, **told))
     return Findings(
         footprint=footprint,
         split=split,
         draws=draws,
         data_draws=batch.draws,
         engines=found,
+        later=later,
         several_loaders=batch.kind == "combined",
         whole=whole,
         rowless=rowless,
@@ -261,6 +274,35 @@ def _looks(questions: Questions, first: FirstStep) -> dict[str, Finding]:
             words = not_made(f"looking at it failed ({type(error).__name__}: {error})").reason
             found[name] = Finding(refusals={name: words})
     return found
+
+
+def look_later(trainer: Trainer, questions: Questions, findings: Findings) -> dict[str, Finding]:
+    """What engines find that haven't looked yet; those in question are ruled out where they can't."""
+    try:
+        return run_clean(_look_again, trainer, questions, findings.footprint, findings.split, timeout_seconds=TRACE_SECONDS)
+    except (ChildFailed, CannotTravel) as error:
+        log.debug("engines can't look at the step", exc_info=True)
+        words = not_made(error.reason).reason
+        return {name: Finding(refusals={name: words}) for name in questions.engines}
+
+
+def _look_again(trainer: Trainer, questions: Questions, footprint: Footprint, split: SplitFinding | None) -> dict[str, Finding]:
+    """In another forked child, which loads the first batch anew."""
+    module, stage = trainer.lightning_module, stage_of(trainer)
+    torch.set_num_threads(idle_threads())
+
+    def validation() -> FirstBatch | None:
+        return validation_batch(module, trainer) if stage == "fit" else None
+
+    told: Any = {"batch": first_batch(module, trainer, stage), "validation": validation, "footprint": footprint, "split": split}
+    return _looks(questions, FirstStep(trainer=trainer, stage=stage, **told))
+
+
+def idle_threads() -> int:
+    """How many threads a trial may compute with: as many as a step of the run, but not more than cores were idle in the last minute.
+    Threads that have to take turns wait for each other at every operation: a pipeline's trial was seen to take ten times as long.
+    """
+    return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - round(os.getloadavg()[0])))
 
 
 def _looked_at(trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None) -> tuple[Footprint, str | None]:

@@ -10,6 +10,8 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
@@ -23,14 +25,14 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import first_batch
 from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.planner import best_candidate
-from lightning_autopar.plans import Plan
+from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.reservation import Need
 from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
 from lightning_autopar.strategies.parity.check_outcome import Check, not_made
 from lightning_autopar.strategies.parity.rehearsal import STEPS
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs, need_of
-from lightning_autopar.strategies.preparation.findings import stage_of, validation_batch
+from lightning_autopar.strategies.preparation.findings import idle_threads, look_later, stage_of, validation_batch
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 
 if TYPE_CHECKING:
@@ -41,6 +43,19 @@ log = logging.getLogger(__name__)
 
 #: How long the trial of a plan's stages may take.
 _CONFIRM_SECONDS = 180.0
+
+
+def after_look(trainer: Trainer, look: PlanningInputs, name: Engine) -> PlanningInputs:
+    """The inputs, with what an engine finds that hasn't looked at the step yet."""
+    assert look.questions is not None, "an engine was left for later"
+    finding = look_later(trainer, replace(look.questions, engines=(name,)), look.findings)[name]
+    findings, constraints = look.findings, look.constraints
+    later = tuple(each for each in findings.later if each != name)
+    findings = replace(findings, engines={**findings.engines, name: finding}, later=later)
+    excluded = {each: words for each, words in finding.refusals.items() if words is not None} | dict(constraints.excluded)
+    uncuttable = {**constraints.uncuttable, **finding.uncuttable}
+    notes = {each: told for each, told in {**constraints.notes, name: finding.notes}.items() if told}
+    return replace(look, findings=findings, constraints=replace(constraints, excluded=excluded, uncuttable=uncuttable, notes=notes))
 
 
 def after_trial(trainer: Trainer, look: PlanningInputs, plan: Plan) -> Constraints:
@@ -74,6 +89,7 @@ def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Findin
 
 def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Finding) -> Check:
     module, stage = trainer.lightning_module, stage_of(trainer)
+    torch.set_num_threads(idle_threads())
 
     def validation() -> FirstBatch | None:
         return validation_batch(module, trainer) if stage == "fit" else None
@@ -169,6 +185,9 @@ class Prospect:
         """
         plan = self._look.report.best
         assert plan is not None, "make_report raises where nothing fits"
+        if plan.engine in self._look.findings.later:
+            self._look = after_look(self._trainer, self._look, plan.engine)
+            return False
         what = (plan.engine, plan.zero_stage, plan.offload, plan.world_size == 1, plan.cuts)
         if what in self._tried:
             return True
@@ -186,4 +205,7 @@ class Prospect:
         if pinned is not None and not there.issuperset(pinned.devices):
             return None
         found = best_candidate(look.findings.footprint, look.inventory, look.constraints, rates=look.rates)
+        if found is not None and found.plan.engine in look.findings.later:
+            self._look = after_look(self._trainer, self._look, found.plan.engine)
+            return self.need(inventory)
         return None if found is None else need_of(found, look.findings.batches, self._batch, look.constraints.memory_margin)

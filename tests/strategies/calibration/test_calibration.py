@@ -23,18 +23,20 @@ from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.engines import named
+from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.calibration import calibration
 from lightning_autopar.strategies.calibration import device_curves as calibration_cases
-from lightning_autopar.strategies.calibration import ranks as calibration_ranks
 from lightning_autopar.strategies.calibration import steps as calibration_steps
 from lightning_autopar.strategies.calibration.calibration import Measurement
+from lightning_autopar.strategies.calibration.ranks import measure_host
 from lightning_autopar.strategies.preparation import decide
 from lightning_autopar.strategies.preparation.decide import Settings
 from lightning_autopar.timing.curves import Calibration, Curve, keep_calibration, load_calibration
 from lightning_autopar.timing.data_sheet import DataSheet
-from lightning_autopar.timing.measured_rates import HOST, MeasuredRates
+from lightning_autopar.timing.measured_rates import HOST, RARE, MeasuredRates
+from lightning_autopar.timing.rates import COLLECTIVES
 
 ADD = Curve(subject="cpu/1", thing="add", dtype="fp32", sizes=(1.0,), seconds=(0.5,))
 
@@ -45,8 +47,8 @@ def inventory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inventory:
     return parse_spec("2xcpu:64MiB", cores=2)
 
 
-def titles(inventory: Inventory, known: Calibration = Calibration()) -> list[str]:  # noqa: B008
-    return [each.title for each in calibration.measurements(inventory, known)]
+def titles(inventory: Inventory, known: Calibration = Calibration(), wanted: Any = None) -> list[str]:  # noqa: B008
+    return [each.title for each in calibration.measurements(inventory, known, wanted)]
 
 
 # -- what there is to measure ----------------------------------------------------------------------------------------------------------
@@ -66,7 +68,7 @@ def test_a_thing_that_time_did_not_suffice_for_is_left_to_the_data_sheet_as_a_wh
     passed = [0.0]
     monkeypatch.setattr(calibration_cases, "time", SimpleNamespace(perf_counter=lambda: passed[0], process_time=time.process_time))
 
-    def some(device: torch.device) -> Iterator[calibration_cases.Case]:
+    def some(device: torch.device, **_: Any) -> Iterator[calibration_cases.Case]:
         def run_late() -> None:
             passed[0] = 1e6
 
@@ -81,7 +83,7 @@ def test_a_thing_that_time_did_not_suffice_for_is_left_to_the_data_sheet_as_a_wh
 
 
 def test_what_comes_after_its_time_is_still_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def some(device: torch.device) -> Iterator[calibration_cases.Case]:
+    def some(device: torch.device, **_: Any) -> Iterator[calibration_cases.Case]:
         for size in (1.0, 2.0):
             yield calibration_cases.Case(thing="late", dtype="fp32", size=size, run=lambda: sum(range(20_000)))
 
@@ -116,10 +118,57 @@ def test_a_thing_that_the_device_cannot_do_costs_no_other(monkeypatch: pytest.Mo
 def test_what_is_known_is_not_measured_again() -> None:
     inventory = parse_spec("2xcpu:64MiB", cores=2)
     things = [("cpu/1", "matmul/64", 1), ("cpu/1", "adam", 1), ("cpu/1", "crowd/matmul", 1), ("cpu/1", "call", 1), (HOST, "adam", 1)]
+    things += [("cpu/1", thing, 1) for thing in ("loop/ddp", "loop/fsdp", "unit", *(mark for marks in RARE.values() for mark in marks))]
     curves = [Curve(subject=subject, thing=thing, ranks=ranks, sizes=(1,), seconds=(1,)) for subject, thing, ranks in things]
     assert titles(inventory, Calibration().with_curves(curves, day="d", took_seconds=1)) == ["2 ranks at once", "a pipeline's stages"]
     curves.append(Curve(subject="cpu/1", thing="action", sizes=(1,), seconds=(1,)))
     assert titles(inventory, Calibration().with_curves(curves, day="d", took_seconds=1)) == ["2 ranks at once"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ("single", ["operations on CPU", "1 ranks at once", "2 ranks at once", "the trainer's loop", "the host"]),
+        ("pipeline", ["operations on CPU", "1 ranks at once", "2 ranks at once", "the trainer's loop", "a pipeline's stages", "the host"]),
+    ],
+)
+def test_what_no_allowed_engine_needs_is_not_measured(engine: str, expected: list[str]) -> None:
+    assert titles(parse_spec("2xcpu:64MiB", cores=2), wanted=named(engine).measured) == expected
+
+
+def test_another_engine_later_measures_what_it_needs_besides() -> None:
+    inventory = parse_spec("2xcpu:64MiB", cores=2)
+    of_ddp = [("matmul/64", 1), ("adam", 1), ("crowd/matmul", 1), ("crowd/matmul", 2), ("call", 1), ("loop/ddp", 1), ("all_reduce", 2)]
+    curves = [Curve(subject="cpu/1", thing=thing, ranks=ranks, sizes=(1,), seconds=(1,)) for thing, ranks in of_ddp]
+    known = Calibration().with_curves([*curves, Curve(subject=HOST, thing="adam", sizes=(1,), seconds=(1,))], day="d", took_seconds=1)
+    assert titles(inventory, known, named("ddp").measured) == []
+    assert titles(inventory, known, named("fsdp").measured) == ["2 ranks at once", "the trainer's loop"]
+    assert titles(inventory, known, {*named("ddp").measured, "pictures"}) == ["pictures on CPU"]
+
+
+def test_which_operations_a_step_needs_measured() -> None:
+    def things(*works: Work) -> set[str]:
+        layer = LayerFootprint(fqn="block", work=works)
+        sizes = ("parameters", "trainable_parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes")
+        more = ("activation_bytes", "temporary_bytes", "input_bytes", "batch_size")
+        footprint = Footprint(**dict.fromkeys((*sizes, *more), 1), blocks=(layer,))
+        return set(calibration.things_of(["ddp"], footprint)) - set(named("ddp").measured)
+
+    assert things(Work(kind="matmul", name="aten.mm", dtype="fp32")) == set()
+    assert things(Work(kind="convolution", name="aten.convolution", dtype="fp32")) == {"pictures"}
+    assert things(Work(kind="pointwise", name="aten.native_batch_norm", dtype="fp32")) == {"pictures"}
+    assert things(Work(kind="attention", name="aten.attention", dtype="fp32")) == {"attention"}
+    assert things() == set(RARE), "a step that wasn't traced may have any of them"
+
+
+def test_what_a_measurement_does_not_give_is_not_tried_at_every_start(inventory: Inventory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_cpus(devices: Any, inventory: Any, known: Calibration, wanted: Any) -> Iterator[Measurement]:
+        yield Measurement(title="it", names=("it",), run=lambda _: [ADD])  # which isn't all that it was to give
+
+    monkeypatch.setattr(calibration, "_of_cpus", of_cpus)
+    monkeypatch.setattr(calibration, "_host", lambda *_: [Curve(subject=HOST, thing="adam", sizes=(1,), seconds=(1,))])
+    assert calibration.calibrate(inventory).calibration.measured("cpu/1")
+    assert calibration.is_calibrated(inventory)
 
 
 def test_how_many_threads_share_a_core() -> None:
@@ -134,7 +183,7 @@ def test_how_many_threads_share_a_core() -> None:
 def test_it_is_measured_once_and_kept(inventory: Inventory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     runs: list[int] = []
 
-    def measurements(_: Inventory, known: Calibration) -> list[Measurement]:
+    def measurements(_: Inventory, known: Calibration, wanted: Any = None) -> list[Measurement]:
         return [] if known else [Measurement(title="it", run=lambda _: [ADD])]
 
     def forked(function: Any, run: Any, known: Calibration, timeout_seconds: float, gpus: bool) -> list[Curve]:
@@ -305,7 +354,7 @@ def test_when_it_is_measured(
     rule: Any, devices: str, changes: dict[str, Any], measures: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = []
-    monkeypatch.setattr(decide, "calibrate", lambda _, again=False: asked.append("everything" if again else "what is missing"))
+    monkeypatch.setattr(decide, "calibrate", lambda _, wanted, again=False: asked.append("everything" if again else "what is missing"))
     monkeypatch.setattr(decide, "calibrated", lambda _: asked.append("nothing"))
     monkeypatch.setenv("AUTOPAR_CACHE", changes.get("cache", str(tmp_path)))
     trainer: Any = SimpleNamespace(
@@ -337,7 +386,7 @@ def test_every_case_runs_and_has_a_size() -> None:
 def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     real = calibration_cases.cases
 
-    def few(device: torch.device) -> Iterator[calibration_cases.Case]:
+    def few(device: torch.device, **_: Any) -> Iterator[calibration_cases.Case]:
         for case in real(device):
             if case.thing.startswith(("convolution", "bernoulli")):
                 return
@@ -345,7 +394,7 @@ def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(calibration_cases, "cases", few)
     device = parse_spec("cpu:64MiB", cores=1).devices[0]
-    curves = run_forked(calibration._device, device, 2.0, Calibration(), timeout_seconds=100)
+    curves = run_forked(calibration._device, device, 2.0, True, (), Calibration(), timeout_seconds=100)
     by_thing = {curve.thing: curve for curve in curves}
     assert {"matmul/64", "add", "add_", "issue/forward", "issue/backward", "issue/optimizer"} <= set(by_thing)
     assert by_thing["add"].seconds[-1] > by_thing["add"].seconds[0]
@@ -354,10 +403,13 @@ def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_are_measured_together() -> None:
     inventory = parse_spec("2xcpu:64MiB", cores=2)
-    curves = run_forked(calibration_ranks.measure_ranks, inventory.devices, {2: "cpu/1"}, 1.0, 60.0, timeout_seconds=100)
-    alone = run_forked(calibration_ranks.measure_ranks, inventory.devices[:1], {1: "cpu/1"}, 1.0, 60.0, timeout_seconds=100)
+
+    def measured(count: int) -> list[Curve]:
+        return calibration._ranks(inventory.devices[:count], {count: "cpu/1"}, 1.0, COLLECTIVES, Calibration())
+
+    curves, alone = (run_forked(measured, count, timeout_seconds=100) for count in (2, 1))
     assert {(curve.thing, curve.ranks) for curve in curves} == {
-        *((thing, 2) for thing in ("crowd/matmul", "crowd/add", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"))
+        *((thing, 2) for thing in ("crowd/matmul", "crowd/add", "all_reduce", "all_gather", "reduce_scatter", "send"))
     }
     assert {(curve.thing, curve.ranks) for curve in alone} == {("crowd/matmul", 1), ("crowd/add", 1)}
     known = Calibration().with_curves([*curves, *alone], day="d", took_seconds=1.0)
@@ -381,7 +433,7 @@ def test_a_tiny_step_of_every_engine(engine: str) -> None:
 
 
 def test_the_host_is_measured(tmp_path: Path) -> None:
-    curves = run_forked(calibration_ranks.measure_host, HOST, 1, tmp_path, timeout_seconds=100)
+    curves = run_forked(measure_host, HOST, 1, tmp_path, timeout_seconds=100)
     assert [curve.thing for curve in curves] == ["adam", "disk_write", "disk_read"]
     assert list(tmp_path.iterdir()) == []
 

@@ -220,6 +220,15 @@ def test_a_child_that_crashes_is_tried_once_more(crashes: int, passes: bool, tmp
     assert sentence is None if passes else "SIGABRT" in (sentence or "")
 
 
+def test_nothing_is_run_for_rounding_where_nothing_differs() -> None:
+    waiting = rehearse._Swinging(rehearse.Run(losses=(), weights={}, notes=()), Fitted(), None, lambda: 1 / 0)
+    assert not waiting.found(wanted=False)
+    assert waiting.swings == rehearse.Swings()
+    failing = rehearse._Swinging(rehearse.Run(losses=(), weights={}, notes=()), Fitted(), None, lambda: 1 / 0)
+    assert failing.found(wanted=True)
+    assert failing.swings == rehearse.Swings(), "steps that fail give no tolerance"
+
+
 def test_unshardable_passes_an_ordinary_module() -> None:
     assert unshardable(Fitted()) is None
 
@@ -243,7 +252,9 @@ def test_weights_that_go_by_rounding_are_told_from_those_that_do_not() -> None:
     torch.manual_seed(0)
     module, batch = Shifted(), lambda: (torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.ones(8, 1))
     plain = rehearse._plain_steps(copy.deepcopy(module), None, batch)
-    swings = rehearse._swings(plain, module, None, batch)
+    waiting = rehearse._Swinging(plain, module, None, batch)
+    assert waiting.found(wanted=True)
+    swings = waiting.swings
     assert swings.weights["shift"] > 0.05
     assert max(swing for name, swing in swings.weights.items() if name != "shift") < 1e-4
     engine: Any = rehearse.Engine(steps=lambda *_: plain, where="here", lost="lost", sentence=str, traced=lambda _: None)

@@ -86,10 +86,10 @@ def trainer_for(module: Any, loader: Any, root: Path, strategy: Any = None, **op
     return trainer
 
 
-def plan(trainer: Any, *, spec: str = "2xcpu:1GiB", **settings: Any) -> Decision:
+def plan(trainer: Any, *, spec: str = "2xcpu:1GiB", elastic: bool = False, **settings: Any) -> Decision:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return decide(trainer, Settings(**{"allow": ("single", "ddp", "fsdp"), **settings}), (parse_spec(spec), None))
+        return decide(trainer, Settings(**{"allow": ("single", "ddp", "fsdp"), **settings}), (parse_spec(spec), None), elastic=elastic)
 
 
 def test_nothing_is_changed_by_planning(tmp_path: Path) -> None:
@@ -287,10 +287,46 @@ def test_an_engine_that_fails_to_look_at_the_step_is_no_candidate(tmp_path: Path
         raise KeyError("stages")
 
     monkeypatch.setattr(stage_probe, "probe_stages", fail)
-    decision = staged(Stack(), tmp_path, allow=("single", "pipeline"))
+    decision = staged(Stack(), tmp_path, allow=("single", "pipeline"), elastic=True)
     (words,) = {each.reason for each in decision.report.candidates if each.plan.engine == "pipeline"}
     assert words == "whether it runs the step right couldn't be checked, as looking at it failed (KeyError: 'stages')"
     assert decision.report.footprint.traced, "what others found holds"
+
+
+def test_an_engine_that_looks_long_waits_until_a_plan_of_its_is_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_stages(*args: Any, **kwargs: Any) -> Any:
+        return stage_probe.refused("it has no stages")
+
+    note = "not checked on the first batch, as another plan was chosen"
+    loader = DataLoader(TensorDataset(torch.randn(12, 4), torch.randn(12, 1)), batch_size=4)
+    trainer, two, allow = trainer_for(Stack(), loader, tmp_path), parse_spec("2xcpu:1GiB"), ("single", "pipeline")
+    decision = plan(trainer, allow=allow)
+    assert decision.look is not None
+    assert decision.run_plan.plan.engine == "single"
+    assert decision.look.findings.later == ("pipeline",)
+    assert {each.notes for each in decision.report.candidates if each.plan.engine == "pipeline"} == {(note,)}
+    staged_after_all = decide_again(trainer, decision, two, plan=pinned("blocks.2"))
+    assert staged_after_all.run_plan.finding is not None
+    assert staged_after_all.candidate.notes == ()
+    monkeypatch.setattr(stage_probe, "probe_stages", no_stages)
+    with pytest.raises(ValueError, match="can't be taken: it has no stages"):
+        decide_again(trainer, decision, two, plan=pinned("blocks.2"))
+    everything = plan(trainer, allow=allow, elastic=True)
+    assert everything.look is not None
+    assert everything.look.findings.later == (), "an elastic run may come to any plan"
+
+
+def test_what_a_late_look_rules_out_is_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best plan of those that are left is the one that is found where all engines look at once."""
+
+    def narrowed(*args: Any, **kwargs: Any) -> Any:
+        return replace(probe(*args, **kwargs), uncuttable={"blocks.2": "it is read by Python"}, notes=("a note",))
+
+    probe = stage_probe.probe_stages
+    monkeypatch.setattr(stage_probe, "probe_stages", narrowed)
+    found = [staged(Stack(), tmp_path, allow=("pipeline", "fsdp"), elastic=elastic, objective="memory") for elastic in (False, True)]
+    assert replace(found[0].run_plan.plan, reasons=()) == replace(found[1].run_plan.plan, reasons=()), "they count the plans that fit"
+    assert found[0].candidate.notes == found[1].candidate.notes
 
 
 def test_an_engine_that_has_not_looked_at_the_step_is_not_moved_to(tmp_path: Path) -> None:
@@ -306,7 +342,7 @@ def test_a_module_without_stages_is_told_so(tmp_path: Path) -> None:
         staged(Twice(), tmp_path)
     with pytest.raises(ValueError, match="can't be taken: the step can't be cut before any of its blocks"):
         staged(Twice(), tmp_path, plan=pinned("blocks.1"))
-    decision = staged(Twice(), tmp_path, allow=("single", "pipeline"))
+    decision = staged(Twice(), tmp_path, allow=("single", "pipeline"), elastic=True)
     assert decision.run_plan.plan.engine == "single"
     assert decision.run_plan.finding is None
     assert decision.run_plan.findings["pipeline"].refusal is not None

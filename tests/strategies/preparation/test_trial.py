@@ -172,7 +172,7 @@ def tried_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float | None
     monkeypatch.setattr(trial, "run_forked", noting)
     monkeypatch.setattr(trial, "_MOST_TIMES", math.inf)
     monkeypatch.setattr(trial, "_MOST_STEPS", 4)
-    monkeypatch.setattr(deciding, "calibrate", lambda _: MeasuredRates(Calibration(), DataSheet()))
+    monkeypatch.setattr(deciding, "calibrate", lambda _, **__: MeasuredRates(Calibration(), DataSheet()))
     return found
 
 
