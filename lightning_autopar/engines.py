@@ -164,6 +164,7 @@ class Engine(ABC):
         another_library: whether its plans are taken only where they are clearly faster than others.
         loop: the engine whose measured trainer's loop is as long as this one's; None to measure its own.
         takes_remedies: whether the search may add recomputed blocks, micro-batches and uneven shares to its plans.
+        runs_parts: whether a rank can run its samples in parts.
     """
 
     name: str
@@ -177,6 +178,7 @@ class Engine(ABC):
     another_library = False
     loop: str | None = None
     takes_remedies = True
+    runs_parts = True
 
     @abstractmethod
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:

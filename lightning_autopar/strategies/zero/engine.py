@@ -42,6 +42,7 @@ class Zero(Engine):
     name = "zero"
     whole = False
     builds_on_each = True
+    runs_parts = False
     another_library = True
     loop = "single"  # DeepSpeed's share is predicted from its calls
 
