@@ -7,6 +7,7 @@ Modules, in reading order:
     run_host         what those that run a plan need of the user's strategy
     measure          seconds and bytes that a rank really used
     rerun            a batch that ran out of memory, run again in more parts
+    running_step     where a rank is in a batch, and its step undone
     resume           goes on exactly where a checkpoint was saved
     plan_log         what loggers hear of plans and their changes
     failure          a worker's exception on its way to the parent

@@ -7,6 +7,7 @@ Modules, in reading order:
     decide           from settings and findings to a plan
     decision         Decision: the report and the run plan
     prospect         the best plan for any devices, confirmed by a rehearsal
+    smaller          the same plan in more micro-batches, after memory ran out
     trial            the best plans run some steps
     learning         figures are said and kept
     plain_run        does the user's own step fail by itself
