@@ -168,6 +168,7 @@ class Engine(ABC):
         measured: what calibration measures for plans of this engine besides operations and a loop on one device: collectives, and things
             of ``calibration.steps``; by default all collectives.
         takes_remedies: whether the search may add recomputed blocks, micro-batches and uneven shares to its plans.
+        runs_parts: whether a rank can run its samples in parts.
     """
 
     name: str
@@ -184,6 +185,7 @@ class Engine(ABC):
     looks_long = False
     measured: tuple[str, ...] = COLLECTIVES
     takes_remedies = True
+    runs_parts = True
 
     @abstractmethod
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:

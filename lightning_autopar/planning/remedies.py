@@ -154,7 +154,7 @@ class Remedies:
     def parts(self, plan: Plan) -> list[int]:
         """The numbers of parts into which a plan's batch may be split; with many ranks not all of them, see :meth:`parts_near`."""
         batch = self.footprint.batch_size
-        if not self.micro_batches or not batch:
+        if not self.micro_batches or not batch or not engines.of(plan).runs_parts:
             return [1]
         counts = micro_batch_counts(max(plan.rows(batch)))
         if plan.world_size <= _FEW_RANKS:
@@ -168,7 +168,7 @@ class Remedies:
     def parts_near(self, plan: Plan) -> list[int]:
         """Numbers of parts near a plan's own that :meth:`parts` leaves out."""
         batch = self.footprint.batch_size
-        if not self.micro_batches or not batch or plan.world_size <= _FEW_RANKS or plan.shares:
+        if not self.micro_batches or not batch or plan.world_size <= _FEW_RANKS or plan.shares or not engines.of(plan).runs_parts:
             return []
         counts = micro_batch_counts(max(plan.rows(batch)))
         return [count for count in counts if plan.micro_batches / 2 < count < 2 * plan.micro_batches and count != plan.micro_batches]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,7 @@ from lightning_autopar.strategies.processes.external_launcher import Peers, reru
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.worker import WorkerJob, make_job
 from lightning_autopar.strategies.processes.worker_generation import Outcome, run_folder, run_generation
+from lightning_autopar.strategies.smaller_plans import SmallerPlans
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -275,14 +277,23 @@ class AutoLauncher(Launcher):
     # -- several devices: workers ------------------------------------------------------------------------------------------------------
 
     def _run_generation(self, decision: Decision, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
-        run_plan = decision.run_plan
-        engines.of(run_plan.plan).before_fork(run_plan.devices)
         footprint = decision.report.footprint
         with run_folder(footprint.parameter_bytes + footprint.optimizer_bytes) as folder:
-            progress = RunProgress(run_plan.plan.world_size)
-            job = replace(make_job(run_plan, trainer, function, args, kwargs, folder), progress=progress)
-            self._show(decision, progress)
-            return self._take_back(run_generation(job, self._shown.look), job, trainer)
+            job = make_job(decision.run_plan, trainer, function, args, kwargs, folder)
+            smaller = SmallerPlans(self._strategy, decision, trainer)
+            snapshot: Path | None = None
+            while True:
+                run_plan = replace(decision.run_plan, from_snapshot=decision.run_plan.from_snapshot or snapshot is not None)
+                engines.of(run_plan.plan).before_fork(run_plan.devices)
+                progress = RunProgress(run_plan.plan.world_size)
+                self._show(decision, progress)
+                job = smaller.job(replace(job, run_plan=run_plan, progress=progress), snapshot, folder)
+                outcome = run_generation(job, self._shown.look)
+                found = smaller.after(outcome, job, decision, snapshot)
+                if found is None:
+                    return self._take_back(outcome, job, trainer)
+                decision, snapshot = found
+                self._strategy.report, self._strategy.plan = decision.report, decision.run_plan.plan
 
     def _run_elastic(
         self, decision: Decision, how: SnapshotSettings, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer

@@ -79,6 +79,7 @@ def test_many_ranks_have_numbers_of_parts_between_the_powers_of_two() -> None:
     search = Search(scaled(step_of(1024, 12), 36 * 29), here, Constraints(precision=PRECISION))
     plan = Plan(engine="ddp", devices=tuple(device.id for device in here.devices[:36]))
     assert search.remedies.parts(plan) == [1, 2, 3, 4, 6, 8, 15, 29]
+    assert search.remedies.parts(replace(plan, engine="zero", zero_stage=2)) == [1], "DeepSpeed's gradients are those of the last part"
 
 
 def test_replicas_are_looked_at_where_islands_of_a_node_are_of_different_sizes() -> None:

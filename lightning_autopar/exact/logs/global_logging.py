@@ -180,6 +180,10 @@ class GlobalLogging:
         """Forget what was logged since; the results themselves are the caller's matter."""
         self._pending, self._before = list(noted[0]), dict(noted[1])
 
+    def join_again(self) -> None:
+        """The process group is another one."""
+        self._exchange.open_again()
+
     def uninstall(self) -> None:
         """Stop, and restore everything as it was before :meth:`install`."""
         while self._undo:

@@ -129,6 +129,13 @@ class Exchange:
                     self.peers = group
                     self._open.append(group)
 
+    def open_again(self) -> None:
+        """The same after all groups were given up."""
+        self._open.clear()
+        self.host_group = self.peers = None
+        if dist.get_world_size() > 1:
+            self.open()
+
     def close(self) -> None:
         """Undo :meth:`open`."""
         while self._open:

@@ -8,6 +8,7 @@ Modules, in reading order:
     measure           seconds and bytes that a rank really used
     longer_batches    says where a batch is longer than planned for
     rerun             a batch that ran out of memory, run again in more parts
+    running_step      where a rank is in a batch, and its step undone
     resume            goes on exactly where a checkpoint was saved
     plan_log          what loggers hear of plans and their changes
     worker_exception  a worker's exception on its way to the parent

@@ -32,14 +32,14 @@ from lightning_autopar.exact.step.step_state import StepState
 from lightning_autopar.state.checkpoint import whole_optimizer_state, whole_state_dict
 from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
 from lightning_autopar.strategies.base import measure, resume
-from lightning_autopar.strategies.base.gpu_limit import GpuLimit, shortage_words
+from lightning_autopar.strategies.base.gpu_limit import GpuLimit
 from lightning_autopar.strategies.base.loaders import Dropped, exact_loader
 from lightning_autopar.strategies.base.longer_batches import LongerBatches
 from lightning_autopar.strategies.base.measure import Meter
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
 from lightning_autopar.strategies.base.rerun import Reruns
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.base.worker_exception import LACKED, out_of_memory
+from lightning_autopar.strategies.base.running_step import BACKWARD, BOTH, FORWARD, VALIDATION, RunningStep
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -73,6 +73,7 @@ class EngineMixin(Strategy):
         #: The state in which the running step began; None where no batch is run again.
         self._found: StepState | None = None
         self._reruns: Reruns | None = None
+        self.running = RunningStep(self)
         #: Whether this rank runs its batches in more parts than planned, and so than others may.
         self._alone = False
         #: Of the running step.
@@ -163,7 +164,7 @@ class EngineMixin(Strategy):
         """Lightning calls this once for each batch, in order, before its step: here the batch's share becomes the current one."""
         for begins in self.at_batch:
             begins()
-        self._share, self._drawing, self._samples = None, False, None
+        self._share, self._drawing, self._samples, self.running.place = None, False, None, ""
         if self._micro is not None:
             self._micro.part = None
         counts = self.splits or self.in_parts
@@ -227,6 +228,8 @@ class EngineMixin(Strategy):
         fits = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization
         if self.reruns_batches and fits and self.run_plan.undivided is None:
             self._found = StepState(trainer, self.run_plan.kept_rules.get("training_step", {}))
+        elif self.running.leaves and fits and self.run_plan.undivided is None:
+            self.running.found = StepState(trainer, self.run_plan.kept_rules.get("training_step", {}))
         super().setup(trainer)
 
     def prepare_steps(self, trainer: Trainer) -> None:
@@ -279,14 +282,8 @@ class EngineMixin(Strategy):
         self.barrier()
 
     def explain(self, error: BaseException) -> None:
-        """If a GPU's memory ran out, add to the exception what was promised and predicted, and what to do."""
-        device = self.run_plan.devices[self._rank]
-        if out_of_memory(error) and self._trainer.training and self.run_plan.undivided is not None:
-            error.add_note(f"autopar: the batch wasn't run again in more parts: {self.run_plan.undivided}")
-        if device.kind == "cuda" and out_of_memory(error):
-            error.add_note(shortage_words(self.run_plan, self._rank, self.gpu_limit))
-            if self.gpu_limit is not None:
-                vars(error)[LACKED] = {device.id: self.gpu_limit.lacked_bytes()}
+        """If memory ran out, add to the exception where, what was promised and predicted of a GPU, and what to do."""
+        self.running.explain(error)
 
     def _share_for_draws(self) -> BatchShare | None:
         """The share while draws belong to its batch: from the transfer to forward's end, and in backward, which recomputes; else None."""
@@ -354,6 +351,7 @@ class EngineMixin(Strategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step`` on this rank's share."""
         own, found = super().training_step, self._found
+        self.running.begin(FORWARD)
         if found is None:
             return self._train(own, args, kwargs)
 
@@ -423,6 +421,7 @@ class EngineMixin(Strategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``validation_step`` on this rank's share."""
+        self.running.place = VALIDATION
         return self._evaluate(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -490,7 +489,7 @@ class EngineMixin(Strategy):
         if self._micro is not None and not self._stepping and not self._micro.gradients.watched:
             self._micro.gradients.take_up()
         self.meter.note(self, "backward")
-        self._in_backward = True
+        self._in_backward, self.running.place = True, BOTH if self._stepping else BACKWARD
         super().pre_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -503,6 +502,7 @@ class EngineMixin(Strategy):
         if module.automatic_optimization and not self._stepping:
             self._drawing = False
             self._arguments = (), {}
+            self.running.complete()
 
     # -- snapshots ---------------------------------------------------------------------------------------------------------------------
 
@@ -527,7 +527,8 @@ class EngineMixin(Strategy):
 
     def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add to Lightning's dictionary what it takes to go on exactly; every rank calls it."""
-        resume.lay_aside(self._trainer, checkpoint, splits=self.splits, at_boundary=self.at_boundary)
+        cleared = self.running.place == BACKWARD
+        resume.lay_aside(self._trainer, checkpoint, splits=self.splits, at_boundary=self.at_boundary, cleared=cleared)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write one ordinary ``.ckpt``; what it takes to go on exactly is stored where plain Lightning doesn't look. The user's hooks got
@@ -551,6 +552,7 @@ class EngineMixin(Strategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Measure time and memory at the boundary between two steps."""
+        self.running.begun += 1
         self.meter.boundary(self, batch_idx)
         if self.gpu_limit is not None:
             accumulates = self._trainer.accumulate_grad_batches

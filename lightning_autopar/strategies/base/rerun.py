@@ -13,8 +13,9 @@ change is put back. Then DDP gets these gradients as from the backward pass that
 
 The number of parts stays. A batch can't be run again where its module can't be split, where its forward has exchanged something with other
 ranks, where gradients of several batches can't be told apart, where ``LightningModule.backward`` is overridden, and in one sample: then the
-exception is raised, with a note that says why. Of FSDP, ZeRO and pipelines, whose ranks exchange parameters or activations all the time,
-nothing is run again; nor is an optimizer's step, a validation, or a step of manual optimization.
+exception is raised, with a note that says why. FSDP's and a pipeline's ranks, which exchange parameters or activations all the time, leave
+their step together instead (``strategies.processes.shortage``). An optimizer's step, a validation, or a step of manual optimization isn't
+run again.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Reruns:
         self._planned: int = engine.run_plan.plan.micro_batches
         #: Into how many parts each batch is cut, where it has as many samples.
         self.parts = self._planned
+        #: How many samples that makes; None before a batch ran out of memory.
+        self.samples_at_once: int | None = None
         self._left: list[Parameter] = []
         self._synced = False
 
@@ -85,7 +88,7 @@ class Reruns:
         if engine._micro is not None:
             engine._micro.gradients.give_up()
         found.put_back(engine._logging, engine._draws)
-        _free_memory()
+        free_memory()
         self._go_on_in(min(2 * self.parts, self._share().fed), "forward")
         found.note(engine._logging, engine._draws, copy_all=True)
 
@@ -136,7 +139,7 @@ class Reruns:
         """
         for tensor in held:
             tensor.detach_()
-        _free_memory()
+        free_memory()
         engine, found, share = self._engine, self._found, self._share()
         run, began, pieces = 1 if engine._micro is None else engine._micro.parts, found.draws, 1
         micro = engine.run_in(2 * self.parts)
@@ -151,7 +154,7 @@ class Reruns:
                 if not self._may(error, partial(self._why_not, run * pieces, anew=False)):
                     raise
             found.put_back(engine._logging, engine._draws)
-            _free_memory()
+            free_memory()
         with torch.no_grad():
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -231,7 +234,7 @@ class Reruns:
 
     def _go_on_in(self, parts: int, where: str) -> None:
         engine, before = self._engine, self.parts
-        self.parts = parts
+        self.parts, self.samples_at_once = parts, -(-self._share().fed // parts)
         engine.run_in(parts)
         rank, plan = f" of rank {engine._rank}" if engine.run_plan.plan.world_size > 1 else "", engine.run_plan.plan
         unknown = f"; {engine.run_plan.unknown}" if engine.run_plan.unknown else ""
@@ -256,7 +259,7 @@ class Reruns:
             )
 
 
-def _free_memory() -> None:
+def free_memory() -> None:
     """What a failed step held may wait in cycles, and in pieces that are too small for the next one."""
     gc.collect()
     if torch.cuda.is_initialized():

@@ -52,14 +52,16 @@ class Resumption:
     counters: dict[str, Any] | None = None
 
 
-def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_boundary: bool = False) -> None:
+def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_boundary: bool = False, cleared: bool = False) -> None:
     """Add to a checkpoint what it takes to go on exactly; every rank calls it.
 
     Args:
         trainer: the one that has just dumped the checkpoint.
         checkpoint: Lightning's dictionary.
         splits: whether the ranks share each batch.
-        at_boundary: whether this is between two batches, before the next one is fetched, rather than in a hook.
+        at_boundary: whether this is between two batches, before the next one is fetched, rather than in a hook; a batch whose step was
+            left has not begun.
+        cleared: whether gradients were cleared in that step.
     """
     set_loader_states_aside(checkpoint)
     if KEY not in checkpoint:
@@ -69,6 +71,7 @@ def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_
     batches: Any = loop.batch_progress
     if at_boundary:
         extra["position"] = loop_position(trainer)
+        _rewind(checkpoint["loops"]["fit_loop"], cleared=cleared)
     elif batches.total.completed == batches.total.processed - 1 and batches.total.ready == batches.total.processed:
         fetcher = trainer.fit_loop._data_fetcher
         assert fetcher is not None
@@ -82,6 +85,17 @@ def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_
         # In a pipeline, only one stage may call a metric.
         extra["metrics"] = dict(_metric_states(trainer.lightning_module, splits or getattr(trainer.strategy, "holders", 1) > 1))
         extra["parts_per_batch"] = _parts_per_batch(trainer)
+
+
+def _rewind(loops: dict[str, Any], *, cleared: bool) -> None:
+    """Count a batch whose step was left as not begun; between two batches this changes nothing."""
+    optimizer = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    for scope in ("total", "current"):
+        batches, steps, zeroed = loops["epoch_loop.batch_progress"][scope], optimizer["step"][scope], optimizer["zero_grad"][scope]
+        if batches["ready"] > batches["completed"]:
+            batches.update(dict.fromkeys(("ready", "started", "processed"), batches["completed"]))
+            steps["ready"] = steps["completed"]
+            zeroed.update({name: count - cleared for name, count in zeroed.items()})
 
 
 def take_up(checkpoint: dict[str, Any]) -> Resumption | None:

@@ -15,11 +15,21 @@ import torch
 
 from lightning_autopar.strategies.base.users_traceback import SentFrame, received, sent
 
+#: In the words of a rank that leaves a step as another one has run out of memory.
+LEFT_BY_ALL = "so that all ranks leave this step"
 #: Words of gloo, NCCL and torch's stores when their peer is gone: an exception with them follows from another worker's end.
-_ECHOES = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "process group", "tcpstore", "filestore", "timed out waiting")
+_ECHOES = (
+    *(LEFT_BY_ALL, "closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "process group", "tcpstore", "filestore"),
+    "timed out waiting",
+)
 
 #: The attribute of an exception for a GPU's full memory: bytes by device id, more than which the run needs.
 LACKED = "autopar_lacked_bytes"
+
+#: The attribute of an exception for memory that ran out: whether that was in a step's forward or backward, which more micro-batches help.
+IN_STEP = "autopar_in_step"
+#: And whether the process hadn't finished its first training batch; and where it was, in words.
+AT_FIRST, WHERE = "autopar_at_first", "autopar_where"
 
 #: What torch and CUDA's libraries say when memory runs out, where they raise no exception class of their own.
 _SHORTAGES = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad alloc", "bad_alloc", "cublas_status_alloc_failed")

@@ -22,7 +22,7 @@ from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.gpu_limit import limit_after_out_of_memory
-from lightning_autopar.strategies.base.worker_exception import WorkerFailed, out_of_memory
+from lightning_autopar.strategies.base.worker_exception import IN_STEP, WorkerFailed, out_of_memory
 from lightning_autopar.strategies.elastic.kept_leases import ParkedPlace, Promises
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest, Watcher
 from lightning_autopar.strategies.elastic.preemption import Preemption
@@ -31,6 +31,7 @@ from lightning_autopar.strategies.elastic.running import RunningGeneration
 from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
 from lightning_autopar.strategies.preparation.learning import learn_shortage
+from lightning_autopar.strategies.preparation.smaller import samples_at_once
 from lightning_autopar.strategies.processes.protocol import GenerationFiles, SnapshotRendezvous
 from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_generation import Generation, Outcome
@@ -96,6 +97,7 @@ class Agent(RunState):
         snapshots: where snapshots are kept.
         folder: the run's, for files between workers and agent.
         inventory: see :class:`.run_state.RunState`; the same for ``replan``, ``state_bytes``, ``promises`` and ``preempt``.
+        in_more_parts: makes the same plan with more micro-batches; None where it can't.
         on_change: called with each new decision.
     """
 
@@ -110,7 +112,8 @@ class Agent(RunState):
         snapshots: SnapshotStore,
         folder: Path,
         inventory: Callable[[RunningGeneration | None], Inventory],
-        replan: Callable[[Inventory], Decision],
+        replan: Callable[[Inventory, int | None], Decision],
+        in_more_parts: Callable[[Decision, Inventory], Decision | None],
         state_bytes: int,
         on_change: Callable[[Decision], None],
         promises: Promises,
@@ -125,6 +128,7 @@ class Agent(RunState):
             promises=promises,
             preempt=preempt,
         )
+        self._in_more_parts = in_more_parts
         self._make_job, self._moving, self._watchers, self._handler = make_job, moving, list(watchers), handler
         self._folder, self._on_change = folder, on_change
         self._generations = 0
@@ -388,6 +392,24 @@ class Agent(RunState):
         except NothingFits:
             return None
 
+    def _with_less(self, running: RunningGeneration, error: BaseException, step: int) -> Decision | None:
+        """After a plan ran out of memory: it with more memory promised, it with more micro-batches, or a plan that takes less; None where
+        there is none of these. Each can follow another only a bounded number of times.
+        """
+        decision = running.decision
+        if (grown := with_more(decision, self._promises)) is not None:
+            return grown
+        if getattr(error, IN_STEP, False) and (divided := self._in_more_parts(decision, self.inventory())) is not None:
+            self.samples_at_once = samples_at_once(divided)
+            return divided
+        self._avoided.lower(decision.run_plan.reserved_bytes)
+        try:
+            return self.replan(self.inventory())
+        except NothingFits:
+            # Nobody else can lift limits that the run set itself: it would stay parked for ever.
+            self._avoided.lift()
+            return None
+
     def _failures_in_a_row(self) -> int:
         return max(self._failures.values(), default=0)
 
@@ -401,25 +423,20 @@ class Agent(RunState):
         step = running.elastic.rendezvous.furthest_step()
         if theirs and (running.elastic.rendezvous.final or pace.boundaries == 0):
             return outcome
-        self._failures = {step: self._failures.get(step, 0) + 1}
-        if self._failures[step] >= self._moving.failures:
-            return outcome
+        learn_shortage(running.decision.report, error)
+        # Once no plan was smaller, the same one is tried again, as another process may have had the memory; and that not for ever.
+        less = self._with_less(running, error, step) if short and step not in self._failures else None
+        if less is None:
+            self._failures = {step: self._failures.get(step, 0) + 1}
+            if self._failures[step] >= self._moving.failures:
+                return outcome
         snapshot = self._saver.look_back()
         where = "from the beginning" if snapshot is None else f"from the snapshot of step {snapshot.step}"
-        rank_zero_warn(f"autopar: a failure at step {step}, the run goes on {where}: {type(error).__name__}: {error}")
+        under = "" if less is None else f" under {less.run_plan.plan.title()}"
+        rank_zero_warn(f"autopar: a failure at step {step}, the run goes on {where}{under}: {type(error).__name__}: {error}")
         self.recorder.failed(f"{type(error).__name__} at step {step}: {error}")
         self._left_at = pace.at
-        learn_shortage(running.decision.report, error)
-        if short and (grown := with_more(running.decision, self._promises)) is not None:
-            self._resume(grown, f"{type(error).__name__} at step {step}, and more memory was promised")
-            return None
-        if short:
-            self._avoided.lower(running.decision.run_plan.reserved_bytes)
-        decision = self._fitting(running)
-        if decision is None:
-            # Nobody else can lift limits that the run set itself: it would stay parked for ever.
-            self._avoided.lift()
-            decision = self._fitting(running)
+        decision = self._fitting(running) if less is None else less
         why = "" if decision is not None else f"nothing fits after {type(error).__name__}: {error}"
         if decision is not None and decision is not running.decision and (missing := self._why_not_promised(decision)) is not None:
             why = f"after {type(error).__name__} another run took the memory first: {missing}"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from lightning_autopar.strategies.elastic.saver import SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore, run_key
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.preparation.smaller import in_more_parts, in_parts_of
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_generation import Outcome, noted_interrupts, run_folder
@@ -140,6 +142,7 @@ class ElasticRun:
                     folder=folder,
                     inventory=self._inventory,
                     replan=self._replan,
+                    in_more_parts=partial(in_more_parts, self._trainer),
                     state_bytes=self.state_bytes,
                     on_change=self._changed,
                     promises=Promises(self._strategy.leases, self._devices_now),
@@ -189,8 +192,8 @@ class ElasticRun:
         host_bytes = 0 if running is None else host_bytes_of(running.generation.pids())
         return _with_own(self._strategy.devices_now(own_host_bytes=host_bytes), running)
 
-    def _replan(self, inventory: Inventory) -> Decision:
-        return decide_again(self._trainer, self._decision, inventory)
+    def _replan(self, inventory: Inventory, samples_at_once: int | None) -> Decision:
+        return in_parts_of(samples_at_once, self._trainer, decide_again(self._trainer, self._decision, inventory), inventory)
 
     def _changed(self, decision: Decision) -> None:
         self._strategy.report, self._strategy.plan = decision.report, decision.run_plan.plan

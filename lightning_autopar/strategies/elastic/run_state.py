@@ -83,7 +83,7 @@ class RunState:
     Args:
         decision: the first one.
         inventory: the devices as they are now, with what the run holds itself counted as free.
-        replan: the best plan for an inventory.
+        replan: the best plan for an inventory, and for the most samples that fit at once, where that is known.
         state_bytes: of parameters, buffers and optimizer states.
         saver: of its snapshots.
         promises: of memory, which change with the plan; those of the first decision exist already.
@@ -95,7 +95,7 @@ class RunState:
         *,
         decision: Decision,
         inventory: Callable[[RunningGeneration | None], Inventory],
-        replan: Callable[[Inventory], Decision],
+        replan: Callable[[Inventory, int | None], Decision],
         state_bytes: int,
         saver: Saver,
         promises: Promises,
@@ -113,6 +113,8 @@ class RunState:
         self.moving = False
         self._run: RunningGeneration | None = None
         self._avoided = AvoidedDevices()
+        #: How many samples a rank can run at once, after more ran out of memory; None before that.
+        self.samples_at_once: int | None = None
         self._pauses: list[float] = []
         self._left_at: float | None = None
         self._changes: list[PlanChange] = []
@@ -161,7 +163,10 @@ class RunState:
         there = usable(inventory)
         if not there.devices:
             raise NothingFits(replace(self.decision.report, inventory=there, candidates=(), best_index=None))
-        return self._plan(there)
+        found = None if self._run is None else self._run.elastic.rendezvous.samples_at_once()
+        known = [each for each in (self.samples_at_once, found) if each is not None]
+        self.samples_at_once = min(known, default=None)
+        return self._plan(there, self.samples_at_once)
 
     @property
     def has_snapshot(self) -> bool:

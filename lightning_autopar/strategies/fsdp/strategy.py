@@ -40,6 +40,7 @@ from lightning_autopar.strategies.base.mixin import SplitMixin
 from lightning_autopar.strategies.base.new_parameters import refuse_new
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.base.running_step import VALIDATION
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, groups_of
 from lightning_autopar.strategies.fsdp.whole_results import whole_results
 
@@ -246,6 +247,7 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
+        self.running.place = VALIDATION  # type: ignore[attr-defined]  # of EngineMixin
         return self._evaluation(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -267,6 +269,10 @@ class _ShardingStrategy(ModelParallelStrategy):
         """Recomputation in backward calls modules, which must not count as calls by a hook."""
         with self._gathered.inside(backward=True):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def give_up_gathered(self) -> None:
+        """Put the parameters back into shards after a failed step; what it wrote to whole ones is lost."""
+        self._gathered.give_up()
 
     def teardown(self) -> None:
         """Leave the module without our hooks."""

@@ -75,6 +75,16 @@ class WholeParameters:
         for unit in self._units:
             unit.reshard()
 
+    def give_up(self) -> None:
+        """Put all parameters back into shards wherever a step has failed, also within a gather; this process runs no step any more."""
+        for unit in self._units:
+            for group in groups_of(unit):
+                for parameter in group.fsdp_params:
+                    parameter._setattr_on_modules(parameter.sharded_param)
+                    parameter.sharded_state = type(parameter.sharded_state).SHARDED
+                    parameter.free_unsharded_param()
+                group._sharded_state = type(group._sharded_state).SHARDED
+
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:

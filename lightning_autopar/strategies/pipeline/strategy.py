@@ -31,6 +31,7 @@ from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.new_parameters import refuse_new
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.base.running_step import BOTH, VALIDATION
 from lightning_autopar.strategies.pipeline.run.agreement import agree_on_overflow
 from lightning_autopar.strategies.pipeline.run.replicas import Replicas
 from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
@@ -139,6 +140,7 @@ class _StagedStrategy(StagedState, ParallelStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
+        self.running.place = VALIDATION  # type: ignore[attr-defined]  # of EngineMixin
         return self._evaluation("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -348,6 +350,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         """The user's step on all micro-batches, with their backward passes; the loss is the whole batch's."""
         gradients = self._part_gradients
         assert gradients is not None
+        self.running.begin(BOTH)
         self._share = self.whole_or_share(args[0])
         goes_back = not self._trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
         if goes_back:

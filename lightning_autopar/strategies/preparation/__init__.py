@@ -9,6 +9,7 @@ Modules, in reading order:
     decision         Decision: the report and the run plan
     prospect         the best plan for any devices, confirmed by a rehearsal
     batch_size       the size that BatchSizeFinder looks for
+    smaller          the same plan in more micro-batches, after memory ran out
     trial            the best plans run some steps
     learning         figures are said and kept
     plain_run        does the user's own step fail by itself

@@ -6,6 +6,7 @@ Modules, in reading order:
     worker_generation  the workers of one plan, from fork to end
     protocol           the protocol between agent and workers: counters, stops, files
     boundary           a rank between two batches: snapshots, leaving, taking up
+    shortage           all ranks leave a step in which one runs out of memory
     idle_strategy      a strategy of the process that a run is started from
     external_launcher  processes that torchrun or Slurm started
     script             runs a user's script in this process

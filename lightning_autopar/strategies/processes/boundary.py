@@ -148,7 +148,7 @@ class Boundary:
         rendezvous, trainer = self._elastic.rendezvous, self._trainer
         if self._journal is None:
             self._go_on_after(self._elastic.folder.parent / _BEGIN)
-        rendezvous.tell_bytes(self._rank, self._used_bytes())
+        rendezvous.tell_memory(self._rank, self._used_bytes(), trainer.strategy.running.samples_at_once)  # type: ignore[attr-defined]  # of EngineMixin
         self._tell_loss()
         ask = rendezvous.arrive(self._rank, step=trainer.global_step, batches_left=batches_left(trainer), in_window=self._in_window)
         if ask is not None:

@@ -28,7 +28,7 @@ _ASKS: tuple[Ask, ...] = ("snapshot", "pause")
 _INTERRUPTS: tuple[type[BaseException], ...] = (KeyboardInterrupt, SIGTERMException)
 #: The shared numbers of all ranks together, and of each rank: first those of any rendezvous, then those of a kind of rendezvous.
 _HOLD, _STOP_AT, _ASK, _NUMBER, _FINAL, _WORDS = range(6)
-_COUNT, _BATCH_NS, _AT_NS, _DONE, _STEP, _LEFT, _SAVE_NS, _BYTES, _LOSS, _LOSS_STEP, _CELLS = range(11)
+_COUNT, _BATCH_NS, _AT_NS, _DONE, _STEP, _LEFT, _SAVE_NS, _BYTES, _SAMPLES, _LOSS, _LOSS_STEP, _CELLS = range(12)
 #: By orders of magnitude longer than a write to memory takes to become visible to another core.
 _SETTLE_SECONDS = 0.01
 #: Stands for a rank's figure that isn't known.
@@ -140,6 +140,53 @@ class StopRendezvous(_Rendezvous):
         return max(0, *self._everyones(_BATCH_NS)) * 1e-9
 
 
+class ShortageRendezvous:
+    """Tells all ranks of a generation that one has run out of memory in a step, and whether all can leave that step.
+
+    Args:
+        world_size: how many ranks there are.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._cells = memoryview(mmap.mmap(-1, 8 * (1 + 2 * world_size))).cast("q")
+        self._world_size = world_size
+
+    def enter(self, rank: int, pid: int) -> None:
+        """This rank begins, in this process."""
+        self._cells[1 + self._world_size + rank] = pid
+
+    def peers(self, rank: int) -> list[int]:
+        """The process ids of the other ranks."""
+        pids = self._cells[1 + self._world_size :]
+        return [pid for each, pid in enumerate(pids) if each != rank and pid]
+
+    @property
+    def noted(self) -> bool:
+        """Whether some rank has run out of memory."""
+        return bool(self._cells[0])
+
+    def note(self) -> None:
+        """This rank has run out of memory in a step; to be called before its peers can notice by themselves that it is missing."""
+        self._cells[0] = 1
+
+    def leave(self, rank: int, batch: int | None, within_seconds: float) -> bool:
+        """Whether all ranks can leave the same batch's step; waits for their answers.
+
+        Args:
+            rank: this one.
+            batch: the number of the batch whose step it can leave; None where it can't.
+            within_seconds: how long to wait.
+        """
+        answers = self._cells[1 : 1 + self._world_size]
+        answers[rank] = -1 if batch is None else 1 + batch
+        until = time.monotonic() + within_seconds
+        while not all(answers) and -1 not in answers:
+            if time.monotonic() > until:
+                return False
+            time.sleep(1e-3)
+        return len(set(answers)) == 1 and answers[0] > 0
+
+
 class SnapshotRendezvous(_Rendezvous):
     """Makes all ranks of an elastic generation write a snapshot at the same boundary between two training batches."""
 
@@ -172,9 +219,10 @@ class SnapshotRendezvous(_Rendezvous):
         self._cells[self._place(rank, _AT_NS)] = time.monotonic_ns()
         self._cells[self._place(rank, _DONE)] = self.number if done else -self.number
 
-    def tell_bytes(self, rank: int, used_bytes: int) -> None:
-        """Report the bytes that this rank's device holds for this run now."""
+    def tell_memory(self, rank: int, used_bytes: int, samples_at_once: int | None) -> None:
+        """Report the bytes that this rank's device holds for this run now; and how many samples fit at once, where more didn't."""
         self._cells[self._place(rank, _BYTES)] = used_bytes
+        self._cells[self._place(rank, _SAMPLES)] = samples_at_once or 0
 
     def tell_loss(self, rank: int, step: int, loss: float) -> None:
         """Report the latest logged loss."""
@@ -236,6 +284,10 @@ class SnapshotRendezvous(_Rendezvous):
     def used_bytes(self) -> list[int]:
         """The bytes that each rank's device holds for this run, by its last report."""
         return self._everyones(_BYTES)
+
+    def samples_at_once(self) -> int | None:
+        """How many samples fit at once on every rank; None where no batch ran out of memory."""
+        return min((count for count in self._everyones(_SAMPLES) if count), default=None)
 
     def loss(self) -> tuple[int, float] | None:
         """Rank 0's latest loss with its step, if there is one."""

@@ -44,11 +44,12 @@ from lightning_autopar.strategies.base.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.base.worker_exception import Failure
+from lightning_autopar.strategies.base.worker_exception import AT_FIRST, Failure
 from lightning_autopar.strategies.processes import jupyter
 from lightning_autopar.strategies.processes.boundary import Boundary, Paused
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
-from lightning_autopar.strategies.processes.protocol import GenerationFiles, StopRendezvous
+from lightning_autopar.strategies.processes.protocol import GenerationFiles, ShortageRendezvous, StopRendezvous
+from lightning_autopar.strategies.processes.shortage import LeavingBoundary
 from lightning_autopar.strategies.processes.whereabouts import tell_when_asked
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class WorkerJob:
     folder: Path
     before: handover.Before
     elastic: GenerationFiles | None = None
+    #: Where ranks meet to leave a step in which one runs out of memory; None where the run doesn't go on after that.
+    shortage: ShortageRendezvous | None = None
     progress: RunProgress | None = None
 
 
@@ -170,10 +173,17 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
         with installed(trainer, engine, module, job.run_plan.torch_devices, keep_sampler=job.run_plan.batch == "per_device"):
             engine.gpu_limit = gpu_limit_for(job.run_plan, rank)
             word, value = "done", None
-            args, kwargs, boundary = job.args, job.kwargs, None
+            args, kwargs = job.args, job.kwargs
+            boundary: Boundary | None = None
             try:
-                if job.elastic is not None:
+                if job.shortage is not None and (job.elastic is not None or not engine.reruns_batches):
+                    boundary = LeavingBoundary(
+                        trainer, job.elastic, job.before, rank, shortage=job.shortage, folder=job.folder, give_up_group=_abort_group
+                    )
+                elif job.elastic is not None:
                     boundary = Boundary(trainer, job.elastic, job.before, rank)
+                if job.elastic is not None:
+                    assert boundary is not None
                     args, kwargs = _begin(job, job.elastic, engine, boundary, pipe)
                 with without_word_of_signals(trainer):  # the parent handles signals, and stops all ranks at one batch
                     value = job.function(*args, **kwargs)
@@ -186,6 +196,8 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
                 _end()  # at once: the next generation waits for the memory, and taking shards apart takes a second
             except BaseException as error:
                 engine.explain(error)
+                if getattr(error, AT_FIRST, False) and job.shortage is not None:
+                    job.shortage.note()
                 _leave(error, rank, job, stop_rendezvous, pipe)
                 return
             left = handover.collect(trainer, value, job.before, job.folder, rank)
@@ -213,6 +225,9 @@ def _begin(
 def _leave(error: BaseException, rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: connection.Connection) -> None:
     """The run ends by an exception: tell the parent, run the trainer's hooks, and write the state as it is, if possible."""
     trainer = job.trainer
+    if job.shortage is not None and job.shortage.noted and trainer.strategy.running.begun <= 1:  # type: ignore[attr-defined]  # of EngineMixin
+        _report(error, rank, job, pipe)  # nothing was trained yet, and the run begins again
+        return
     if (
         job.elastic is not None
         and not job.elastic.rendezvous.final

@@ -61,6 +61,7 @@ class Outcome:
         error: the exception that ended the run, if one did.
         hooks_ran: whether the workers have run the hooks that belong to ``error``.
         saved: whether a snapshot holds the run, from which its next start goes on.
+        interrupted: whether the user or the system has interrupted it.
     """
 
     results: list[handover.Results]
@@ -68,6 +69,7 @@ class Outcome:
     error: BaseException | None = None
     hooks_ran: bool = True
     saved: bool = False
+    interrupted: bool = False
 
 
 @contextmanager
@@ -332,7 +334,7 @@ class Generation:
         left = _results(job, workers)
         if not left or [each.rank for each in left[: left[0].ranks]] != list(range(left[0].ranks)):
             left = []  # a part of the state is lost
-        return Outcome(results=left, error=error, hooks_ran=hooks_ran)
+        return Outcome(results=left, error=error, hooks_ran=hooks_ran, interrupted=bool(noted))
 
     def _others(self, dead: int) -> str:
         """Where the workers were that needed a dead one: those that raised because of it, and those that went on waiting."""

@@ -10,11 +10,30 @@ import time
 import pytest
 
 from lightning_autopar._lightning_compat import SIGTERMException
-from lightning_autopar.strategies.processes.protocol import Ask, SnapshotRendezvous, StopRendezvous
+from lightning_autopar.strategies.processes.protocol import Ask, ShortageRendezvous, SnapshotRendezvous, StopRendezvous
 
 
 def _arrive(rendezvous: SnapshotRendezvous, rank: int, *, step: int = 0, in_window: bool = False) -> Ask | None:
     return rendezvous.arrive(rank, step=step, batches_left=None, in_window=in_window)
+
+
+@pytest.mark.parametrize(("others", "leaves"), [(3, True), (4, False), (None, False)], ids=["same batch", "ahead", "stepped"])
+def test_ranks_leave_a_step_that_all_of_them_can_leave(others: int | None, leaves: bool) -> None:
+    rendezvous, said = ShortageRendezvous(2), list[bool]()
+    rendezvous.enter(1, 77)
+    assert not rendezvous.noted
+    rendezvous.note()
+    assert rendezvous.noted
+    peer = threading.Thread(target=lambda: said.append(rendezvous.leave(1, others, 60.0)))
+    peer.start()
+    said.append(rendezvous.leave(0, 3, 60.0))
+    peer.join()
+    assert said == [leaves, leaves]
+    assert rendezvous.peers(0) == [77]
+
+
+def test_nobody_waits_for_ever_for_a_rank_that_is_gone() -> None:
+    assert not ShortageRendezvous(2).leave(0, 3, 0.01)
 
 
 def test_nobody_is_held_without_a_request() -> None:
@@ -107,7 +126,7 @@ def test_the_pace_is_rank_0s() -> None:
     assert (pace.boundaries, pace.step, pace.batches_left) == (1, 5, 9)
     assert pace.batch_seconds is not None
     assert 0.01 <= pace.batch_seconds < time.monotonic() - began + 1
-    rendezvous.tell_bytes(1, 7)
+    rendezvous.tell_memory(1, 7, None)
     assert rendezvous.used_bytes() == [0, 7]
 
 
