@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.devices.discover import probe
-from lightning_autopar.strategies.base.gpu_limit import CudaAllocator
+from lightning_autopar.strategies.base.out_of_memory.gpu_limit import CudaAllocator
 from tests.fresh import fresh
 
 pytestmark = pytest.mark.gpu

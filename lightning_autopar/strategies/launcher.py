@@ -35,9 +35,9 @@ from lightning_autopar.sharing.leases import words
 from lightning_autopar.sharing.runs.display import RunDisplay, showing
 from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.sharing.waiting import Waiting
-from lightning_autopar.strategies.base.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.loaders import put_together
 from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.out_of_memory.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.users_traceback import users_part
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings

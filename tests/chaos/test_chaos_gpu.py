@@ -20,7 +20,7 @@ from tests.chaos.chaos_schedules import ddp, fsdp, pipeline, single
 from tests.chaos.chaos_stage import Action
 from tests.fresh import fresh
 from tests.nullgpu import control
-from tests.strategies.base.test_rerun import said_by_reruns
+from tests.strategies.base.out_of_memory.test_rerun import said_by_reruns
 from tests.strategies.fitted import _decided
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus, pytest.mark.filterwarnings("ignore:.*does not have many workers")]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest
-from tests.strategies.base.test_rerun import Short, allocate
+from tests.strategies.base.out_of_memory.test_rerun import Short, allocate
 from tests.strategies.fitted import QUIET, numbers, plan
 
 pytestmark = pytest.mark.timeout(120)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy
 from tests.fresh import fresh
-from tests.strategies.base.test_rerun import Short
+from tests.strategies.base.out_of_memory.test_rerun import Short
 from tests.strategies.fitted import QUIET, numbers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus, pytest.mark.timeout(240)]

@@ -32,14 +32,14 @@ from lightning_autopar.exact.step.step_state import StepState
 from lightning_autopar.state.checkpoint import whole_optimizer_state, whole_state_dict
 from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
 from lightning_autopar.strategies.base import measure, resume
-from lightning_autopar.strategies.base.gpu_limit import GpuLimit
 from lightning_autopar.strategies.base.loaders import Dropped, exact_loader
-from lightning_autopar.strategies.base.longer_batches import LongerBatches
 from lightning_autopar.strategies.base.measure import Meter
+from lightning_autopar.strategies.base.out_of_memory.gpu_limit import GpuLimit
+from lightning_autopar.strategies.base.out_of_memory.longer_batches import LongerBatches
+from lightning_autopar.strategies.base.out_of_memory.rerun import Reruns
+from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, VALIDATION, RunningStep
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
-from lightning_autopar.strategies.base.rerun import Reruns
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.base.running_step import BACKWARD, BOTH, FORWARD, VALIDATION, RunningStep
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -234,8 +234,7 @@ class EngineMixin(Strategy):
 
     def prepare_steps(self, trainer: Trainer) -> None:
         """Make the objects around the steps of a split batch: for logging, draws, and running the batch's parts."""
-        rules = self.run_plan.log_rules
-        kept = self.run_plan.kept_rules
+        rules, kept = self.run_plan.log_rules, self.run_plan.kept_rules
         self._logging = GlobalLogging(trainer, self.share, device=self.root_device, rules=rules, kept=kept, parts=self.in_parts)
         self._logging.install()
         self._exit.callback(self._logging.uninstall)
@@ -411,8 +410,7 @@ class EngineMixin(Strategy):
 
     def _step_in_parts(self, micro: MicroBatches, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._share, self._drawing = self._share or micro.share(args[0], self._samples), True
-        backward, optimizer = super().backward, self.optimizers[0]
-        self._stepping = True
+        backward, optimizer, self._stepping = super().backward, self.optimizers[0], True
         try:
             with self._step():
                 return micro.run(step, lambda loss: backward(loss, optimizer), self._share, args, kwargs)
@@ -500,8 +498,7 @@ class EngineMixin(Strategy):
         module = self.lightning_module
         assert module is not None
         if module.automatic_optimization and not self._stepping:
-            self._drawing = False
-            self._arguments = (), {}
+            self._drawing, self._arguments = False, ((), {})
             self.running.complete()
 
     # -- snapshots ---------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.report.report import NothingFits
-from lightning_autopar.strategies.base.gpu_limit import limit_after_out_of_memory
+from lightning_autopar.strategies.base.out_of_memory.gpu_limit import limit_after_out_of_memory
 from lightning_autopar.strategies.base.worker_exception import IN_STEP, WorkerFailed, out_of_memory
 from lightning_autopar.strategies.elastic.kept_leases import ParkedPlace, Promises
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest, Watcher

@@ -23,9 +23,7 @@ from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar.constraints import SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.collate import CollateAll, CollateSamples
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
-from lightning_autopar.exact.data.rows import alike, take_rows
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.attribute_rules import Evidence, Path, taken
 from lightning_autopar.exact.step.attributes import attributes, title
@@ -33,7 +31,8 @@ from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
-from lightning_autopar.memory.trace.first_batch import FirstBatch, copied, fresh, mapped
+from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
+from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe, shares_of
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.losses import difference_of, groups_first_of, recorded_backward
@@ -43,49 +42,6 @@ from lightning_autopar.text import format_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-
-class BatchParts:
-    """The first batch and its parts, each made anew every time, since a step may change what it gets.
-
-    Args:
-        first: the batch.
-        count: how many of its samples count.
-        hooks: whether the module has transfer hooks to apply, which need a trainer.
-    """
-
-    def __init__(self, first: FirstBatch, count: int, *, hooks: bool) -> None:
-        self.first = first
-        self.count = count
-        self.double = False
-        #: Whether the transfer hooks still have to be applied to the parts.
-        self.raw = first.samples is not None and first.collate is not None and hooks
-        #: Whether collating draws random numbers.
-        self.random = False
-
-    def part(self, share: BatchShare) -> Any:
-        """The batch that the rank of this share is fed."""
-        first, state = self.first, torch.get_rng_state()
-        if first.samples is not None and first.collate is not None:
-            samples = first.samples[: self.count]
-            collate = CollateAll if first.cut and share.world_size > 1 else CollateSamples
-            batch = collate(first.collate, share.rank, share.dealing)(fresh(samples))[1]
-        else:
-            batch = take_rows(copied(first.batch), share.rank, share.dealing)[1]
-        self.random |= not torch.equal(state, torch.get_rng_state())
-        return mapped(batch, _doubled) if self.double else batch
-
-    def uneven(self, shares: Sequence[BatchShare]) -> bool:
-        """Whether parts have other shapes than the rows of the whole batch, as when samples are padded to the longest one."""
-        try:
-            whole = self.part(everything(self.count))
-            return any(not alike(take_rows(whole, share.rank, share.dealing)[1], self.part(share)) for share in shares)
-        except ValueError:  # no rows to compare with
-            return False
-
-
-def _doubled(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 _LOG = logging.getLogger(__name__)

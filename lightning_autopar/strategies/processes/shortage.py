@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from lightning_autopar._lightning_compat import mute_hooks
 from lightning_autopar.exact.data.loader import ExactLoader
+from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, RunningStep
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
-from lightning_autopar.strategies.base.running_step import BACKWARD, RunningStep
 from lightning_autopar.strategies.base.worker_exception import LEFT_BY_ALL, Failure, out_of_memory
 from lightning_autopar.strategies.processes.boundary import Boundary, Paused
 from lightning_autopar.strategies.processes.protocol import GenerationFiles, ShortageRendezvous

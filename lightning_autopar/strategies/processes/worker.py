@@ -40,8 +40,8 @@ from lightning_autopar._lightning_compat import (
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.state import placed
-from lightning_autopar.strategies.base.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.out_of_memory.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.worker_exception import AT_FIRST, Failure

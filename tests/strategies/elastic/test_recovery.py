@@ -10,7 +10,7 @@ import pytest
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.strategies.elastic.agent import is_still_there, with_more
 from lightning_autopar.strategies.preparation.decision import Decision
-from tests.strategies.base.test_gpu_limit import GIB, assigned
+from tests.strategies.base.out_of_memory.test_gpu_limit import GIB, assigned
 
 
 class Promised:

@@ -129,7 +129,7 @@ def said_by_reruns() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_autopar.strategies.base.rerun")
+    logger = logging.getLogger("lightning_autopar.strategies.base.out_of_memory.rerun")
     logger.addHandler(handler)
     try:
         yield said

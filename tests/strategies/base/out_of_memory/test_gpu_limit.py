@@ -19,7 +19,7 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.sharing.ledger import Held, Ledger, Shortage
-from lightning_autopar.strategies.base.gpu_limit import (
+from lightning_autopar.strategies.base.out_of_memory.gpu_limit import (
     CudaAllocator,
     GpuLimit,
     Lease,

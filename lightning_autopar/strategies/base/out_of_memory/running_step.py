@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_autopar.exact.step.step_state import StepState
-from lightning_autopar.strategies.base.gpu_limit import shortage_words
+from lightning_autopar.strategies.base.out_of_memory.gpu_limit import shortage_words
+from lightning_autopar.strategies.base.out_of_memory.rerun import free_memory
 from lightning_autopar.strategies.base.process_group import join_group
-from lightning_autopar.strategies.base.rerun import free_memory
 from lightning_autopar.strategies.base.worker_exception import AT_FIRST, IN_STEP, LACKED, WHERE, out_of_memory
 
 if TYPE_CHECKING:

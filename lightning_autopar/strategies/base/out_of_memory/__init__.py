@@ -1,0 +1,9 @@
+"""A device's memory: how much of it a rank may take, and what becomes of a batch for which it isn't enough.
+
+Modules, in reading order:
+
+    gpu_limit       how much of a GPU a process may take
+    longer_batches  says where a batch is longer than planned for
+    rerun           a batch that ran out of memory, run again in more parts
+    running_step    where a rank is in a batch, and its step undone
+"""
