@@ -114,7 +114,7 @@ class Finalists:
         played_for = {tight} if candidate.plan.shares else set(sizes)
         rank = candidate.plan.devices.index(tight) if candidate.plan.shares else 0
         limit = min(self._limit(device, around[device], margin) for device in played_for)
-        played = self._replayed(candidate, rank, limit)
+        played = self.replayed(candidate, rank, limit)
         held = limit + played.missing_bytes if not played.fits else played.reserved_peak_bytes
         self.lost[candidate.plan] = held + around[tight] - (sizes[tight].reserved - sizes[tight].rounding)
         raw = {
@@ -168,7 +168,7 @@ class Finalists:
             )
         )
 
-    def _replayed(self, candidate: Candidate, rank: int, limit: int) -> Replayed:
+    def replayed(self, candidate: Candidate, rank: int, limit: int) -> Replayed:
         """The replay of one of its ranks, limited to what the allocator may hold."""
         plan = candidate.plan
         how = plan.engine, plan.options, plan.reshard_after_forward, plan.recompute, plan.shard, plan.micro_batches, plan.replicas

@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 #: Seconds that a look may take; the first of these where all sizes are the same so far.
 _ALIKE_SECONDS, _SECONDS = 0.15, 0.7
 #: At most so many samples or batches are looked at, so many batches are put together by chance, and samples of so many numbers kept.
-_MOST, _GROUPS, _KEPT_NUMBERS = 20_000, 200, 8_000_000
+MOST, _GROUPS, _KEPT_NUMBERS = 20_000, 200, 8_000_000
 #: How many samples are loaded twice, to see whether they keep their size.
 _AGAIN = 4
 #: Of a list of other things than numbers so many are looked into.
@@ -118,12 +118,12 @@ class _Samples:
 
     def __init__(self, loader: DataLoader[Any], first: FirstBatch, seconds: float, clock: Callable[[], float]) -> None:
         self.loader, self._clock, self._kept, self._alike = loader, clock, 0, True
-        self.of = self._population(first)
+        self.of = self.population(first)
         self.seen: list[_Sample] = []
         for sample in first.samples or ():
             self._measure(None, sample)
         begun, known = clock(), len(self.seen)
-        for index, sample in self._loaded(random.Random(0).sample(self.of, min(len(self.of), _MOST))):
+        for index, sample in self._loaded(random.Random(0).sample(self.of, min(len(self.of), MOST))):
             self._measure(index, sample)
             alike = self._alike and len(self.seen) >= ENOUGH
             if self._clock() - begun > (min(seconds, _ALIKE_SECONDS) if alike else seconds):
@@ -132,7 +132,7 @@ class _Samples:
         #: The first batch's samples are some of the others, of which nobody knows.
         self.looked = loaded if loaded == len(self.of) else min(len(self.of) - 1, len(self.seen))
 
-    def _population(self, first: FirstBatch) -> Sequence[Any]:
+    def population(self, first: FirstBatch) -> Sequence[Any]:
         """The indices that the sampler gives in an epoch, as far as that is known without drawing all of them."""
         sampler: Any = self.loader.sampler
         if type(sampler) is RandomSampler:
@@ -140,7 +140,7 @@ class _Samples:
         if type(sampler) is SequentialSampler:
             count = len(sampler.data_source)
             return range(count if first.epoch_batches is None else min(count, first.epoch_batches * first.batch_size))
-        return list(dict.fromkeys(itertools.islice(iter(sampler), _MOST)))
+        return list(dict.fromkeys(itertools.islice(iter(sampler), MOST)))
 
     def _loaded(self, indices: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
         """The samples, as the loader's fetcher gets them; several at a time where the dataset can and is quick."""
@@ -223,7 +223,7 @@ def _of_batches(loader: DataLoader[Any], first: FirstBatch, ends: float, clock: 
     """What batches show."""
     order, half = order_of(loader), ends - (ends - clock()) / 2
     listed: list[Any] = []
-    for indices in itertools.islice(iter(order), _MOST):
+    for indices in itertools.islice(iter(order), MOST):
         listed.append(indices)
         if clock() > half:
             break

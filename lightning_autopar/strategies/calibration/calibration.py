@@ -167,13 +167,13 @@ def measurements(inventory: Inventory, known: Calibration, wanted: Collection[st
     by_kind: dict[str, list[Device]] = {"cpu": [], "cuda": []}
     for device in devices:
         by_kind[device.kind].append(device)
-    found = [*_of_cpus(by_kind["cpu"], inventory, known, wanted), *_of_gpus(by_kind["cuda"], inventory, known)]
+    found = [*of_cpus(by_kind["cpu"], inventory, known, wanted), *_of_gpus(by_kind["cuda"], inventory, known)]
     if devices and not known.ranks_of(HOST, "adam"):
-        found.append(Measurement(title="the host", names=("host",), run=partial(_host, inventory)))
+        found.append(Measurement(title="the host", names=("host",), run=partial(of_host, inventory)))
     return [each for each in found if not each.names or not all(_failed_lately(known.failures.get(name)) for name in each.names)]
 
 
-def _of_cpus(devices: Sequence[Device], inventory: Inventory, known: Calibration, wanted: Collection[str]) -> Iterator[Measurement]:
+def of_cpus(devices: Sequence[Device], inventory: Inventory, known: Calibration, wanted: Collection[str]) -> Iterator[Measurement]:
     """Measurements of CPU devices: the first of each kind alone, and some of them at once."""
 
     def missing(subject: str, things: Iterable[str], ranks: int | None = None) -> list[str]:
@@ -324,7 +324,8 @@ def _ranks(
     return measure_ranks(Asked(devices=devices, groups=groups, share=share, timeout_seconds=_LIMIT_SECONDS, collectives=collectives))
 
 
-def _host(inventory: Inventory, known: Calibration) -> list[Curve]:
+def of_host(inventory: Inventory, known: Calibration) -> list[Curve]:
+    """The speeds of copies between devices and the host, and of updates there."""
     from lightning_autopar.strategies.calibration.ranks import measure_host
 
     return measure_host(HOST, inventory.host_threads, cache_folder("rates") or Path(tempfile.gettempdir()))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 #: The most FLOPs of a forward to try, by threads: some seconds.
-_FLOPS_A_THREAD, _FEW_THREADS = 7.5e10, 4
+FLOPS_A_THREAD, _FEW_THREADS = 7.5e10, 4
 
 
 class Extent(NamedTuple):
@@ -36,7 +36,7 @@ def extent(module: nn.Module, blocks: Mapping[str, int], flops: float, counts: S
         counts: numbers of samples that may be tried, the largest first.
         batch_size: samples of the whole batch.
     """
-    most = _FLOPS_A_THREAD * max(_FEW_THREADS, torch.get_num_threads())
+    most = FLOPS_A_THREAD * max(_FEW_THREADS, torch.get_num_threads())
     sorts = spared(module, blocks)
     for without in ([], sorts):
         saved = sum(blocks[name] for names in without for name in names[1:]) / batch_size

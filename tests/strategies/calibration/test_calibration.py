@@ -165,8 +165,8 @@ def test_what_a_measurement_does_not_give_is_not_tried_at_every_start(inventory:
     def of_cpus(devices: Any, inventory: Any, known: Calibration, wanted: Any) -> Iterator[Measurement]:
         yield Measurement(title="it", names=("it",), run=lambda _: [ADD])  # which isn't all that it was to give
 
-    monkeypatch.setattr(calibration, "_of_cpus", of_cpus)
-    monkeypatch.setattr(calibration, "_host", lambda *_: [Curve(subject=HOST, thing="adam", sizes=(1,), seconds=(1,))])
+    monkeypatch.setattr(calibration, "of_cpus", of_cpus)
+    monkeypatch.setattr(calibration, "of_host", lambda *_: [Curve(subject=HOST, thing="adam", sizes=(1,), seconds=(1,))])
     assert calibration.calibrate(inventory).calibration.measured("cpu/1")
     assert calibration.is_calibrated(inventory)
 
@@ -278,7 +278,7 @@ def test_what_failed_is_not_tried_at_every_start(inventory: Inventory, monkeypat
         tried.append(1)
         yield Measurement(title="it", names=("it",), run=fails)
 
-    monkeypatch.setattr(calibration, "_of_cpus", of_cpus)
+    monkeypatch.setattr(calibration, "of_cpus", of_cpus)
     keep_calibration(
         inventory, Calibration().with_curves([Curve(subject=HOST, thing="adam", sizes=(1,), seconds=(1,))], day="d", took_seconds=1)
     )

@@ -373,7 +373,7 @@ def test_a_step_that_counts_in_a_buffer_is_not_run_in_parts(tmp_path: Path) -> N
 
 def test_a_batch_is_not_run_again_in_parts_of_which_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the user has pinned a plan that runs it in parts, which is told what isn't known."""
-    monkeypatch.setattr(fewer_blocks, "_FLOPS_A_THREAD", 0)
+    monkeypatch.setattr(fewer_blocks, "FLOPS_A_THREAD", 0)
     unknown = "whether parts of a batch give its loss is not known (a step of "
 
     def planned(**settings: Any) -> Any:
