@@ -142,8 +142,7 @@ clean:
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing the packages of constraints.txt into $(VENV), once; some minutes where they must be downloaded"
-	$(RUN)/python -m pip install --constraint constraints.txt --editable ".[dev,hf,docs,bench]"
+	$(RUN)/python tools/install.py
 	@touch $@
 
 # The project's own install needs its build backend, which pip fetches.

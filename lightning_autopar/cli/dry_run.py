@@ -67,8 +67,8 @@ class _Planned(BaseException):
 def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[str], None] = lambda function: None) -> DryRun:
     """Run a script as Python would, until it calls ``fit``.
 
-    Calls of ``validate``, ``test`` and ``predict`` before that are planned for, return an empty list and run nothing. The script's Trainer
-    gets our strategy, if it names another one.
+    Calls of ``validate``, ``test`` and ``predict`` before that are planned for, return an empty list and run nothing; of transformers'
+    Trainer a call of ``evaluate`` runs nothing. The script's Trainer gets our strategy, if it names another one.
 
     Args:
         script: what to run.
@@ -83,7 +83,7 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
     failure: BaseException | None = None
     asked = Wanted() if wanted is None else wanted
     lightnings = at_first_trainer(lambda: _planning(found, asked, on_plan))
-    with lightnings, trainers_planned(partial(_plan_for_train, found, asked, on_plan)):
+    with lightnings, trainers_planned(partial(_plan_for_train, found, asked, on_plan), evaluate=False):
         try:
             script.run()
         except _Planned:

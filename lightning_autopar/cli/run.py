@@ -26,6 +26,7 @@ from lightning_autopar.cli.arguments import (
 )
 from lightning_autopar.cli.arguments import strategy_options as chosen_options
 from lightning_autopar.cli.first_trainer import Wanted, at_first_trainer
+from lightning_autopar.huggingface.relaunch import promised, relaunch
 from lightning_autopar.huggingface.settings import handed_over
 from lightning_autopar.huggingface.watch import trainers_planned, trainers_set
 from lightning_autopar.strategies.processes.script import Script, own_traceback, started_by
@@ -104,6 +105,7 @@ def run_script(options: argparse.Namespace) -> int:
             wanted_by = {"devices": spec, "trainer_devices": trainer_devices, "options": wanted_options}
             until_the_end.enter_context(trainers_planned(partial(_start_planned, wanted_by, options, what)))
         else:
+            until_the_end.enter_context(promised(settings, spec))
             until_the_end.enter_context(trainers_set(settings, ran))
         until_the_end.enter_context(at_first_trainer(replace_from_now_on))
         until_the_end.enter_context(started_by([*start_again, *what]))
@@ -133,7 +135,6 @@ def _start_planned(asked: Mapping[str, Any], options: argparse.Namespace, what: 
         ValueError: if nothing can be planned, or the devices aren't here.
     """
     from lightning_autopar.huggingface.planning import Asked, plan_for
-    from lightning_autopar.huggingface.relaunch import relaunch
     from lightning_autopar.report.report import NothingFits
 
     planned = plan_for(trainer, Asked(**asked))

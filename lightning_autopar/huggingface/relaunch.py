@@ -1,12 +1,22 @@
-"""The script again, in the plan's processes, in the place of this process. Knows no Trainer."""
+"""The script again, in the plan's processes, in the place of this process; each has its device's memory promised. Knows no Trainer."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
+from lightning_autopar.devices.discover import probe
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.huggingface.settings import VARIABLE, Settings
+from lightning_autopar.sharing.ledger import Shortage, is_leased, open_ledger, room_bytes
+from lightning_autopar.text import format_bytes
+
+log = logging.getLogger(__name__)
 
 #: Environment variables that a launcher sets for its processes.
 _LAUNCHED = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
@@ -44,3 +54,39 @@ def relaunch(settings: Settings, words: Sequence[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.execve(command[0], command, environment_of(settings, os.environ))
+
+
+@contextmanager
+def promised(settings: Settings, spec: str | None) -> Iterator[None]:
+    """In each of the plan's processes, before the script uses a device: while open, other runs of this host count with what it will take.
+
+    Args:
+        settings: the plan's.
+        spec: of the devices, from the command line.
+    """
+    device, wanted = settings.plan.devices[int(os.environ.get("LOCAL_RANK", "0"))], settings.peak_bytes
+
+    def found() -> Inventory:
+        return probe(spec, accelerator="cpu" if settings.on_cpu else "cuda", cpu_devices=settings.plan.world_size)
+
+    ledger = open_ledger()
+    if ledger is None or not any(each.id == device and is_leased(each) for each in found().devices):
+        yield
+        return
+    held = ledger.claim({device: wanted}, lambda: partial(room_bytes, found()), run=_name())
+    if isinstance(held, Shortage):
+        log.warning(
+            f"autopar: of the {format_bytes(wanted)} that this process will take of {device}, only {format_bytes(held.room_bytes)} are "
+            "free; it starts all the same, and may run out of memory"
+        )
+        yield
+        return
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def _name() -> str:
+    """The run's name for others: the script and its process."""
+    return f"{Path(sys.argv[0]).stem or 'python'} ({os.getpid()})"

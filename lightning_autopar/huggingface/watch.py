@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,15 +20,35 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def trainers_planned(plan: Callable[[Any], None]) -> Iterator[None]:
-    """While open, a call of ``train`` calls ``plan`` with the Trainer instead. It shall not return: there is nothing to return to."""
+def trainers_planned(plan: Callable[[Any], None], *, evaluate: bool = True) -> Iterator[None]:
+    """While open, a call of ``train`` calls ``plan`` with the Trainer instead. It shall not return: there is nothing to return to.
+
+    Args:
+        plan: gets the Trainer.
+        evaluate: whether calls of ``evaluate`` before that are made. If not, each of their metrics is NaN.
+    """
 
     def train(original: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan(trainer)
         raise AssertionError("planning ends the script")
 
-    with _watched(None, train):
+    with _watched(None, train, evaluate=evaluate):
         yield
+
+
+class _Unknown(dict[str, float]):
+    """The metrics of an evaluation that wasn't made."""
+
+    def __missing__(self, name: str) -> float:
+        return math.nan
+
+
+def _not_evaluated(
+    trainer: Any, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **options: Any
+) -> _Unknown:
+    """In the place of ``Trainer.evaluate``."""
+    log.warning("autopar: evaluate() isn't run while planning; each metric that the script reads of it is nan")
+    return _Unknown({f"{metric_key_prefix}_loss": math.nan})
 
 
 @contextmanager
@@ -58,7 +79,7 @@ def trainers_set(settings: Settings, ran: list[Settings]) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(settings: Settings | None, train: Callable[..., Any]) -> Iterator[None]:
+def _watched(settings: Settings | None, train: Callable[..., Any], *, evaluate: bool = True) -> Iterator[None]:
     """While open, what the script makes of transformers is watched, from the moment on that it imports it."""
     with ExitStack() as until_the_end:
 
@@ -74,6 +95,9 @@ def _watched(settings: Settings | None, train: Callable[..., Any]) -> Iterator[N
 
             module.Trainer.train = instead
             until_the_end.callback(setattr, module.Trainer, "train", original)
+            if not evaluate:
+                until_the_end.callback(setattr, module.Trainer, "evaluate", module.Trainer.evaluate)
+                module.Trainer.evaluate = _not_evaluated
 
         until_the_end.callback(when_executed("transformers.training_args", arguments))
         until_the_end.callback(when_executed("transformers.trainer", trainer))

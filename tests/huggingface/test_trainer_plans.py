@@ -229,3 +229,62 @@ def test_a_launchers_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     body = "Trainer(model=lm(), args=arguments(), train_dataset=texts()).train()"
     assert "a launcher has started this process (TORCHELASTIC_RUN_ID is set)" in " ".join(_refused(tmp_path, body, capsys).split())
+
+
+def test_an_evaluation_before_training_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that wants to know how good the model is beforehand; its metrics go through arithmetic and transformers' own printing."""
+    body = """
+import math
+
+class Never(Trainer):
+    def prediction_step(self, *args, **kwargs):
+        raise AssertionError("it evaluated")
+
+trainer = Never(model=lm(), args=arguments(), train_dataset=texts(), eval_dataset=texts())
+metrics = trainer.evaluate()
+assert math.isnan(math.exp(metrics["eval_loss"]))
+trainer.log_metrics("eval", metrics)
+trainer.train()
+"""
+    assert _plan(tmp_path, body, capsys)["function"] == "train"
+
+
+def test_a_trainer_with_arguments_and_a_loss_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As TRL's SFTTrainer and SFTConfig are made: subclasses with fields, a dataset and a collator of their own."""
+    body = """
+from dataclasses import dataclass, field
+
+@dataclass
+class OwnConfig(TrainingArguments):
+    max_length: int | None = field(default=8)
+    dataset_text_field: str = field(default="text")
+
+    def __post_init__(self):
+        self.bf16 = False if self.bf16 is None else self.bf16
+        super().__post_init__()
+        assert self.max_length == 8
+
+class Tuner(Trainer):
+    _tag_names = ["own"]
+
+    def __init__(self, model, args, train_dataset):
+        rows = [{"input_ids": row["input_ids"][: args.max_length]} for row in train_dataset]
+        super().__init__(model=model, args=args, train_dataset=rows, data_collator=self.collate)
+        self.tokens = 0
+
+    @staticmethod
+    def collate(rows):
+        ids = torch.stack([row["input_ids"] for row in rows])
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        self.tokens += inputs["attention_mask"].sum().item()
+        return (loss, outputs) if return_outputs else loss
+
+quiet = dict(output_dir="out", max_steps=6, report_to="none", disable_tqdm=True, per_device_train_batch_size=8)
+Tuner(lm(), OwnConfig(**quiet), texts()).train()
+"""
+    found = _plan(tmp_path, body, capsys)
+    assert found["footprint"]["batch_size"] == 8
+    assert {engine for engine, _, _ in _fitting(found)} >= {"single", "ddp"}
