@@ -475,7 +475,7 @@ def _with_evaluation(
             notes=(*split.notes, f"not checked: how the values that {hook} logs combine when a batch is split ({error.reason})"),
         )
     rules, kept = {**split.log_rules, **found.log_rules}, {**split.kept_rules, **found.kept_rules}
-    raised = split.raised or (found.raised and bool(trainer.num_sanity_val_steps))  # type: ignore[attr-defined]  # else a later state's step
+    raised = split.raised or (found.raised and bool(trainer.num_sanity_val_steps))  # else a later state's step
     return replace(split, log_rules=rules, kept_rules=kept, notes=(*split.notes, *found.notes), raised=raised)
 
 

@@ -143,7 +143,7 @@ def _listen_to(trainer: Trainer) -> None:
             _Asked.note(sys._getframe(1))
         return own.__getattribute__(self, name)
 
-    trainer.__class__ = type(own.__name__, (own,), {"__getattribute__": read, "__module__": own.__module__})  # type: ignore[assignment]
+    trainer.__class__ = type(own.__name__, (own,), {"__getattribute__": read, "__module__": own.__module__})
 
 
 def _is_the_users(error: BaseException, target: Target, *, raised: bool) -> bool:
