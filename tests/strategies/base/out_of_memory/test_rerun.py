@@ -146,8 +146,7 @@ def short(make: Callable[[], Any], under: Plan, **options: Any) -> str:
     """The notes of the exception that ends the run."""
     with pytest.raises(torch.OutOfMemoryError) as raised:
         fit(make, numbers(), under, **{"draws": DrawPlan(), "undivided": None, **options})
-    cause = "" if raised.value.__cause__ is None else str(raised.value.__cause__)  # a worker's traceback, with its notes
-    return "\n".join([*getattr(raised.value, "__notes__", ()), cause])
+    return "\n".join(getattr(raised.value, "__notes__", ()))
 
 
 # -- one device ------------------------------------------------------------------------------------------------------------------------
