@@ -31,7 +31,7 @@ def machine() -> dict[str, Any]:
         if line.startswith("model name")
     ]
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {
             "cpu": names[0] if names else platform.machine(),
             "cores": os.cpu_count(),

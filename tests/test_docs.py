@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 import traceback
 import types
 import warnings
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.cli import LightningCLI
 

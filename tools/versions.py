@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "versions.md"
 COLUMNS = ("python", "torch", "lightning", "transformers", "deepspeed")
 #: Versions that the package's metadata allows and no result names, a row each.
-ADMITTED = {"python": ("3.10", "3.11", "3.12", "3.13")}
+ADMITTED = {"python": ("3.11", "3.12", "3.13")}
 
 _HEAD = """# Versions
 

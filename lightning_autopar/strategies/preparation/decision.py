@@ -133,7 +133,7 @@ def _record(decision: Decision) -> dict[str, Any]:
     order = {device.id: f"device {index}" for index, device in enumerate(report.inventory.devices)}
     needs = report.footprint.to_dict()["bytes"]
     found: dict[str, Any] = {
-        "at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "precision": report.precision,
         "batch": {"samples": report.footprint.batch_size, "rule": decision.run_plan.batch},
         "step": {"bytes": {name: int(size) for name, size in needs.items()}, "margin": report.footprint.margin},
