@@ -48,8 +48,8 @@ FSDP: dict[str, Any] = {"engine": "fsdp", "devices": FOUR, "reshard_after_forwar
         ({**ZERO, "offload": ("optimizer",)}, "zero-3 ×4, offload optimizer"),
         ({**ZERO, "offload": ("optimizer",), "optimizer_on_disk": True}, "zero-3 ×4, offload optimizer, state on disk"),
         (
-            {**ZERO, "devices": ("GPU-a",), "zero_stage": 1, "recompute": ("net.0",)},
-            "zero-1, recompute 1",
+            {**ZERO, "devices": ("GPU-a",), "zero_stage": 1, "micro_batches": 2, "recompute": ("net.0",)},
+            "zero-1, recompute 1, micro-batches 2",
         ),
         (PIPELINE, "pipeline 2 stages, 1f1b ×8, 2 replicas"),
         ({**PIPELINE, "shard": ("net.0",)}, "pipeline 2 stages, 1f1b ×8, 2 sharded replicas"),
@@ -98,7 +98,6 @@ def test_a_pipeline_knows_its_stages_and_ranks() -> None:
         ({**ZERO, "zero_stage": 0}, "but it is 0"),
         ({**ZERO, "zero_stage": True}, "but it is True"),
         ({**ZERO, "zero_stage": 3.0}, "but it is 3.0"),
-        ({**ZERO, "micro_batches": 2}, "a zero plan runs a rank's batch in one piece, but micro_batches is 2"),
         ({**FSDP, "zero_stage": 2}, "the engine is 'fsdp'; leave it out"),
         ({**ZERO, "offload": ("gradients",)}, "unknown offload 'gradients'; choose from optimizer, parameters"),
         ({**ZERO, "offload": ("optimizer", "optimizer")}, "each offload once"),

@@ -37,6 +37,7 @@ WATCH = (
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPAR_RUNS", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "220")
+    monkeypatch.setattr(status, "leftovers", tuple)  # other tests' runs are killed meanwhile
     gpus(monkeypatch)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import LightningModule
-from lightning_autopar.exact.logs.hooks import QUIET, mentioned, names_in, overridden
+from lightning_autopar.exact.logs.hooks import mentioned, names_in, overridden
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -38,23 +38,25 @@ def _title(owner: Any) -> str:
 
 
 def _keeps(hook: Any, owner: Any, module: LightningModule) -> bool:
-    """Whether a hook uses its batch or outputs, and it or a function of the user's that it names stores something."""
+    """Whether a hook uses its batch or outputs, and it or a function of the same package that it names stores something."""
     function = inspect.unwrap(getattr(hook, "__func__", hook))
     code = getattr(function, "__code__", None)
     if code is None:
         return True
     if not _uses_batch(code, function.__name__, after=1 if owner is module else 3):
         return False
+    home = function.__module__.partition(".")[0]
     left, seen = [(function, owner)], set()
     while left:
         function, holder = left.pop()
         code = getattr(inspect.unwrap(function), "__code__", None)
-        if code is None or code in seen or f"{function.__module__}.".startswith((*QUIET, "torch.")):
+        if code is None or code in seen or function.__module__.partition(".")[0] != home:
             continue
         seen.add(code)
         names = set(names_in(code))
         # A metric's states are the whole batch's wherever they are: ranks exchange them.
-        metrics = any(isinstance(getattr(holder, name, None), (Metric, MetricCollection)) for name in names)
+        held = {**getattr(holder, "__dict__", {}), **getattr(holder, "_modules", {})}  # no property of the user's is called
+        metrics = any(isinstance(held.get(name), (Metric, MetricCollection)) for name in names)
         if any(each.opname in _STORES for each in dis.get_instructions(code)) or names & (_METHODS - {"update"} if metrics else _METHODS):
             return True
         left += mentioned(function, names, holder, module)

@@ -47,14 +47,9 @@ class Zero(Engine):
     loop = "single"  # DeepSpeed's share is predicted from its calls
 
     def check(self, plan: Plan) -> None:
-        """Raise unless the stage exists and can offload what the plan says, and a rank's batch is one piece."""
+        """Raise unless the stage exists and can offload what the plan says."""
         if isinstance(plan.zero_stage, bool) or not isinstance(plan.zero_stage, int) or plan.zero_stage not in ZERO_STAGES:
             raise ValueError(f"a zero plan needs zero_stage 1, 2 or 3, but it is {plan.zero_stage!r}")
-        if plan.micro_batches > 1:  # DeepSpeed holds gradients where the batch's other parts don't add to them
-            raise ValueError(
-                f"a zero plan runs a rank's batch in one piece, but micro_batches is {plan.micro_batches}; leave it out, accumulate "
-                "smaller batches by accumulate_grad_batches, or take engine 'fsdp'"
-            )
         if plan.optimizer_on_disk and "optimizer" not in plan.offload:
             raise ValueError(
                 f"optimizer_on_disk needs 'optimizer' in offload, but offload is {plan.offload!r}; leave it out, or offload it"

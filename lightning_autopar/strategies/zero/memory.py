@@ -50,7 +50,7 @@ def zero_bytes(
     Args:
         footprint: of the module, at the whole batch.
         plan: a ZeRO plan.
-        share: of the batch that the rank takes.
+        share: of the batch that the rank takes, all its micro-batches together.
         precision: the Trainer's.
         on_cpu: whether the device is a CPU.
         settings: DeepSpeed's.
@@ -60,7 +60,8 @@ def zero_bytes(
     """
     assert plan.zero_stage is not None
     zero = _Zero(footprint, plan, precision, on_cpu, settings or settings_of(footprint, plan, on_cpu=on_cpu))
-    moments = [zero.fullest(share)]
+    micro = share / plan.micro_batches
+    moments = [zero.fullest(micro)]
     if on_cpu:  # If a GPU lacks the room, the flat buffer is made on the host.
         moments.append(zero.start())
     fullest = max(moments, key=_total)
@@ -135,7 +136,7 @@ class _Zero:
         self.stage = plan.zero_stage
         self.ranks = plan.world_size
         self.on_cpu = on_cpu
-        self.accumulates = footprint.tape is not None and footprint.tape.batches > 1
+        self.accumulates = plan.micro_batches > 1 or (footprint.tape is not None and footprint.tape.batches > 1)
         self.offload = "optimizer" in plan.offload
         self.offload_parameters = "parameters" in plan.offload
         #: Whether parameters are used where they lie: one rank has all of them, on its device.
@@ -219,7 +220,7 @@ class _Zero:
         several = 0  # the gradients to which these belong
         beside = 0  # of those, the ones in a gradient that is larger than the bucket, and stays where it is
         kept = self.part(self.element) if self.accumulates and self.stage == 2 and not self.offload else 0
-        waiting = self.trainable if self.accumulates and self.stage == 1 else 0  # elements of gradients of earlier batches
+        waiting = self.trainable if self.accumulates and self.stage == 1 else 0  # elements of gradients of earlier micro-batches
         buckets = 0
         size = self.bucket * (2 if self.settings.overlap_comm else 1) if self.stage < 3 else 0
         random_bytes = RNG_STATE_BYTES if self.on_cpu else 0

@@ -81,7 +81,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, run: Callable[[], None] = lambda: 
         return [of(group_key(each.devices[:count], inventory), "all_reduce", count) for count in ranks]
 
     monkeypatch.setattr(calibration, "_of_gpus", of_gpus)
-    monkeypatch.setattr(calibration, "_host", lambda inventory, known: [of("host", "adam")])
+    monkeypatch.setattr(calibration, "of_host", lambda inventory, known: [of("host", "adam")])
     monkeypatch.setattr(calibration, "run_forked", lambda function, run, known, **_: run(known))
     return seen
 

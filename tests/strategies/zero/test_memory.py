@@ -134,6 +134,13 @@ def test_parameters_are_gathered_as_far_ahead_as_may_be() -> None:
     assert found[2].communication < whole / 2
 
 
+def test_micro_batches_make_activations_smaller_and_keep_gradients() -> None:
+    footprint = hand_made(16)
+    once, often = (zero_bytes(footprint, plan(2, micro_batches=count), share=1.0, settings=SMALL) for count in (1, 4))
+    assert often.allocated < once.allocated
+    assert zero_bytes(footprint, plan(1, micro_batches=4), share=1.0, settings=SMALL).gradients > often.gradients
+
+
 def test_recomputed_blocks_keep_less() -> None:
     footprint = hand_made(16)
     names = tuple(block.fqn for block in footprint.blocks)
