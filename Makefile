@@ -28,7 +28,7 @@ demo: $(INSTALLED)
 # Three parts side by side: a test waits for its processes a good part of its time, and three parts keep two cores busy. What the second and
 # the third say follows when they are done.
 SECOND := tests/conformance tests/exact tests/memory tests/planning tests/sharing
-THIRD := $(filter-out %/processes/ %/__pycache__/,$(wildcard tests/strategies/*/ tests/strategies/test_*.py))
+THIRD := tests/huggingface $(filter-out %/processes/ %/__pycache__/,$(wildcard tests/strategies/*/ tests/strategies/test_*.py))
 test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)
 	@mkdir -p build; $(RUN)/python -m pytest $(SECOND) > build/second.txt 2>&1 & second=$$!; \

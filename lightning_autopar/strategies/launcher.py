@@ -139,7 +139,9 @@ class AutoLauncher(Launcher):
         settings, leases = self._strategy.settings, self._strategy.leases
         leases.ask_as(priority=settings.wait.rank, elastic=how is not None)
         self._shown.show(priority=leases.priority)
-        finder = finder_of(trainer) if how is None and has_several(*self._strategy.inventory()) and unforkable() is None else None
+        finder = finder_of(trainer) if how is None else None
+        if finder is not None and (unforkable() is not None or not has_several(*self._strategy.inventory())):
+            finder = None
         present: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         if finder is not None:
             trainer.callbacks = [each for each in present if each is not finder]  # type: ignore[attr-defined]

@@ -88,9 +88,11 @@ class _Rendezvous:
             cells[self._place(rank, _BATCH_NS)] = now - last
         cells[self._place(rank, _AT_NS)] = now
         cells[self._place(rank, _COUNT)] += 1
-        while cells[_HOLD] and not cells[_STOP_AT]:
+        while cells[_HOLD]:  # asked once a turn: the parent may raise it at any moment, before it has said where all stop
+            if stop_at := cells[_STOP_AT]:
+                return bool(cells[self._place(rank, _COUNT)] >= stop_at)
             time.sleep(1e-3)
-        return bool(cells[_HOLD]) and cells[self._place(rank, _COUNT)] >= cells[_STOP_AT]
+        return False
 
     def _hold(self) -> None:
         """Make all ranks stop at the next boundary that all of them can reach."""

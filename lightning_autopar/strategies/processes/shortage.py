@@ -22,6 +22,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from lightning_autopar import engines
 from lightning_autopar._lightning_compat import mute_hooks
 from lightning_autopar.exact.data.loader import ExactLoader
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, RunningStep
@@ -96,7 +97,7 @@ class LeavingBoundary(Boundary):
         self._shortage, self._folder, self._give_up_group = shortage, folder, give_up_group
         self._engine: Any = trainer.strategy
         self._step: RunningStep = trainer.strategy.running  # type: ignore[attr-defined]  # of EngineMixin
-        self._step.leaves, self._step.before_optimizer = True, self._look
+        self._step.leaves, self._step.before_optimizer = engines.of(self._engine.run_plan.plan).runs_parts, self._look
         shortage.enter(rank, os.getpid())
         self._backend, self._given_up, self._giving_up = "", False, threading.Lock()
         #: The hooks that the running batch doesn't call again, as an earlier generation has.

@@ -361,7 +361,7 @@ class Hungry(Regression):
 def test_a_module_whose_trace_is_off_is_predicted_right_the_second_time(
     cache: Path, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decide, "calibrate", lambda _: None)  # how fast the machine is doesn't matter here
+    monkeypatch.setattr(decide, "calibrate", lambda _, **__: None)  # how fast the machine is doesn't matter here
     runs = []
     for index in range(2):
         torch.manual_seed(0)

@@ -6,10 +6,12 @@ import os
 import random
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from lightning_autopar._lightning_compat import SIGTERMException
+from lightning_autopar.strategies.processes import protocol
 from lightning_autopar.strategies.processes.protocol import Ask, ShortageRendezvous, SnapshotRendezvous, StopRendezvous
 
 
@@ -40,6 +42,29 @@ def test_nobody_is_held_without_a_request() -> None:
     rendezvous = SnapshotRendezvous(1)
     assert [_arrive(rendezvous, 0) for _ in range(3)] == [None] * 3
     assert rendezvous.progress().boundaries == 3
+
+
+class AskedBetween:
+    """A rendezvous's shared numbers, of which the parent begins a request right after a rank has read that there is none."""
+
+    def __init__(self, cells: Any) -> None:
+        self.cells, self.begun = cells, False
+
+    def __getitem__(self, place: int) -> int:
+        value = int(self.cells[place])
+        if place == protocol._HOLD and not self.begun:
+            self.begun = True
+            self.cells[protocol._STOP_AT], self.cells[protocol._NUMBER], self.cells[place] = 0, 1, 1
+        return value
+
+    def __setitem__(self, place: int, value: int) -> None:
+        self.cells[place] = value
+
+
+def test_a_request_that_begins_while_a_rank_looks_is_for_a_later_boundary() -> None:
+    rendezvous = SnapshotRendezvous(1)
+    rendezvous._cells = AskedBetween(rendezvous._cells)  # type: ignore[assignment]
+    assert _arrive(rendezvous, 0) is None
 
 
 @pytest.mark.parametrize("seed", range(5))

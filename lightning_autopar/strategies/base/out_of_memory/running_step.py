@@ -45,9 +45,9 @@ class RunningStep:
 
     def begin(self, place: str) -> None:
         """The user's training step begins; ``place`` says what runs in it."""
-        self.place = place
         if self.found is not None:
             self.found.note(self._engine._logging, self._engine._draws)
+        self.place = place
 
     def complete(self) -> None:
         """The batch's gradients are complete."""
