@@ -95,9 +95,10 @@ class LeavingBoundary(Boundary):
     ) -> None:
         super().__init__(trainer, elastic, before, rank)
         self._shortage, self._folder, self._give_up_group = shortage, folder, give_up_group
-        self._engine: Any = trainer.strategy
-        self._step: RunningStep = trainer.strategy.running  # type: ignore[attr-defined]  # of EngineMixin
-        self._step.leaves, self._step.before_optimizer = engines.of(self._engine.run_plan.plan).runs_parts, self._look
+        engine: Any = trainer.strategy
+        self._engine = engine
+        self._step: RunningStep = engine.running
+        self._step.leaves, self._step.before_optimizer = engines.of(engine.run_plan.plan).runs_parts, self._look
         shortage.enter(rank, os.getpid())
         self._backend, self._given_up, self._giving_up = "", False, threading.Lock()
         #: The hooks that the running batch doesn't call again, as an earlier generation has.
