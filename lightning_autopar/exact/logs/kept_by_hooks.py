@@ -45,12 +45,12 @@ def _keeps(hook: Any, owner: Any, module: LightningModule) -> bool:
         return True
     if not _uses_batch(code, function.__name__, after=1 if owner is module else 3):
         return False
-    home = function.__module__.partition(".")[0]
+    home = str(function.__module__).partition(".")[0]
     left, seen = [(function, owner)], set()
     while left:
         function, holder = left.pop()
         code = getattr(inspect.unwrap(function), "__code__", None)
-        if code is None or code in seen or function.__module__.partition(".")[0] != home:
+        if code is None or code in seen or str(function.__module__).partition(".")[0] != home:
             continue
         seen.add(code)
         names = set(names_in(code))
