@@ -29,8 +29,8 @@ def whole_results() -> None:
 
     ``.item()`` and ``float()`` of a sharded tensor become collectives: a single rank that calls them waits for the others. torch 2.13's
     DTensor dispatches ``_local_scalar_dense`` to the local tensor, and ``torch.tensor([norm, …])``, as Lightning's ``grad_norm`` calls it,
-    doesn't ask it at all. A draw is made whole on each rank, which takes the whole tensor's memory for a moment. torch itself draws shards: on
-    CPUs the same for each, on GPUs with offsets that aren't one device's (``OffsetBasedRNGTracker``).
+    doesn't ask it at all. A draw is made whole on each rank, which takes the whole tensor's memory for a moment. torch itself draws shards:
+    on CPUs the same for each, on GPUs with offsets that aren't one device's (``OffsetBasedRNGTracker``).
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers[_ATEN._local_scalar_dense.default] = _number
