@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import sys
@@ -68,7 +69,7 @@ def plan_script(options: argparse.Namespace) -> int:
     # Standard output has only the report: what the script prints goes to stderr.
     with contextlib.redirect_stdout(sys.stderr), progress() as show, contextlib.ExitStack() as until_the_end:
         for root in ROOTS:  # whose logger gets its level when it is imported
-            until_the_end.callback(when_executed(root, _quiet))
+            until_the_end.callback(when_executed(root, functools.partial(_quiet, until_the_end)))
         wanted = Wanted(devices=spec, trainer_devices=trainer_devices, options=wanted_options)
         show(f"{script.name} runs up to fit")
         try:
@@ -93,8 +94,10 @@ def plan_script(options: argparse.Namespace) -> int:
     return _FITS if found.report.best is not None else _NOTHING_FITS
 
 
-def _quiet(module: ModuleType) -> None:
-    logging.getLogger(module.__name__).setLevel(logging.WARNING)
+def _quiet(until_the_end: contextlib.ExitStack, module: ModuleType) -> None:
+    logger = logging.getLogger(module.__name__)
+    until_the_end.callback(logger.setLevel, logger.level)
+    logger.setLevel(logging.WARNING)
 
 
 def _as_json(found: DryRun) -> dict[str, object]:
