@@ -102,7 +102,7 @@ def _reason(report: dict[str, Any], engine: str) -> str:
 
 
 def test_a_trainers_plans_are_shown_and_nothing_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     found = _plan(
         tmp_path, "Trainer(model=lm(), args=arguments(save_strategy='steps', save_steps=1), train_dataset=texts()).train()", capsys
