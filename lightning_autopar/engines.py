@@ -168,7 +168,7 @@ class Engine(ABC):
         measured: what calibration measures for plans of this engine besides operations and a loop on one device: collectives, and things
             of ``calibration.steps``; by default all collectives.
         takes_remedies: whether the search may add recomputed blocks, micro-batches and uneven shares to its plans.
-        runs_parts: whether a rank can run its samples in parts; a plan that does so all the same can be predicted, and isn't run.
+        runs_parts: whether a rank can run its samples in parts; a plan in parts can be predicted all the same.
     """
 
     name: str

@@ -59,8 +59,6 @@ def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False
     if not pinned and not engine_runs(plan.engine, allow):
         return f"add {plan.engine!r} to allow= to use this"
     able = RUNS | PINNED if pinned else RUNS
-    if plan.micro_batches > 1 and not engines.of(plan).runs_parts:
-        return f"can't run a rank's batch in parts under {plan.engine!r}; accumulate smaller batches, or take engine 'fsdp'"
     missing = [_WORDS[feature] for feature in features_of(plan) if feature not in able]
     return f"can't be run by this version yet ({' and '.join(missing)})" if missing else None
 

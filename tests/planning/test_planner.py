@@ -245,6 +245,14 @@ def test_a_pinned_plan_that_cannot_be_run_here_is_an_error(plan: dict[str, Any],
     assert not isinstance(caught.value, NothingFits)
 
 
+def test_a_pinned_plan_in_parts_of_an_engine_that_runs_none_is_an_error() -> None:
+    here = inventory(cpu(0), cpu(1))
+    pinned = Plan(engine="zero", devices=("cpu:0", "cpu:1"), zero_stage=2)
+    assert report(here=here, pinned=pinned).best == pinned
+    with pytest.raises(ValueError, match="'zero' can't run a rank's batch in parts"):
+        report(here=here, pinned=replace(pinned, micro_batches=2))
+
+
 def test_a_pinned_plan_with_more_ranks_than_samples_or_a_block_that_must_not_run_twice_is_an_error() -> None:
     three = inventory(cpu(0), cpu(1), cpu(2))
     with pytest.raises(ValueError, match="3 ranks for a batch of 2"):

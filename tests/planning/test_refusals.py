@@ -11,7 +11,7 @@ from lightning_autopar.memory.footprint import LayerFootprint
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.planning import refusals
 from lightning_autopar.planning.candidates import Option, enumerate_candidates, notes_of, ruled_out
-from lightning_autopar.planning.refusals import cannot_run, engine_refusal, feature_refusal, micro_batch_refusal
+from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal
 from lightning_autopar.plans import ENGINES, Plan
 from tests.fakes.values import cpu, footprint, gpu, inventory
 
@@ -273,11 +273,3 @@ def test_mig_instances_of_one_gpu_have_no_plan_together(started: int | None, gpu
     refusal = asked("ddp", footprint(), here, Constraints(min_devices=started))
     whose = "one GPU" if started is None else "2 GPUs"
     assert refusal == f"the {len(gpus)} devices are MIG instances of {whose}, and NCCL takes one rank of each GPU"
-
-
-def test_a_plan_of_an_engine_that_runs_no_parts_is_not_run_in_parts() -> None:
-    parts = Plan(engine="zero", devices=("cpu:0", "cpu:1"), zero_stage=2, micro_batches=2)
-    said = cannot_run(parts, pinned=True)
-    assert said is not None
-    assert said.startswith("can't run a rank's batch in parts under 'zero'")
-    assert cannot_run(replace(parts, micro_batches=1), pinned=True) is None
