@@ -103,24 +103,39 @@ def _mentions_log(functions: Iterable[Any], module: LightningModule) -> bool:
     That may be a function of the module, of its file, or of an object, class or Python module that the code names. A function that can't be
     looked into counts as if it did.
     """
-    left, seen = [(function, getattr(function, "__self__", module)) for function in functions], set()
+    pairs = [(function, getattr(function, "__self__", module)) for function in functions]
+    told = reached(pairs, module, lambda function: f"{getattr(function, '__module__', '')}.".startswith(QUIET))
+    return any(code is None or any(name in ("log", "log_dict") or name.startswith("log_") for name in names) for code, names, _ in told)
+
+
+def reached(
+    pairs: Iterable[tuple[Any, Any]], module: LightningModule, passes_over: Callable[[Any], bool]
+) -> Iterator[tuple[types.CodeType | None, set[str], Any]]:
+    """The code of functions, and of those that their code may call: each with its names and the object whose attributes it sees.
+
+    Args:
+        pairs: the functions, each with that object.
+        module: the user's.
+        passes_over: whether a function isn't looked into.
+
+    Yields:
+        None in place of the code where a function has none, as one that is written in C.
+    """
+    left, seen = list(pairs), set()
     while left:
         function, owner = left.pop()
         function = inspect.unwrap(getattr(function, "__func__", function))
         code = getattr(function, "__code__", None)
         if code is None:
-            return True
-        if code in seen or f"{getattr(function, '__module__', '')}.".startswith(QUIET):
-            continue
-        seen.add(code)
-        names = set(names_in(code))
-        if any(name in ("log", "log_dict") or name.startswith("log_") for name in names):
-            return True
-        left += mentioned(function, names, owner, module)
-    return False
+            yield None, set(), owner
+        elif code not in seen and not passes_over(function):
+            seen.add(code)
+            names = set(_names(code))
+            yield code, names, owner
+            left += _mentioned(function, names, owner, module)
 
 
-def mentioned(function: types.FunctionType, names: set[str], owner: Any, module: LightningModule) -> Iterator[tuple[Any, Any]]:
+def _mentioned(function: types.FunctionType, names: set[str], owner: Any, module: LightningModule) -> Iterator[tuple[Any, Any]]:
     """The functions that a function's code may call by these names, each with the object whose attributes it sees."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     spaces = [getattr(owner, "__dict__", {}), vars(module), function.__globals__, {name: _content(cell) for name, cell in cells}]
@@ -152,14 +167,14 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
+def _names(code: types.CodeType) -> Iterator[str]:
     """The names in code, and in functions within it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
         elif isinstance(constant, types.CodeType):
-            yield from names_in(constant)
+            yield from _names(constant)
 
 
 def shadow_hooks(

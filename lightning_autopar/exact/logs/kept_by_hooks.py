@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import LightningModule
-from lightning_autopar.exact.logs.hooks import mentioned, names_in, overridden
+from lightning_autopar.exact.logs.hooks import overridden, reached
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -46,20 +46,13 @@ def _keeps(hook: Any, owner: Any, module: LightningModule) -> bool:
     if not _uses_batch(code, function.__name__, after=1 if owner is module else 3):
         return False
     home = str(function.__module__).partition(".")[0]
-    left, seen = [(function, owner)], set()
-    while left:
-        function, holder = left.pop()
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        if code is None or code in seen or str(function.__module__).partition(".")[0] != home:
-            continue
-        seen.add(code)
-        names = set(names_in(code))
+    for code, names, holder in reached([(function, owner)], module, lambda each: str(each.__module__).partition(".")[0] != home):
         # A metric's states are the whole batch's wherever they are: ranks exchange them.
         held = {**getattr(holder, "__dict__", {}), **getattr(holder, "_modules", {})}  # no property of the user's is called
         metrics = any(isinstance(held.get(name), (Metric, MetricCollection)) for name in names)
-        if any(each.opname in _STORES for each in dis.get_instructions(code)) or names & (_METHODS - {"update"} if metrics else _METHODS):
+        stores = code is not None and any(each.opname in _STORES for each in dis.get_instructions(code))
+        if stores or names & (_METHODS - {"update"} if metrics else _METHODS):
             return True
-        left += mentioned(function, names, holder, module)
     return False
 
 
