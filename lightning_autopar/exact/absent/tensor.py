@@ -283,7 +283,7 @@ def _hollow(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 def _draw(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Draw what the stage that has the values draws, and drop it.
 
-    A hook of the user's runs on all stages, whose generators so stay those of one device. Whoever runs a step keeps its draws in step.
+    A hook of the user's runs on all stages, so that their generators stay those of one device. A step's own draws don't come here.
     """
 
     def real(leaf: Any) -> Any:

@@ -28,7 +28,7 @@ except ImportError:  # torch runs without it
 
 #: Relative difference up to which written values count as equal: rounding of float32 sums taken in another order, and some cancellation.
 _EQUAL = 1e-5
-#: What is copied to try a step, parameters to see whether it writes to them, takes at most this share of the memory that the host has left.
+#: A trial copies parameters, to see whether the step writes to them: at most into this share of the memory that the host has left.
 _HOST_SHARE = 0.5
 #: The most objects and bytes in attributes: more objects, or larger tensors, are data rather than what a step keeps.
 _MOST_OBJECTS, _TENSOR_BYTES = 10_000, 64 << 20

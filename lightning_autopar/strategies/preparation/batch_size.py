@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: What a plan may not do to make a batch fit.
+#: Features that a plan may not use here: a size counts only if it fits without them.
 _REMEDIES = ("micro_batches", "pipeline_parts", "recompute", "offload")
 #: How long the trial of a size may take.
 _TRIAL_SECONDS = 300.0

@@ -300,8 +300,8 @@ def _rates(
     wanted: Collection[str] | None = None,
 ) -> MeasuredRates | None:
     """The measured rates of this machine; None to use data sheets. Measuring takes seconds, once: worth it for a run that compares plans of
-    several devices and will take longer than that. If nothing fits for a run now, it doesn't measure. What this run's engines and step
-    don't need (all but ``wanted``) is left to a run that needs it.
+    several devices and will take longer than that. If nothing fits for a run now, it doesn't measure. ``wanted`` names what
+    this run's engines and step need; a later run that needs more measures the rest.
     """
     if settings.calibrate == "off" or any(device.kind == "catalogue" for device in inventory.devices):
         return None

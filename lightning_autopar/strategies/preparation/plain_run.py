@@ -42,9 +42,9 @@ _EARLY = (
 )
 #: Exceptions that a bug in Python raises on every device. Others may come from an operator of torch that fails on the CPU alone.
 _ANYWHERE = (AttributeError, IndexError, KeyError, NameError, TypeError)
-#: What else a bug raises where the run is on CPUs. An OSError (a file, a lock, a port) may be of this process alone.
+#: Where the run is on CPUs, these are the user's bug, too. An OSError (a file, a lock, a port) may be of this process alone.
 _ON_CPUS = (*_ANYWHERE, ArithmeticError, RuntimeError, ValueError)
-#: What code reads of a trainer to find out how many processes there are, which this is, or what planning adds: here it isn't as in the run.
+#: Attributes of the trainer that differ between this trial and the run: the number of processes, which one this is, what planning adds.
 _SURROUNDINGS = (
     *("accelerator", "callbacks", "device_ids", "global_rank", "is_global_zero", "local_rank", "model", "node_rank", "num_devices"),
     *("num_nodes", "strategy", "world_size"),

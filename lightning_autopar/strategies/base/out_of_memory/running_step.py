@@ -32,7 +32,7 @@ class RunningStep:
 
     def __init__(self, engine: EngineMixin) -> None:
         self._engine: Any = engine
-        #: What of it runs, in words; empty where nothing is known to run.
+        #: The part of the batch that runs now, one of the words above; empty between batches.
         self.place = ""
         #: How many training batches have begun in this process.
         self.begun = 0
