@@ -117,7 +117,7 @@ class AutoLauncher(Launcher):
                 shown = users_part(error.__traceback__)
                 if shown is None and not isinstance(error, NothingFits):
                     raise
-                raise error.with_traceback(shown)  # noqa: B904
+                raise error.with_traceback(shown)  # noqa: B904  # the same exception, which keeps its own cause
             finally:
                 self._shown = RunDisplay(None, dict)  # so that the module and its trainer can be pickled again
 

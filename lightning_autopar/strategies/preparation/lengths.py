@@ -43,12 +43,9 @@ class Seen:
 
     def without_makers(self) -> Seen:
         """The same without the objects that make batches."""
-        usual, longest = (() if self.look.usual is None else (self.look.usual,)), self.look.longest
-        found = replace(
-            self.look,
-            usual=next((each.without_makers() for each in usual), None),
-            longest=tuple(each.without_makers() for each in longest),
-        )
+        usual = self.look.usual
+        longest = tuple(each.without_makers() for each in self.look.longest)
+        found = replace(self.look, usual=None if usual is None else usual.without_makers(), longest=longest)
         return replace(self, look=found, validation=None if self.validation is None else self.validation.without_makers())
 
 
