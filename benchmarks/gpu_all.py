@@ -1,9 +1,11 @@
-"""What a GPU is asked in its first nine minutes: part by part, each with its own time and its own result, whatever becomes of the others.
+"""What a GPU is asked in its first minutes: part by part, each with its own time and its own result, whatever becomes of the others.
 
-    python3 benchmarks/gpu_all.py FOLDER            # or benchmarks/gpu_all.sh FOLDER
-    python3 benchmarks/gpu_all.py FOLDER offload    # another nine minutes: the largest models that train with offload to host memory
+    python3 benchmarks/gpu_all.py FOLDER            # or benchmarks/gpu_all.sh FOLDER: at most seven minutes
+    python3 benchmarks/gpu_all.py FOLDER memory     # four more: predicted beside measured bytes of many models
+    python3 benchmarks/gpu_all.py FOLDER offload    # nine more: the largest models that train with offload to host memory
 
-Each part leaves ``FOLDER/<number>-<part>.json``: how it ended, its own figures, and the last it said.
+Parts that say nothing of time run side by side. Each leaves ``FOLDER/<group>-<part>.json``: how it ended, its own figures, and the last it
+said.
 """
 
 from __future__ import annotations
@@ -18,13 +20,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-#: All parts together, with what is between them.
-MOST_SECONDS = 540
 _SAID_CHARACTERS = 6000
 
 
@@ -46,18 +47,38 @@ class Part:
 #: Tests of one GPU: the others are of two, or of the stub alone.
 _TESTS = (
     "tests/test_gpu.py",
+    "tests/test_fork.py",
     "tests/strategies/processes/test_waits.py",
+    "tests/strategies/processes/test_stalls.py",
     "tests/strategies/calibration/test_on_gpus.py",
     "tests/memory/fakes/test_saved_on_device.py",
+    "tests/nullgpu/test_stub.py",
+    "tests/nullgpu/test_random.py",
 )
-PARTS = (
-    Part(name="stub", command=("benchmarks/nullgpu_against_gpu.py", "--json", "{json}", "--seconds", "80"), seconds=100),
-    Part(name="fits", command=("benchmarks/gpu_checks.py", "fits", "--json", "{json}", "--seconds", "115"), seconds=130),
-    Part(name="tests", command=("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not two_gpus", *_TESTS), seconds=90),
-    Part(name="caps", command=("benchmarks/gpu_checks.py", "caps", "--json", "{json}", "--seconds", "48"), seconds=60),
-    Part(name="seconds", command=("benchmarks/gpu_checks.py", "seconds", "--json", "{json}", "--seconds", "108"), seconds=120),
+
+
+def _checks(section: str, seconds: int) -> Part:
+    """A section of gpu_checks.py."""
+    command = ("benchmarks/gpu_checks.py", section, "--json", "{json}", "--seconds", str(seconds))
+    return Part(name=section, command=command, seconds=seconds + 12)
+
+
+#: Parts of a group run side by side: only what says nothing of time does so.
+FIRST = (
+    (
+        Part(name="stub", command=("benchmarks/nullgpu_against_gpu.py", "--json", "{json}", "--seconds", "80"), seconds=100),
+        _checks("fits", 130),
+        _checks("workers", 150),
+        Part(name="tests", command=("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not two_gpus", *_TESTS), seconds=150),
+        _checks("caps", 90),
+        _checks("commands", 110),
+    ),
+    (_checks("seconds", 75),),
+    (Part(name="plans", command=("benchmarks/plans_gpu.py", "--json", "{json}", "--seconds", "100"), seconds=140),),
 )
-OFFLOAD = (Part(name="offload", command=("benchmarks/offload_gpu.py", "--seconds", "500", "--json", "{json}"), seconds=530),)
+MEMORY = ((Part(name="memory", command=("benchmarks/memory_gpu.py", "--seconds", "150", "--json", "{json}"), seconds=240),),)
+OFFLOAD = ((Part(name="offload", command=("benchmarks/offload_gpu.py", "--seconds", "500", "--json", "{json}"), seconds=530),),)
+GROUPS = {"first": FIRST, "memory": MEMORY, "offload": OFFLOAD}
 
 
 def run(part: Part, target: Path) -> dict[str, Any]:
@@ -66,7 +87,8 @@ def run(part: Part, target: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         command = [sys.executable, *(word.replace("{json}", str(figures)) for word in part.command)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *paths]), "PYTHONUNBUFFERED": "1"}
         with (Path(folder) / "said").open("w+", encoding="utf-8", errors="replace") as said:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
@@ -115,23 +137,25 @@ def sentences(result: dict[str, Any]) -> list[str]:
     return [*told, f"{result['part']}: the part {result['status']}, in {result['seconds']} s; the last it said was: {last}"]
 
 
-def run_all(parts: Sequence[Part], folder: Path) -> bool:
-    """All parts in order; whether each of them passed."""
+def run_all(groups: Sequence[Sequence[Part]], folder: Path) -> bool:
+    """All groups in order; whether each of their parts passed."""
     folder.mkdir(parents=True, exist_ok=True)
     good = True
-    for number, part in enumerate(parts, start=1):
-        result = run(part, folder / f"{number}-{part.name}.json")
-        print(*sentences(result), sep="\n", flush=True)
-        good = good and result["status"] == "passed"
+    for number, group in enumerate(groups, start=1):
+        with ThreadPoolExecutor(len(group)) as pool:
+            results = [pool.submit(run, part, folder / f"{number}-{part.name}.json") for part in group]
+            for result in as_completed(results):
+                print(*sentences(result.result()), sep="\n", flush=True)
+                good = good and result.result()["status"] == "passed"
     return good
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the results go")
-    parser.add_argument("which", nargs="?", choices=["first", "offload"], default="first")
+    parser.add_argument("which", nargs="?", choices=sorted(GROUPS), default="first")
     arguments = parser.parse_args()
-    return 0 if run_all(PARTS if arguments.which == "first" else OFFLOAD, arguments.folder) else 1
+    return 0 if run_all(GROUPS[arguments.which], arguments.folder) else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# What a GPU is asked first, in at most nine minutes: does the stub GPU tell the truth, do fits end and come back, do the caps hold, where do
+# What a GPU is asked first, in at most seven minutes: does the stub GPU tell the truth, do fits end and come back, do the caps hold, where do
 # seconds go. Results go into the folder that is given, a file a part, whatever becomes of the others.
 #
 #     benchmarks/gpu_all.sh RESULTS_FOLDER
+#     benchmarks/gpu_all.sh RESULTS_FOLDER memory    # in a go of its own: predicted beside measured bytes of many models
 #     benchmarks/gpu_all.sh RESULTS_FOLDER offload   # in a go of its own: the largest models that train with offload to host memory
 #
 # Uses the python3 on the PATH (or $PYTHON), with torch, lightning, transformers, peft and the package's other dependencies; the tests also

@@ -1,7 +1,9 @@
-"""What one GPU shows first: do fits end and come back, do the caps hold, where do a step's seconds go.
+"""What one GPU shows first: do fits end and come back, do the caps hold, do the commands run, where do a step's seconds go.
 
     python3 benchmarks/gpu_checks.py fits --json OUT [--seconds 120]
+    python3 benchmarks/gpu_checks.py workers --json OUT     # those whose processes are other than the script's, and must come back
     python3 benchmarks/gpu_checks.py caps --json OUT
+    python3 benchmarks/gpu_checks.py commands --json OUT    # where the package is installed
     python3 benchmarks/gpu_checks.py seconds --json OUT
 
 Each check runs in a fresh process under a time limit of its own, so that one that hangs or crashes is a result, and costs no other. Plain
@@ -38,18 +40,18 @@ _TOLERANCE = 1e-4
 _STEPS, _TIMED_STEPS = 16, 30
 _LEAST_PAIRS, _MOST_PAIRS, _PAIRS_SECONDS = 3, 20, 40.0
 #: A check may take so long, whatever is left for all of them.
-_MOST_SECONDS = 60.0
+_MOST_SECONDS = 90.0
 #: What a check's process has in its environment besides. On a stub GPU the CPU would compute what calibration measures, for minutes; no
 #: figure of a stub's says how long anything takes. A real GPU doesn't read it.
 _ENVIRONMENT = {"calibration": {"NULLGPU_COMPUTE_BYTES": "65536"}}
 
 
-def _module(kind: str, *, hungry_bytes: int = 0) -> Any:
-    """A module of these: ``"wide"``, ``"conv"``, ``"llama"`` (of transformers), ``"lora"`` (of peft, on that).
+def _module(kind: str, *, hungry_row_bytes: int = 0) -> Any:
+    """A module of these: ``"wide"``, ``"long"`` (each sample 3,072 times, for its activations), ``"conv"``, ``"llama"`` (of transformers), ``"lora"`` (of peft, on that).
 
     Args:
         kind: which.
-        hungry_bytes: taken besides in the middle of the run.
+        hungry_row_bytes: taken besides for each sample, in the middle of the run.
     """
     import lightning.pytorch as pl
     import torch
@@ -64,11 +66,13 @@ def _module(kind: str, *, hungry_bytes: int = 0) -> Any:
         def forward(self, batch: Any) -> Any:
             if kind in ("llama", "lora"):
                 return self.net(input_ids=batch[0], labels=batch[0]).loss
+            if kind == "long":
+                return nn.functional.mse_loss(self.net(batch[0][:, None].expand(-1, 3072, -1)).mean(1), batch[1])
             return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if hungry_bytes and self.global_step == _STEPS // 2:
-                torch.empty(hungry_bytes, dtype=torch.uint8, device=self.device)
+            if hungry_row_bytes and self.global_step == _STEPS // 2:
+                torch.empty(hungry_row_bytes * len(batch[0]), dtype=torch.uint8, device=self.device)
             loss = self(batch)
             self.log("loss", loss)
             self.losses.append(loss.detach())
@@ -91,12 +95,12 @@ def _net(kind: str) -> Any:
 
     if kind == "conv":
         return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 3, 3, padding=1))
-    if kind == "wide":
+    if kind in ("wide", "long"):
         return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1))
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 64}
-    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True))
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, use_cache=False))
     if kind == "llama":
         return llama
     from peft import LoraConfig, get_peft_model
@@ -115,12 +119,12 @@ def _data(kind: str, rows: int = 16 * _STEPS) -> Any:
     return DataLoader(TensorDataset(x, x if kind == "conv" else x.sum(1, keepdim=True) / 16), 16)
 
 
-def _fit(kind: str, strategy: Any, *, steps: int = _STEPS, hungry_bytes: int = 0, **options: Any) -> tuple[Any, Any]:
+def _fit(kind: str, strategy: Any, *, steps: int = _STEPS, hungry_row_bytes: int = 0, **options: Any) -> tuple[Any, Any]:
     """(trainer, module) of a run on one GPU."""
     import lightning.pytorch as pl
 
     pl.seed_everything(1, verbose=False)
-    module = _module(kind, hungry_bytes=hungry_bytes)
+    module = _module(kind, hungry_row_bytes=hungry_row_bytes)
     usual = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     usual |= {"limit_val_batches": 2, "num_sanity_val_steps": 0}
     trainer = pl.Trainer(accelerator="gpu", devices=1, strategy=strategy, max_steps=steps, **{**usual, **options})
@@ -144,17 +148,17 @@ def _strategy(**options: Any) -> Any:
     return AutoParallelStrategy(calibrate="off", **options)
 
 
-def _plan(**options: Any) -> Any:
+def _plan(engine: str = "single", **options: Any) -> Any:
     from lightning_autopar import Plan
     from lightning_autopar.devices.discover import probe
 
-    return Plan(engine="single", devices=(probe().devices[0].id,), **options)
+    return Plan(engine=engine, devices=(probe().devices[0].id,), **options)
 
 
 def _against_plain(kind: str, strategy: Any, **options: Any) -> dict[str, Any]:
     """A fit under autopar beside plain Lightning's: what differs, and predicted beside measured memory."""
     trainer, module = _fit(kind, strategy, **options)  # first, as no worker can be forked once this process has used the GPU
-    alike = {name: value for name, value in options.items() if name != "callbacks"}
+    alike = {name: value for name, value in options.items() if name not in ("callbacks", "hungry_row_bytes")}
     _, plain = _fit(kind, "auto", **alike)
     found: dict[str, Any] = {"difference": _difference(module, plain), "steps": trainer.global_step, "plan": strategy.plan.title()}
     for device, measured in strategy.measured.items():
@@ -193,6 +197,23 @@ def tied_llama() -> dict[str, Any]:
 def lora() -> dict[str, Any]:
     """The same with adapters of peft."""
     return _against_plain("lora", _strategy())
+
+
+def recomputed() -> dict[str, Any]:
+    """Activations computed again in the backward, and draws with them."""
+    return _against_plain("llama", _strategy(plan=_plan(recompute=tuple(f"net.model.layers.{number}" for number in range(4)))))
+
+
+def offload() -> dict[str, Any]:
+    """FSDP2 on one GPU, with parameters and optimizer in host memory."""
+    blocks = tuple(f"net.model.layers.{number}" for number in range(4))
+    plan = _plan("fsdp", reshard_after_forward=True, shard=blocks, offload=("optimizer", "parameters"))
+    return _against_plain("llama", _strategy(plan=plan))
+
+
+def zero_offload() -> dict[str, Any]:
+    """DeepSpeed's ZeRO 3, likewise."""
+    return _against_plain("llama", _strategy(plan=_plan("zero", zero_stage=3, offload=("optimizer", "parameters"))))
 
 
 def asked_for_cuda_first() -> dict[str, Any]:
@@ -262,7 +283,7 @@ def beyond_the_lease() -> dict[str, Any]:
     free_bytes = probe().devices[0].free_bytes
     hungry = min(free_bytes // 2, 16 * GIB)
     try:
-        _fit("wide", _strategy(memory_limit=f"{4 * GIB}"), hungry_bytes=hungry)
+        _fit("wide", _strategy(memory_limit=f"{4 * GIB}"), hungry_row_bytes=hungry)
     except torch.OutOfMemoryError as error:
         return {
             "passed": True,
@@ -273,11 +294,53 @@ def beyond_the_lease() -> dict[str, Any]:
     return {"passed": False, "taken_bytes": hungry, "free_bytes": free_bytes, "said": "it was given that"}
 
 
+def in_more_parts() -> dict[str, Any]:
+    """A batch that runs out of the memory that the run may use is run again in two micro-batches, to the same weights."""
+    _leased()
+    return _against_plain("long", _strategy(memory_limit="1900MiB"), hungry_row_bytes=80 * GIB // 1024)
+
+
 def searching_kernels() -> dict[str, Any]:
     """cuDNN tries algorithms that take workspace, which no prediction knows: on a GPU that nobody shares it goes through."""
     _leased()
     trainer, _ = _fit("conv", _strategy(), benchmark=True)
     return {"passed": trainer.global_step == _STEPS}
+
+
+# -- do the commands run -----------------------------------------------------------------------------------------------------------------
+
+
+def _command(*words: str) -> dict[str, Any]:
+    """What a command says, and whether it ends well."""
+    os.environ["AUTOPAR_CACHE"] = tempfile.mkdtemp()
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
+    return {"passed": done.returncode == 0, "printed": done.stdout[-4000:], "said": done.stderr[-4000:]}
+
+
+def devices() -> dict[str, Any]:
+    """What is free."""
+    return _command("-m", "lightning_autopar", "devices")
+
+
+def doctor() -> dict[str, Any]:
+    """The file for a bug report."""
+    return _command("-m", "lightning_autopar", "doctor")
+
+
+def planned_script() -> dict[str, Any]:
+    """Plans for a script, which knows nothing of the package."""
+    return _command("-m", "lightning_autopar", "plan", str(HERE.parent / "examples/train_gpt.py"))
+
+
+def script() -> dict[str, Any]:
+    """``strategy="autopar"`` by its name alone, calibration included."""
+    return _command(str(HERE.parent / "examples/train_gpt.py"), "--steps", "60")
+
+
+def transformers_trainer() -> dict[str, Any]:
+    """A script of transformers' own Trainer, under the best plan."""
+    return _command("-m", "lightning_autopar", "run", str(HERE.parent / "examples/hf/trainer.py"), "--steps", "30")
 
 
 # -- where seconds go --------------------------------------------------------------------------------------------------------------------
@@ -373,8 +436,17 @@ def calibration() -> dict[str, Any]:
 
 
 SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], ...]] = {
-    "fits": (single, half_precision, micro_batches, tied_llama, lora, asked_for_cuda_first, elastic, killed_worker),
-    "caps": (within_the_lease, beyond_the_lease, searching_kernels),
+    "fits": (
+        single,
+        half_precision,
+        micro_batches,
+        tied_llama,
+        lora,
+        recomputed,
+    ),
+    "workers": (offload, asked_for_cuda_first, elastic, killed_worker, zero_offload),
+    "caps": (within_the_lease, beyond_the_lease, in_more_parts, searching_kernels),
+    "commands": (devices, doctor, planned_script, script, transformers_trainer),
     "seconds": (overhead, waits, calibration, profile),
 }
 
