@@ -47,7 +47,8 @@ _ENVIRONMENT = {"calibration": {"NULLGPU_COMPUTE_BYTES": "65536"}}
 
 
 def _module(kind: str, *, hungry_row_bytes: int = 0) -> Any:
-    """A module of these: ``"wide"``, ``"long"`` (each sample 3,072 times, for its activations), ``"conv"``, ``"llama"`` (of transformers), ``"lora"`` (of peft, on that).
+    """A module of these: ``"wide"``, ``"long"`` (each sample 3,072 times, for its activations), ``"conv"``, ``"llama"`` (of transformers),
+    ``"lora"`` (of peft, on that).
 
     Args:
         kind: which.
