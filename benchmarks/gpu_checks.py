@@ -39,8 +39,10 @@ _TOLERANCE = 1e-4
 #: Steps of a fit; and how many pairs of fits are timed, as far as the time goes.
 _STEPS, _TIMED_STEPS = 16, 30
 _LEAST_PAIRS, _MOST_PAIRS, _PAIRS_SECONDS = 3, 20, 40.0
+_LANGUAGE = ("llama", "llama, large", "lora")
 #: A check may take so long, whatever is left for all of them.
 _MOST_SECONDS = 90.0
+_COMMAND_SECONDS = 70.0
 #: What a check's process has in its environment besides. On a stub GPU the CPU would compute what calibration measures, for minutes; no
 #: figure of a stub's says how long anything takes. A real GPU doesn't read it.
 _ENVIRONMENT = {"calibration": {"NULLGPU_COMPUTE_BYTES": "65536"}}
@@ -48,7 +50,7 @@ _ENVIRONMENT = {"calibration": {"NULLGPU_COMPUTE_BYTES": "65536"}}
 
 def _module(kind: str, *, hungry_row_bytes: int = 0) -> Any:
     """A module of these: ``"wide"``, ``"long"`` (each sample 3,072 times, for its activations), ``"conv"``, ``"llama"`` (of transformers),
-    ``"lora"`` (of peft, on that).
+    ``"llama, large"``, ``"lora"`` (of peft, on the small one).
 
     Args:
         kind: which.
@@ -65,7 +67,7 @@ def _module(kind: str, *, hungry_row_bytes: int = 0) -> Any:
             self.losses: list[Any] = []
 
         def forward(self, batch: Any) -> Any:
-            if kind in ("llama", "lora"):
+            if kind in _LANGUAGE:
                 return self.net(input_ids=batch[0], labels=batch[0]).loss
             if kind == "long":
                 return nn.functional.mse_loss(self.net(batch[0][:, None].expand(-1, 3072, -1)).mean(1), batch[1])
@@ -100,9 +102,16 @@ def _net(kind: str) -> Any:
         return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1))
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 64}
+    width, layers = (768, 10) if kind == "llama, large" else (128, 4)
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 64,
+    }
     llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, use_cache=False))
-    if kind == "llama":
+    if kind != "lora":
         return llama
     from peft import LoraConfig, get_peft_model
 
@@ -114,7 +123,7 @@ def _data(kind: str, rows: int = 16 * _STEPS) -> Any:
     from torch.utils.data import DataLoader, TensorDataset
 
     draw = torch.Generator().manual_seed(0)
-    if kind in ("llama", "lora"):
+    if kind in _LANGUAGE:
         return DataLoader(TensorDataset(torch.randint(512, (rows, 32), generator=draw)), 16)
     x = torch.randn(rows, *((3, 32, 32) if kind == "conv" else (256,)), generator=draw)
     return DataLoader(TensorDataset(x, x if kind == "conv" else x.sum(1, keepdim=True) / 16), 16)
@@ -312,11 +321,16 @@ def searching_kernels() -> dict[str, Any]:
 
 
 def _command(*words: str) -> dict[str, Any]:
-    """What a command says, and whether it ends well."""
-    os.environ["AUTOPAR_CACHE"] = tempfile.mkdtemp()
+    """What a command says, and whether it ends well; where it doesn't end, where it is."""
+    os.environ.update(AUTOPAR_CACHE=tempfile.mkdtemp(), PYTHONFAULTHANDLER="1")
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
-    return {"passed": done.returncode == 0, "printed": done.stdout[-4000:], "said": done.stderr[-4000:]}
+        process = subprocess.Popen([sys.executable, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            printed, said = process.communicate(timeout=_COMMAND_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)
+            printed, said = process.communicate()
+    return {"passed": process.returncode == 0, "printed": printed[-4000:], "said": said[-6000:]}
 
 
 def devices() -> dict[str, Any]:
@@ -408,18 +422,63 @@ def waits() -> dict[str, Any]:
 
 
 def profile() -> dict[str, Any]:
-    """Of some steps under autopar the operations that take the host longest, and those that take the GPU longest."""
-    import torch
+    """Of some steps of one device's plan the operations that take the host longest, and those that take the GPU longest."""
+    return _profiled("llama", _strategy(plan=_plan()))
+
+
+def profile_offload() -> dict[str, Any]:
+    """The same with parameters and optimizer in host memory."""
+    blocks = tuple(f"net.model.layers.{number}" for number in range(10))
+    plan = _plan("fsdp", reshard_after_forward=True, shard=blocks, offload=("optimizer", "parameters"))
+    return _profiled("llama, large", _strategy(plan=plan))
+
+
+def _profiled(kind: str, strategy: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "profile.json"
+        _fit(kind, strategy, steps=10, callbacks=[_profiler(out)], limit_val_batches=0)
+        return {"passed": True, **json.loads(out.read_text(encoding="utf-8"))}
+
+
+def _profiler(out: Path) -> Any:
+    """A callback, which goes to the process that trains."""
+    import cProfile
+    import pstats
+
+    import lightning.pytorch as pl
     from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
 
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
-        _fit("llama", _strategy(plan=_plan()), limit_val_batches=0)
-    rows = taken.key_averages()
+    class Profiler(pl.Callback):
+        """Steps 4 and 5 by torch's profiler, 6 and 7 by Python's."""
 
-    def top(by: str) -> list[tuple[str, int, float]]:
-        return [(row.key[:80], row.count, getattr(row, by) / 1e6) for row in sorted(rows, key=lambda row: -getattr(row, by))[:12]]
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                self.begun = time.perf_counter()
+                self.taken = torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+                self.taken.__enter__()
+            elif batch_idx == 6:
+                self.taken.__exit__(None, None, None)
+                self.seconds = time.perf_counter() - self.begun
+                self.calls = cProfile.Profile()
+                self.calls.enable()
+            elif batch_idx == 8:
+                self.calls.disable()
+                rows = self.taken.key_averages()
+                top = {
+                    name: [
+                        (row.key[:80], row.count, getattr(row, by) / 1e6)
+                        for row in sorted(rows, key=lambda row, by=by: -getattr(row, by))[:16]  # type: ignore[misc]
+                    ]
+                    for name, by in (("host", "self_cpu_time_total"), ("gpu", "self_device_time_total"))
+                }
+                stats: Any = pstats.Stats(self.calls).stats  # type: ignore[attr-defined]
+                python = sorted(((*key, *value[1:4]) for key, value in stats.items()), key=lambda row: -row[4])
+                ours = sorted((row for row in python if "lightning_autopar" in row[0]), key=lambda row: -row[5])
+                found = {**top, "seconds": self.seconds, "python": python[:25], "ours": ours[:25]}
+                out.write_text(json.dumps(found), encoding="utf-8")
 
-    return {"passed": True, "host": top("self_cpu_time_total"), "gpu": top("self_device_time_total")}
+    return Profiler()
 
 
 def calibration() -> dict[str, Any]:
@@ -448,7 +507,7 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], ...]] = {
     "workers": (offload, asked_for_cuda_first, elastic, killed_worker, zero_offload),
     "caps": (within_the_lease, beyond_the_lease, in_more_parts, searching_kernels),
     "commands": (devices, doctor, planned_script, script, transformers_trainer),
-    "seconds": (overhead, waits, calibration, profile),
+    "seconds": (calibration, profile_offload, profile, overhead, waits),
 }
 
 

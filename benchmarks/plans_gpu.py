@@ -6,7 +6,7 @@ recomputation of none, some or all blocks, parts of a batch) the fastest that it
 
     python benchmarks/plans_gpu.py --json OUT [--seconds 120] [--only SUBSTRING]
 
-Runs are made ready side by side; each trains alone, as it holds a lock from its first batch on. On a stub GPU seconds mean nothing.
+Runs are made ready in waves, side by side; when all of a wave are, they train one after the other. On a stub GPU seconds mean nothing.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from lightning_autopar.strategies.calibration.calibration import calibrate
 _WARM_UP, _STEPS = 4, 8
 #: How many other ways run beside the one that was chosen.
 _RIVALS = 4
-#: Processes that are made ready side by side.
-_AT_ONCE = 6
+#: How many are made ready side by side, and the longest that a wave waits for its last.
+_WAVE, _READY_SECONDS = 14, 60.0
 _MOST_SECONDS = 90.0
 GIB = 1 << 30
 
@@ -150,7 +150,7 @@ def foreseen(candidate: Candidate) -> dict[str, Any]:
 
 
 class Alone(pl.Callback):
-    """Lets the others wait from the first batch on, and writes down what the steps took."""
+    """Says that its run is ready, waits for its turn, and writes down what the steps took."""
 
     def __init__(self, out: Path, lock: Path) -> None:
         self.out = out
@@ -159,6 +159,7 @@ class Alone(pl.Callback):
         self.at: list[float] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.out.with_suffix(".ready").touch()
         self.held = self.lock.open("w")
         fcntl.flock(self.held, fcntl.LOCK_EX)
 
@@ -218,25 +219,42 @@ class Benchmark:
         self._mutex = threading.Lock()
 
     def run(self, scenarios: list[Scenario]) -> None:
-        """All scenarios: each is asked about, and then its plans run, whenever a process is free."""
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            asked = [(scenario, pool.submit(self._ask, scenario)) for scenario in scenarios]
-            for scenario, future in asked:
-                found = future.result()
-                self.asked[scenario.name] = {name: value for name, value in found.items() if name != "plans"}
-                for foretold in found.get("plans", ()):
-                    pool.submit(self._train, scenario, found["chosen"], foretold)
+        """All scenarios are asked about; then their plans run, those that were chosen first."""
+        with ThreadPoolExecutor(len(scenarios)) as pool:
+            answers = list(pool.map(lambda scenario: self._process(scenario, self._out(), ["--ask"]), scenarios))
+        waiting = []
+        for scenario, found in zip(scenarios, answers, strict=True):
+            self.asked[scenario.name] = {name: value for name, value in found.items() if name != "plans"}
+            waiting += [(number, scenario, foretold) for number, foretold in enumerate(found.get("plans", ()))]
+        waiting.sort(key=lambda run: run[0])
+        for wave in (waiting[first : first + _WAVE] for first in range(0, len(waiting), _WAVE)):
+            if time.monotonic() > self.until:
+                self.left_out += [f"{scenario.name}: {foretold['title']}" for _, scenario, foretold in wave]
+                continue
+            self._wave(wave)
 
-    def _ask(self, scenario: Scenario) -> dict[str, Any]:
-        return self._process(scenario, ["--ask"])
+    def _wave(self, runs: list[tuple[int, Scenario, dict[str, Any]]]) -> None:
+        outs = [self._out() for _ in runs]
+        lock = self.folder / f"lock-{outs[0].stem}"
+        with lock.open("w") as held, ThreadPoolExecutor(len(runs)) as pool:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            ended = [
+                pool.submit(self._train, number == 0, scenario, foretold, out, lock)
+                for (number, scenario, foretold), out in zip(runs, outs, strict=True)
+            ]
+            until = time.monotonic() + _READY_SECONDS
+            while time.monotonic() < until and not all(
+                out.with_suffix(".ready").exists() or one.done() for out, one in zip(outs, ended, strict=True)
+            ):
+                time.sleep(0.1)
+            fcntl.flock(held, fcntl.LOCK_UN)
 
-    def _train(self, scenario: Scenario, chosen: str, foretold: dict[str, Any]) -> None:
-        if time.monotonic() > self.until:
-            self.left_out.append(f"{scenario.name}: {foretold['title']}")
-            return
-        lock = self.folder / "lock"
-        found = self._process(scenario, ["--train", foretold["plan"], "--lock", str(lock)])
-        row = {"scenario": scenario.name, "chosen": chosen == foretold["title"], **{n: v for n, v in foretold.items() if n != "plan"}}
+    def _out(self) -> Path:
+        return self.folder / f"{next(self._numbers)}.json"
+
+    def _train(self, chosen: bool, scenario: Scenario, foretold: dict[str, Any], out: Path, lock: Path) -> None:
+        found = self._process(scenario, out, ["--train", foretold["plan"], "--lock", str(lock)])
+        row = {"scenario": scenario.name, "chosen": chosen, **{name: value for name, value in foretold.items() if name != "plan"}}
         row["measured"] = found
         if "step_seconds" in found:
             row["seconds_ratio"] = foretold["seconds"]["step"] / found["step_seconds"]
@@ -246,9 +264,8 @@ class Benchmark:
             self.rows.append(row)
             print(words(row), flush=True)
 
-    def _process(self, scenario: Scenario, arguments: list[str]) -> dict[str, Any]:
+    def _process(self, scenario: Scenario, out: Path, arguments: list[str]) -> dict[str, Any]:
         """What a process of this script's found; ``{"error": …}`` where it found nothing."""
-        out = self.folder / f"{next(self._numbers)}.json"
         command = [sys.executable, str(Path(__file__).resolve()), "--scenario", str(SCENARIOS.index(scenario)), "--json", str(out)]
         command += [*arguments, *(["--small"] if self.small else [])]
         # The speed that was measured is asked for; what a run takes is told to nobody.
@@ -256,7 +273,7 @@ class Benchmark:
         with out.with_suffix(".said").open("w+", encoding="utf-8") as said:
             process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
             try:
-                process.wait(min(_MOST_SECONDS, max(1.0, self.until + 30 - time.monotonic())))
+                process.wait(min(_MOST_SECONDS, max(1.0, self.until + 40 - time.monotonic())))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
