@@ -101,10 +101,10 @@ class Benchmark:
                 context = alone.submit(gpu_job.context_bytes).result()
         with self.predictors, self.meters, Progress(console=Console(stderr=True)) as progress:
             bar = progress.add_task("tasks", total=2 * len(self.tasks))
-            self._measure_ranks()
             self._measure_all(lambda: progress.advance(bar))
             if self.on_gpu:
                 self._decide_all()
+            self._measure_ranks()
         return {
             "benchmark": "memory_gpu",
             **machine(),
@@ -125,6 +125,8 @@ class Benchmark:
         for future in as_completed(traced):
             task = traced[future]
             if time.monotonic() > self.deadline:
+                for other in traced:
+                    other.cancel()
                 self.left_out += 2
                 continue
             try:
@@ -161,18 +163,33 @@ class Benchmark:
     def _measure_ranks(self) -> None:
         """Ranks of larger worlds, each predicted from the whole model and measured by itself."""
         spec = self.spec.removeprefix("1x")
-        said = {self.predictors.submit(gpu_rank.predict_rank, task, spec): task for task in gpu_rank.rank_tasks(not self.on_gpu)}
+        tasks = gpu_rank.rank_tasks(not self.on_gpu)
+        if time.monotonic() > self.deadline:
+            self.left_out += len(tasks)
+            return
+        said = {self.predictors.submit(gpu_rank.predict_rank, task, spec): task for task in tasks}
         waiting: dict[Future[Any], Any] = {}
         for future in as_completed(said):
-            predicted, plan, seconds = future.result()
-            waiting[self.meters.submit(gpu_rank.measure_rank, said[future], plan)] = (said[future], predicted, seconds)
+            try:
+                predicted, plan, seconds = future.result()
+            except Exception as error:  # a rank that can't be predicted is counted, and the others go on
+                self.failed.append({**said[future].__dict__, "error": f"{type(error).__name__}: {error}"})
+                continue
+            until = self.deadline - time.monotonic() + time.time()
+            waiting[self.meters.submit(self._rank_on_time, said[future], plan, until)] = (said[future], predicted, seconds)
         for future in as_completed(waiting):
             task, predicted, seconds = waiting[future]
             found = future.result()
-            if "error" in found:
+            if found is None:
+                self.left_out += 1
+            elif "error" in found:
                 self.failed.append({**task.__dict__, **found})
             else:
                 self.ranks.append(gpu_rank.rank_row(task, predicted, seconds, found))
+
+    @staticmethod
+    def _rank_on_time(task: Any, plan: Any, until: float) -> dict[str, Any] | None:
+        return gpu_rank.measure_rank(task, plan) if time.time() < until else None
 
     def _decide_all(self) -> None:
         """Fit decisions at 90 % fill, both ways, for every foreach row without recomputation."""

@@ -20,9 +20,9 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.memory.workspace import target_of, workspaces
+from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.block_units import shardable
-from lightning_autopar.planning.memory import predict, replay
+from lightning_autopar.planning.memory import predict
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits
@@ -95,8 +95,6 @@ def predict_rank(task: RankTask, spec: str) -> tuple[dict[str, int], Plan, float
     plan = _plan(task, footprint, devices)
     if plan.engine == "pipeline":
         held = predict(footprint, plan, inventory, precision=task.precision)[devices[task.rank]].to_dict()
-        libraries = workspaces(footprint, inventory.devices[task.rank].name)
-        held["replayed"] = replay(footprint, plan, task.rank, workspaces=libraries).reserved_peak_bytes
     else:
         constraints = Constraints(allow=("fsdp",), pinned=plan, precision=task.precision, memory_margin=0.0)
         try:
@@ -161,6 +159,4 @@ def rank_row(task: RankTask, predicted: dict[str, int], seconds: float, measured
     for name in ("allocated", "reserved"):
         if measured.get(name):
             found[f"{name}_error"] = (predicted[name] - (predicted["context"] if name == "reserved" else 0)) / measured[name] - 1
-    if "replayed" in predicted and measured.get("reserved"):
-        found["replayed_error"] = predicted["replayed"] / measured["reserved"] - 1
     return found

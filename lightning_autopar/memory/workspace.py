@@ -89,9 +89,10 @@ _UNKNOWN = _Kind("", 9, 148)
 #: Bare CUDA contexts as they were seen: 256 MiB on 82 multiprocessors (RTX 3090, https://github.com/invoke-ai/InvokeAI/issues/9413),
 #: 426 MiB on 142 (RTX 6000 Ada, torch 2.10, https://github.com/unslothai/unsloth-zoo/pull/1053): the driver reserves for each of them.
 _CONTEXT_BYTES_A_PROCESSOR = 3 * MIB
-#: Kernels of torch, cuBLAS and cuDNN that a step loads as it needs them (``CUDA_MODULE_LOADING=LAZY``, the default from CUDA 12.2 on); not
-#: measured alone: context and kernels together were seen to take 400 to 600 MiB from A100 to H200.
-_LOADED_BYTES = 150 * MIB
+#: Kernels of torch, cuBLAS and cuDNN that a step loads as it needs them (``CUDA_MODULE_LOADING=LAZY``, the default from CUDA 12.2 on).
+#: Measured on an H200 with driver 580 and CUDA 13: context and kernels together take 742 MiB in every plan of one device. With CUDA 12
+#: others saw 400 to 600 MiB from A100 to H200; of these the larger counts, as no plan may run out of memory.
+_LOADED_BYTES = 346 * MIB
 #: All of them, loaded at once: "over 1000 MB" (https://github.com/pytorch/pytorch/issues/107667).
 _LOADED_EAGERLY_BYTES = 1000 * MIB
 
@@ -99,6 +100,8 @@ _LOADED_EAGERLY_BYTES = 1000 * MIB
 #: with the number of channels, so links that are slower take less (https://github.com/NVIDIA/nccl/issues/864).
 _NCCL_PAIR_BYTES = 544 * MIB
 _NCCL_BYTES = 688 * MIB
+#: That of one rank alone, as FSDP2 with offload makes it on one GPU; measured on an H200.
+_NCCL_ALONE_BYTES = 558 * MIB
 
 
 def workspaces(footprint: Footprint, device_name: str, *, environment: Mapping[str, str] | None = None) -> tuple[int, ...]:
@@ -173,7 +176,7 @@ def target_of(devices: Sequence[Named]) -> Target:
 
 def nccl_bytes(*sizes: int) -> int:
     """NCCL's buffers on each device, for communicators of so many devices, which share nothing."""
-    return sum(_NCCL_PAIR_BYTES if size == 2 else _NCCL_BYTES for size in sizes if size > 1)
+    return sum({1: _NCCL_ALONE_BYTES, 2: _NCCL_PAIR_BYTES}.get(size, _NCCL_BYTES) for size in sizes)
 
 
 @lru_cache(maxsize=256)

@@ -52,6 +52,10 @@ class Single(Engine):
         """A step without communication."""
         return Step(footprint, plan, inventory, precision, rates)
 
+    def communicators(self, plan: Plan) -> tuple[int, ...]:
+        """None: one device has nobody to talk to."""
+        return ()
+
     def player(self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Player:
         """The player of a rank that holds everything."""
         return Player(machine, script, footprint, rows, recomputed(footprint, plan))
