@@ -139,8 +139,12 @@ class Step:
             updates="optimizer" not in plan.offload,
             units=self.units,
         )
-        calls = self.calls()
-        return replace(run, host_seconds=run.host_seconds + calls * self.rates.call_seconds(run.device)) if calls else run
+        beside = self.beside(run)
+        return replace(run, host_seconds=run.host_seconds + beside) if beside else run
+
+    def beside(self, run: RankWork) -> float:
+        """Seconds of the host for the engine's Python in a step, besides its units' hooks."""
+        return self.calls() * self.rates.call_seconds(run.device)
 
     @property
     def shards(self) -> int:
@@ -181,7 +185,8 @@ class Step:
             communication=exposed,
             offload=offload,
             input=slowest.copied,
-            overhead=slowest.host_overhead(own + slowest.update + exposed + offload),
+            # While the host updates, it issues nothing: what it does besides isn't hidden by that.
+            overhead=slowest.host_overhead(own + slowest.update + exposed),
         )
 
     def played(self, run: RankWork, events: list[LaneSpan] | None = None) -> LaneSeconds:

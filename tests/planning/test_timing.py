@@ -14,7 +14,7 @@ from lightning_autopar.planning.timing import Seconds, device_speed, predict_sec
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.ddp.engine import DDP
 from lightning_autopar.strategies.fsdp.engine import FSDP
-from lightning_autopar.strategies.fsdp.timing import SHARDED_OPERATION
+from lightning_autopar.strategies.fsdp.timing import ACCUMULATED_BYTES_PER_SECOND, OFFLOADED_PARAMETER, SHARDED_OPERATION
 from lightning_autopar.strategies.zero.engine import Zero
 from lightning_autopar.strategies.zero.settings import ZeroSettings
 from lightning_autopar.timing.step import Wire
@@ -416,3 +416,21 @@ def test_faster_links_are_never_slower(plan: dict[str, Any], speed: float, facto
         predict_seconds(traced(), Plan(**plan), HERE, rates=PlainRates(wire_bytes_per_second=one)).step for one in (speed, speed * factor)
     )
     assert fast <= slow * (1 + 1e-9)
+
+
+def test_a_gpus_host_offloads_parameter_by_parameter_and_issues_nothing_while_it_updates() -> None:
+    """As measured on an H200: GPT-2 took 3.6 times as long as on the device alone, of which the update was a fifth."""
+    step, all_of_it = traced(forward=10**9), ("optimizer", "parameters")
+    elements, parameters = step.trainable_parameters, sum(len(block.parameter_rows) for block in step.blocks)
+    assert parameters
+    rates = PlainRates(issue=1e-3, adam_seconds=1 / elements)
+    step = replace(step, optimizer_bytes=2 * step.gradient_bytes, optimizer_classes=("AdamW",))
+    kept = seconds("fsdp", GPUS[0], step=step, rates=rates)
+    found = seconds("fsdp", GPUS[0], step=step, rates=rates, offload=all_of_it)
+    assert found.offload == pytest.approx(1)
+    more = OFFLOADED_PARAMETER * parameters * 1e-3
+    assert found.overhead >= more - found.compute
+    assert found.step >= kept.step + more + 1 - 0.01
+    thrice = seconds("fsdp", GPUS[0], step=step, rates=rates, offload=all_of_it, micro_batches=3)
+    assert thrice.offload == pytest.approx(1 + 2 * step.gradient_bytes / ACCUMULATED_BYTES_PER_SECOND)
+    assert thrice.overhead >= 3 * more - thrice.compute

@@ -6,6 +6,7 @@ It also lets torch's fused optimizers update shards: each rank's kernel runs on 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import Metric
 
 from lightning_autopar._lightning import ModelParallelStrategy
@@ -356,13 +357,15 @@ def shard(
     _let_go(module)
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload or OffloadPolicy()}
     units = [module.get_submodule(fqn) for fqn in fqns]
+    # Of the views that a unit hands on as they came, which nobody can change in place: torch says so by an exception.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for unit in units:
-        unit.register_forward_hook(_without_views)
+        unit.register_forward_hook(_without_views, with_kwargs=True)
         fully_shard(unit, **options, reshard_after_forward=reshard_after_forward)
     if not module.automatic_optimization:
         # Each backward of a manual step frees the root's parameters, so a module that a step calls more than once must be a unit.
         for child in _callable_children(module):
-            child.register_forward_hook(_without_views)
+            child.register_forward_hook(_without_views, with_kwargs=True)
             fully_shard(child, **options, reshard_after_forward=reshard_after_forward)
     fully_shard(module, **options)
     for name in _STEPS:
@@ -415,9 +418,17 @@ def _let_go(module: nn.Module) -> None:
             child._parameters[name] = fresh[id(parameter)]
 
 
-def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """A unit's output without views: if the step changes a view in place, FSDP2's hook on it is lost, and the gradients are wrong."""
-    return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output)
+def _without_views(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """A unit's output without views: if the step changes a view in place, FSDP2's hook on it is lost, and the gradients are wrong.
+
+    What the unit hands on as it came stays one tensor for all units (T5's position bias): no parameter of the unit has a part in it.
+    """
+    came = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+
+    def alone(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor._is_view() and tensor.requires_grad and id(tensor) not in came else tensor
+
+    return tree_map_only(Tensor, alone, output)
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:

@@ -21,6 +21,12 @@ FSDP_PARAMETER = 197
 FSDP_UNIT_PARAMETERS = 2
 #: Calls of ``DTensor`` for one operation on shards, of which an optimizer without a kernel for lists runs a loop on a CPU.
 SHARDED_OPERATION = 32
+#: On a GPU with offload: what FSDP2 does for each parameter of a part of the batch (copies to the device and back, views, events), in
+#: operations that the host issues. Fitted to GPT-2 and ViT of the GPU zoo on one H200 (``results/plans_gpu.json``).
+OFFLOADED_PARAMETER = 11
+#: Bytes a second at which a part's gradients come to the host to be added to those of earlier parts: FSDP2 waits for each copy, into
+#: memory that isn't page-locked (torch 2.11, ``_fsdp_collectives.py``, ``foreach_reduce``). One measurement, of GPT-2 on an H200.
+ACCUMULATED_BYTES_PER_SECOND = 4e9
 
 
 class FSDPStep(Step):
@@ -45,6 +51,19 @@ class FSDPStep(Step):
         looped = 0 if self.one_pass() else sum(work.count for work in self.layout.optimizer)
         parameters = sum(len(layer.gradients) for layer in self.layout.layers)
         return fsdp_calls(parameters=parameters, units=self.units) + SHARDED_OPERATION * looped
+
+    def beside(self, run: RankWork) -> float:
+        """Also what offloading a parameter from a GPU takes."""
+        offloaded = not self.on_cpu and "parameters" in self.plan.offload
+        parameters = sum(len(layer.gradients) for layer in self.layout.layers) if offloaded else 0
+        return super().beside(run) + run.parts * parameters * OFFLOADED_PARAMETER * self.rates.issue_seconds(run.device)
+
+    def offload(self, run: RankWork) -> float:
+        """Also adding up the gradients of a batch's parts in a GPU's host memory."""
+        seconds = super().offload(run)
+        if self.on_cpu or not seconds:
+            return seconds
+        return seconds + (run.parts - 1) * self.footprint.gradient_bytes / self.shards / ACCUMULATED_BYTES_PER_SECOND
 
     def played(self, run: RankWork, events: list[LaneSpan] | None = None) -> LaneSeconds:
         """Play the step: each unit's parameters are gathered while the unit before computes, and its gradients are reduced afterwards."""

@@ -103,6 +103,21 @@ class Viewing(Fitted):
         return mse_loss(self.last(hidden), batch[1])
 
 
+class Passing(Viewing):
+    """The blocks hand a bias on to each other, as T5's hand on that of their positions."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x + bias), bias
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.first(batch[0])
+        bias = 2 * self.first.bias[None]
+        for layer in self.layers:
+            hidden, bias = layer(hidden, bias)
+        return mse_loss(self.last(hidden + bias), batch[1])
+
+
 class Reused(Fitted):
     """One block, three times, as in ALBERT."""
 
@@ -188,11 +203,19 @@ class Late(Fitted):
         (Parametrised, numbers(), BLOCKS),
         (Recurrent, tokens(), LAYERS),
         (Viewing, numbers(), LAYERS),
+        (Passing, numbers(), LAYERS),
         (Sharing, numbers(), BLOCKS),
     ],
 )
 def test_training_is_plain_lightnings(make: Any, data: Any, units: tuple[str, ...]) -> None:
     assert_same(make, data, plan("fsdp", shard=units))
+
+
+def test_what_a_unit_hands_on_takes_memory_once() -> None:
+    made, came = (torch.ones(4, requires_grad=True).view(2, 2) for _ in range(2))
+    given, bias = fsdp._without_views(nn.Identity(), (), {"bias": came}, (made, came))
+    assert bias is came
+    assert not given._is_view()
 
 
 @pytest.mark.parametrize("reshard", [True, False])
