@@ -44,13 +44,12 @@ class Part:
     seconds: int
 
 
-#: Tests of one GPU: the others are of two, or of the stub alone.
+#: Tests of one GPU: the others are of two, of the stub alone, or want the GPU for themselves.
 _TESTS = (
     "tests/test_gpu.py",
     "tests/test_fork.py",
     "tests/strategies/processes/test_waits.py",
     "tests/strategies/processes/test_stalls.py",
-    "tests/strategies/calibration/test_on_gpus.py",
     "tests/memory/fakes/test_saved_on_device.py",
     "tests/nullgpu/test_stub.py",
     "tests/nullgpu/test_random.py",

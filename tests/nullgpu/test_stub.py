@@ -34,8 +34,10 @@ def test_a_step_has_the_values_of_a_cpus(kind: str) -> None:
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         module = layers[kind]().to(device)
-        # The bias of attention's keys has a gradient of rounding alone, of which AdamW makes as large a step as of any other.
-        optimizer = torch.optim.SGD(module.parameters(), 0.1) if kind == "attention" else torch.optim.AdamW(module.parameters(), 1e-2)
+        # The bias of attention's keys, and one before a batch norm, have gradients of rounding alone, of which AdamW makes as large a step
+        # as of any other.
+        rounded = kind in ("attention", "normalised")
+        optimizer = torch.optim.SGD(module.parameters(), 0.1) if rounded else torch.optim.AdamW(module.parameters(), 1e-2)
         for _ in range(3):
             x = torch.linspace(-1, 1, 128).view(8, 16).to(device)
             x = x.view(2, 4, 16) if kind == "attention" else x
@@ -51,7 +53,8 @@ def test_a_recurrent_layer_has_the_values_of_a_cpus() -> None:
     layer = nn.LSTM(8, 8)
     x = torch.randn(5, 2, 8)
     expected = layer(x)[0]
-    torch.testing.assert_close(layer.cuda()(x.cuda())[0].cpu(), expected, rtol=1e-3, atol=1e-4)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        torch.testing.assert_close(layer.cuda()(x.cuda())[0].cpu(), expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.not_on_stub("replay of CUDA graphs")
@@ -65,6 +68,7 @@ def test_a_graph_computes_anew_what_it_recorded() -> None:
     assert y.tolist() == [6, 6, 6, 6]
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method.*is deprecated:DeprecationWarning")
 @pytest.mark.not_on_stub("Triton, and so torch.compile")
 def test_a_compiled_function_has_the_same_values() -> None:
     x = torch.randn(64, device="cuda")
