@@ -519,5 +519,6 @@ def _no_recomputation(footprint: Footprint) -> list[Advice]:
     if not footprint.blocks:
         why = "the module has no repeated blocks"
     elif barred := [block.fqn for block in footprint.blocks if not block.recomputable]:
-        why = f"running a block's forward twice would change the run ({barred[0]} moves a buffer)"
+        why = f"running a block's forward twice would change the run: {barred[0]} moves a buffer, or gets an object that it may change"
+        why += " (a cache of transformers' does; use_cache=False in the model's configuration leaves it out)"
     return [Advice(kind="module", text=f"recomputation can't help, as {why}")]

@@ -112,7 +112,7 @@ def test_memory_that_others_hold_would_do() -> None:
 
 def test_why_recomputation_does_not_help() -> None:
     step, here = footprint(), inventory(cpu(0, GIB // 8))
-    words = "recomputation can't help, as running a block's forward twice would change the run (net.0"
+    words = "recomputation can't help, as running a block's forward twice would change the run: net.0 moves a buffer, or gets an object"
     assert starting(nothing_fits(fixed(step), here), words)
     assert starting(nothing_fits(replace(step, blocks=()), here), "recomputation can't help, as the module has no repeated blocks")
     assert not starting(nothing_fits(step, here), "recomputation")
