@@ -25,16 +25,19 @@ demo: $(INSTALLED)
 	$(RUN)/python examples/train_gpt.py
 	@mkdir -p build; $(RUN)/python examples/elastic.py --picture build/elastic.html
 
-# Three parts side by side: a test waits for its processes a good part of its time, and three parts keep two cores busy. What the second and
-# the third say follows when they are done.
-SECOND := tests/conformance tests/exact tests/memory tests/planning tests/sharing
-THIRD := tests/huggingface $(filter-out %/processes/ %/__pycache__/,$(wildcard tests/strategies/*/ tests/strategies/test_*.py))
+# Four parts side by side: a test waits for its processes a good part of its time, and four parts keep two cores busy. What the others say
+# follows when they are done.
+PART_2 := tests/conformance tests/exact tests/planning tests/sharing tests/state
+PART_3 := tests/memory tests/strategies/fsdp tests/strategies/pipeline tests/strategies/zero
+PART_4 := $(filter-out $(PART_3) %/__pycache__,$(patsubst %/,%,$(wildcard tests/strategies/*/ tests/strategies/test_*.py)))
 test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)
-	@mkdir -p build; $(RUN)/python -m pytest $(SECOND) > build/second.txt 2>&1 & second=$$!; \
-	$(RUN)/python -m pytest $(THIRD) > build/third.txt 2>&1 & third=$$!; \
-	$(RUN)/python -m pytest $(SECOND:%=--ignore=%) $(THIRD:%=--ignore=%); failed=$$?; \
-	wait $$second || failed=1; wait $$third || failed=1; cat build/second.txt build/third.txt; exit $$failed
+	@mkdir -p build; part=1; started=; for tests in "$(PART_2)" "$(PART_3)" "$(PART_4)"; do \
+		part=$$((part + 1)); \
+		$(RUN)/python -m pytest $$tests > build/part-$$part.txt 2>&1 & started="$$started $$!"; \
+	done; \
+	$(RUN)/python -m pytest $(foreach each,$(PART_2) $(PART_3) $(PART_4),--ignore=$(each)); failed=$$?; \
+	for each in $$started; do wait $$each || failed=1; done; cat build/part-[234].txt; exit $$failed
 
 # What `make test` leaves out: the rest of each promise's crossing with every engine (tests/later.md says what covers it there), and what takes
 # most of a minute each: benchmarks run from end to end, the second demo, scripts started anew each time.

@@ -35,8 +35,8 @@ def descendants() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-def left_since(before: Set[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """The descendants that weren't there ``before`` and haven't ended ``seconds`` from now."""
+def left_since(before: Set[psutil.Process], seconds: float = 30) -> list[psutil.Process]:
+    """The descendants that weren't there ``before`` and don't end: a busy machine takes a while to end what was killed."""
     _, left = psutil.wait_procs(descendants() - before, timeout=seconds)
     return list(left)
 

@@ -49,7 +49,6 @@ from tests.doc_blocks import (
 )
 
 pytestmark = [
-    pytest.mark.timeout(240),
     # A page's code is run as a user's would be; what Lightning tells a user is no failure here.
     pytest.mark.filterwarnings("default"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

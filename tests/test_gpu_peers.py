@@ -11,7 +11,7 @@ import pytest
 
 from tests.nullgpu.control import on_stub
 
-pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
 #: A line of JSON of each fit; "plain" is Lightning's own on one GPU.
 SCRIPT = """

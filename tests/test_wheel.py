@@ -44,7 +44,6 @@ print("ran", trainer.strategy.plan.title(), trainer.global_step)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_it_installs_into_an_empty_environment_and_trains(tmp_path: Path) -> None:
     def run(*command: str | Path, **variables: str) -> str:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "AUTOPAR_", "LIGHTNING_"))}

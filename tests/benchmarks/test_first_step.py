@@ -13,7 +13,6 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "first_step.py"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # four runs, each with the imports of torch and Lightning
 def test_a_quick_run_writes_every_part(tmp_path: Path) -> None:
     out = tmp_path / "first_step.json"
     result = subprocess.run([sys.executable, str(BENCHMARK), "--quick", "--out", str(out)], capture_output=True, text=True, check=False)

@@ -14,7 +14,6 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory_gpu.py"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # three processes, each with the imports of torch, Lightning and transformers
 def test_it_runs_on_a_cpu_and_writes_every_part(tmp_path: Path) -> None:
     out = tmp_path / "memory_gpu.json"
     command = [sys.executable, str(BENCHMARK), "--device", "cpu", "--quick", "--models", "MLP", "--json", str(out)]
@@ -32,7 +31,6 @@ def test_it_runs_on_a_cpu_and_writes_every_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(240)  # two processes with the imports of torch, Lightning and transformers
 def test_what_is_predicted_is_what_torchs_allocator_takes(tmp_path: Path) -> None:
     """On a stub GPU (``tests/nullgpu``) torch's allocator is the real one; on a GPU cuBLAS and cuDNN are, too."""
     out = tmp_path / "memory_nullgpu.json"

@@ -13,7 +13,6 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # eight runs, each with the imports of torch and Lightning
 def test_a_quick_run_writes_every_figure(tmp_path: Path) -> None:
     out = tmp_path / "overhead.json"
     command = [sys.executable, str(BENCHMARK), "--quick", "--engine", "ddp", "--out", str(out)]

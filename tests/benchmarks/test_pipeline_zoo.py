@@ -28,7 +28,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(180)
 def test_gradients_in_stages(report: dict[str, Any]) -> None:
     rows = {row["name"]: row for row in report["rows"]}
     assert set(rows) == QUICK

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,9 @@ def test_each_change_of_plan_is_logged_once_at_its_step(tmp_path: Path, monkeypa
     loggers: list[Logger] = [CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "tb")]
     moves = Watch((4, to(Plan(engine="ddp", devices=TOGETHER))), (20, kill), (26, to(Plan(engine="single", devices=("cpu:1",)))))
     migrate = CheckpointMigrate(snapshot_seconds=1000.0)  # so that the failure goes back to the move's own snapshot
+    began = time.monotonic()
     trainer = fit(loggers, ["single", "ddp"], migrate, PlanMonitor(), moves, max_steps=36, default_root_dir=tmp_path, width=7)
+    took_seconds = time.monotonic() - began
     titles = [span.title for span in trainer.strategy.history.spans]
     assert titles == ["single", "ddp ×2", "ddp ×2", "single"]
 
@@ -131,7 +134,7 @@ def test_each_change_of_plan_is_logged_once_at_its_step(tmp_path: Path, monkeypa
     steps = [int(row["step"]) for row in changes]
     assert steps == sorted(steps)
     assert 4 <= steps[0] == steps[1] < steps[2] < 36
-    assert all(0.0 < float(row["autopar/pause_seconds"]) < 60.0 for row in changes)
+    assert all(0.0 < float(row["autopar/pause_seconds"]) < took_seconds for row in changes)
     assert [row["step"] for row in found if row["loss"]] == [str(step) for step in range(36)]
     known = hyperparameters(tmp_path / "csv")
     assert (known["width"], known["autopar/plan"]) == (7, "single")

@@ -39,7 +39,6 @@ def _assert_nothing_left(found: dict[str, Any]) -> None:
 
 
 @on
-@pytest.mark.timeout(200)
 def test_some_moves_through_every_engine(kind: str) -> None:
     _assert_nothing_left(_moved(8, kind, 180))
 

@@ -36,7 +36,6 @@ print("trained", sys.argv[1], trainer.global_step, trainer.strategy.plan.devices
 """
 
 
-@pytest.mark.timeout(240)
 def test_a_sweep_from_its_file_to_its_result(tmp_path: Path) -> None:
     """Two runs, one of which fails before it comes to fit; then without that one, which leaves nothing to do."""
     (tmp_path / "train.py").write_text(SCRIPT)

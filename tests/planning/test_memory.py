@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.pipeline import memory as pipeline_bytes
 from lightning_autopar.strategies.zero import memory as zero_bytes
 from tests.memory.trace.test_trace import GPT, Module, make_trainer, real_peak_bytes, tokens
+from tests.work import counted
 
 INVENTORY = Inventory(
     devices=tuple(
@@ -227,7 +227,7 @@ def test_every_engine_keeps_a_state_of_random_numbers_for_each_recomputed_block(
         assert more == 0 if kind == "cuda" else blocks * state_bytes < more <= (blocks + 1) * state_bytes
 
 
-def test_a_hundred_blocks_take_no_millisecond() -> None:
+def test_a_hundred_blocks_take_a_few_calls_each() -> None:
     names = tuple(f"blocks.{index}" for index in range(100))
     blocks = tuple(replace(block(index), parameter_rows=((10, 60, True), (4, 100, True)), forward_peak_bytes=600) for index in range(100))
     moments = []
@@ -251,12 +251,8 @@ def test_a_hundred_blocks_take_no_millisecond() -> None:
         *(plan("fsdp", 4, reshard_after_forward=reshard, shard=names, recompute=names) for reshard in (True, False)),
     ]
     for each in plans:
-        seconds = []
-        for _ in range(5):
-            began = time.process_time()
-            predict(footprint, each, INVENTORY)
-            seconds.append(time.process_time() - began)
-        assert min(seconds) < 2e-3  # two shares of the batch at most
+        predict(footprint, each, INVENTORY)
+        assert counted(predict, footprint, each, INVENTORY)[1] < 3000, each.title()  # two shares of the batch at most
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_no_run_is_older_than_its_process_nor_from_the_future(tmp_path: Path) ->
         PlaceFile(tmp_path, run=run, since_ns=since_ns) for run, since_ns in (("old", 1), ("late", now_ns + 10**15), ("parked", now_ns))
     ]
     found = {place.run: place.since_ns for place in live_places(tmp_path)}
-    assert found["old"] / 1e9 == pytest.approx(ticks / os.sysconf("SC_CLK_TCK") - slept, abs=0.05)
+    assert found["old"] / 1e9 == pytest.approx(ticks / os.sysconf("SC_CLK_TCK") - slept, abs=1.0)
     assert now_ns < found["late"] <= time.monotonic_ns()
     assert found["parked"] == now_ns, "a run that is parked keeps its age"
     for file in files:

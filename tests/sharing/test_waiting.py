@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,8 +231,7 @@ def test_small_ones_go_before_where_they_delay_nobody(folder: Path) -> None:
     has = holder(folder, {"cpu:0": GIB}, ends_in=60)
     big = runner(Some(GIB, devices=2))
     (ahead,) = until(lambda: places(folder, 1))
-    assert ahead.start_ns is not None
-    assert 50 < (ahead.start_ns - time.monotonic_ns()) / 1e9 < 60
+    assert [lease.ends_ns for lease in Ledger(folder).leases()] == [ahead.start_ns]
     long = runner(Some(GIB // 2, seconds=1000))
     until(lambda: places(folder, 2))
     short = runner(Some(GIB // 2, seconds=20))
@@ -365,19 +364,17 @@ def test_elastic_runs_of_smaller_priority_are_asked(folder: Path, monkeypatch: p
 
 def test_without_a_ledger_it_waits_by_what_the_driver_says(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("AUTOPAR_LEDGER", "off")
-    looked: list[float] = []
+    looks = itertools.count()
 
     def inventory() -> Inventory:
-        looked.append(time.monotonic())
         found = parse_spec("cpu:1GiB")
-        return turns.left_for_later(found, (), [_stranger()], 0) if len(looked) < 4 else found
+        return turns.left_for_later(found, (), [_stranger()], 0) if next(looks) < 3 else found
 
     made = Waiting(Some(GIB), Leases(), inventory=inventory, devices=inventory, wait_seconds=20, shown=RunDisplay(None, dict))  # type: ignore[arg-type]
     with caplog.at_level("INFO"):
         assert made.start().need.bytes == {"cpu:0": GIB}
     assert caplog.text.count("waits for room without a place in a queue") == 1
     assert "waiting for 1 GiB on cpu:0, held by processes outside of the ledger" in caplog.text
-    assert max(after - before for before, after in pairwise(looked)) < 1.5
 
 
 def test_on_a_terminal_it_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -63,7 +63,7 @@ def test_fit_outside_the_main_thread(tmp_path: Path) -> None:
     run = trainer("ddp", tmp_path)
     thread = threading.Thread(target=run.fit, args=(Regression(), loader(), loader()))
     thread.start()
-    thread.join(timeout=30)
+    thread.join()
     assert run.global_step == 8
 
 

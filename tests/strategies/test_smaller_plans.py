@@ -19,8 +19,6 @@ from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from tests.strategies.base.out_of_memory.test_rerun import Short, allocate
 from tests.strategies.fitted import QUIET, numbers, plan
 
-pytestmark = pytest.mark.timeout(120)
-
 FSDP = plan("fsdp", shard=("net.2", "net.4"))
 PIPELINE = plan("pipeline", cuts=("net.4",), schedule="1f1b", micro_batches=2)
 

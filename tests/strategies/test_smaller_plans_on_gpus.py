@@ -16,7 +16,7 @@ from tests.fresh import fresh
 from tests.strategies.base.out_of_memory.test_rerun import Short
 from tests.strategies.fitted import QUIET, numbers
 
-pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
 
 def _fit(make: Any, root: Path, devices: int) -> tuple[dict[str, Any], list[int], int]:

@@ -17,7 +17,6 @@ from lightning_autopar.strategies.auto import AutoParallelStrategy
 from tests.strategies.fitted import BLOCKS, QUIET, assert_same, numbers, plan
 from tests.strategies.written import Averaged, Exchanging, InPlace, Normed, Penalised, Spectral
 
-pytestmark = pytest.mark.timeout(180)
 TARGETS = tuple(name.replace("net", "target") for name in BLOCKS)
 
 

@@ -36,10 +36,6 @@ class Dealing:
         """How many holders there are."""
         return max(self.turns) + 1
 
-    def rank_of(self, sample: int) -> int:
-        """The holder of a sample."""
-        return self.turns[sample % len(self.turns)]
-
     def rows(self, of: int, holder: int) -> int:
         """How many of a batch's ``of`` samples the holder gets."""
         return count_dealt(self.turns, of)[holder]

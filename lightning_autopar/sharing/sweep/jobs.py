@@ -7,7 +7,7 @@ predicted.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -133,31 +133,6 @@ class Schedule:
     def now(self) -> tuple[Placed, ...]:
         """Those that start at once."""
         return tuple(place for place in self.placed if place.start_seconds <= 0)
-
-
-def check_schedule(schedule: Schedule, jobs: Sequence[Job], devices: Sequence[SweepDevice]) -> None:
-    """Check a schedule: each job once, no device twice at a time, no more memory than is free.
-
-    Raises:
-        AssertionError: if it can't.
-    """
-    by_id = {device.id: device for device in devices}
-    assert sorted(place.job for place in schedule.placed) == sorted(job.name for job in jobs), "each job has one place"
-    options = {job.name: job.options for job in jobs}
-    taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for device, seconds in schedule.busy_seconds.items():
-        taken[device].append((0.0, seconds))
-    for place in schedule.placed:
-        assert place.option in options[place.job], f"{place.job} runs in a way of its own"
-        assert len(set(place.devices)) == len(place.devices) == len(place.option.needs), f"{place.job} has a device for each rank"
-        for device_need, device in zip(place.option.needs, place.devices, strict=True):
-            assert device_need.kind == by_id[device].kind, f"{place.job} needs {device_need.kind}"
-            assert device_need.needed_bytes <= by_id[device].free_bytes, f"{place.job} needs more memory than {device} has"
-            taken[device].append((place.start_seconds, place.end_seconds))
-        assert not place.option.among or frozenset(place.devices) in place.option.among, f"{place.job} can't have these devices"
-    for device, spans in taken.items():
-        for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False):
-            assert start >= end - 1e-9 * max(1.0, end), f"two jobs are on {device} at a time"
 
 
 def seatings(option: RunOption, devices: Sequence[SweepDevice]) -> list[tuple[int, ...]]:

@@ -36,11 +36,6 @@ def why_not(kind: type[Optimizer]) -> str | None:
     )
 
 
-def by_what(kind: type[Optimizer]) -> str:
-    """The report's words for what updates parameters on the host."""
-    return f"torch's {'fused' if kind in FUSED else 'plain'} {kind.__name__}"
-
-
 def on_host(optimizer: Optimizer) -> Optimizer:
     """Make the optimizer use torch's fused kernel, from now on, for parameters in host memory; returns the optimizer. The groups' options
     are changed only during a step, so that schedulers and checkpoints see what the user chose. The kernel computes in the parameter's type:

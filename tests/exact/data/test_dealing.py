@@ -20,7 +20,7 @@ def test_every_sample_is_one_ranks_and_each_rank_has_its_share(shares: tuple[int
     for rank, part in enumerate(parts):
         assert part == sorted(part)
         assert len(part) == dealing.rows(of, rank)
-        assert all(dealing.rank_of(sample) == rank for sample in part)
+        assert all(dealing.turns[sample % len(dealing.turns)] == rank for sample in part)
         assert abs(len(part) - of * shares[rank] / sum(shares)) < 1
 
 

@@ -21,7 +21,7 @@ from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.state.snapshot import save_snapshot
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:.*does not have many workers")]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 
 
 def plan(engine: Engine, *shares: int) -> Plan:

@@ -18,7 +18,7 @@ from lightning_autopar.exact import logs
 from lightning_autopar.plans import Plan
 from tests.strategies.collectives import Counts
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:.*does not have many workers")]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "ddp": {"engine": "ddp"},

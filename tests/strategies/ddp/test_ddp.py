@@ -11,8 +11,6 @@ from torch.nn.functional import mse_loss
 
 from tests.strategies.fitted import Fitted, assert_same, fit, numbers, plan
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Skipping(Fitted):
     """Leaves a block out of every other step, as LayerDrop does."""

@@ -111,10 +111,10 @@ def test_it_stays_for_others(who: Place, leases: FakeLeases, run: FakeRun) -> No
 
 def test_it_stays_for_its_quantum(leases: FakeLeases, run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     leases.waiting = [place(wants={"cpu:0": 4 * GIB})]
-    assert look(leases, run, since=time.monotonic() - 59) is None
+    assert look(leases, run, since=time.monotonic() - 30) is None
     assert look(leases, run, since=time.monotonic() - 61) is not None
     monkeypatch.setenv("AUTOPAR_QUANTUM", "3")
-    assert look(leases, run, since=time.monotonic() - 59) is not None
+    assert look(leases, run, since=time.monotonic() - 30) is not None
 
 
 def test_whom_it_makes_room_for_is_its_users_choice(leases: FakeLeases, run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

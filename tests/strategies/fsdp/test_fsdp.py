@@ -22,7 +22,6 @@ from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 from tests.ranks import run_ranks
 from tests.strategies.fitted import BLOCKS, Fitted, assert_same, mlp, numbers, plan, tokens
 
-pytestmark = pytest.mark.timeout(60)
 LAYERS = ("layers.0", "layers.1", "layers.2")
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -17,7 +16,6 @@ from lightning_autopar.strategies.fsdp.strategy import shard, unshard
 from tests.ranks import run_ranks
 from tests.strategies.fitted import BLOCKS, Fitted, assert_same, fit, mlp, numbers, plan
 
-pytestmark = pytest.mark.timeout(120)
 HYBRID = plan("fsdp", ranks=4, replicas=2, shard=BLOCKS)
 
 

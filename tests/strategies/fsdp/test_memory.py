@@ -249,7 +249,6 @@ def test_validation_gathers_as_forward_does() -> None:
 
 
 @pytest.mark.skipif(compiler() is None, reason="live bytes are counted by a library that is compiled first")
-@pytest.mark.timeout(180)
 def test_real_ranks(tmp_path: Path) -> None:
     """Two ranks under the Trainer, and rank 0 of a world of eight, of a module whose sizes no number of ranks divides."""
     out = tmp_path / "found.json"

@@ -29,7 +29,6 @@ from tests.strategies.fitted import BLOCKS, QUIET, Fitted, assert_same, fit, mlp
 from tests.strategies.fsdp.test_fsdp import LAYERS, Adversarial, Meddling, Sharing, Text
 from tests.strategies.fsdp.test_hybrid import Saves
 
-pytestmark = pytest.mark.timeout(90)
 offloaded = partial(plan, "fsdp", offload=OFFLOADS)
 
 

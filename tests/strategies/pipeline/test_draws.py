@@ -20,7 +20,7 @@ from lightning_autopar.strategies.parity.draw_probe import observe, shares_of
 from tests.strategies.fitted import tokens
 from tests.strategies.pipelines import pipeline, run
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 class Block(nn.Module):

@@ -13,7 +13,6 @@ from torch import Tensor
 from tests.strategies.fitted import BLOCKS, Fitted, numbers
 from tests.strategies.pipelines import pipeline, run
 
-pytestmark = pytest.mark.timeout(180)
 UNDER = pipeline(("net.2", "net.3"), schedule="1f1b", micro_batches=3)
 INTERLEAVED = pipeline(("net.1", "net.2", "net.3"), schedule="interleaved_1f1b", micro_batches=2, ranks=2)
 

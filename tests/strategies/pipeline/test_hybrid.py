@@ -18,7 +18,6 @@ from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from tests.strategies.fitted import QUIET
 
-pytestmark = pytest.mark.timeout(120)
 BLOCKS = tuple(f"blocks.{index}" for index in range(4))
 
 

@@ -19,7 +19,7 @@ from lightning_autopar.plans import Plan
 from tests.strategies.fitted import numbers
 from tests.strategies.pipelines import pipeline, run
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
 BLOCKS = tuple(f"blocks.{index}" for index in range(4))
 
 

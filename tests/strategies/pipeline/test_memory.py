@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.pipeline.memory import pipeline_bytes
 from tests.memory.stages import MODELS, ROWS, footprint_of
 from tests.ranks import run_ranks
+from tests.work import counted
 
 _TRACED: dict[str, Footprint] = {}
 
@@ -233,14 +233,8 @@ def test_cuts_must_be_in_running_order_and_the_step_traced() -> None:
         pipeline_bytes(replace(traced("narrow"), tape=None), plan, 0)
 
 
-def test_a_hundred_blocks_take_a_millisecond_a_stage() -> None:
+def test_a_hundred_blocks_take_a_few_calls_each() -> None:
     footprint = hand_made(100)
     plan = make_plan("1f1b", 4, 8, 100)
     pipeline_bytes(footprint, plan, 0)
-    seconds = []
-    for _ in range(20):
-        begin = time.process_time()
-        for rank in range(4):
-            pipeline_bytes(footprint, plan, rank)
-        seconds.append(time.process_time() - begin)
-    assert min(seconds) / 4 < 0.001
+    assert all(counted(pipeline_bytes, footprint, plan, rank)[1] < 4000 for rank in range(4))

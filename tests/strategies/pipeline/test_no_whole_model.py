@@ -22,8 +22,6 @@ from tests.fresh import fresh
 from tests.strategies.fitted import QUIET, _decided
 from tests.strategies.pipelines import pipeline, stage
 
-pytestmark = pytest.mark.timeout(180)
-
 WIDTH, BLOCKS, RANKS = 2048, 12, 4
 #: Of all weights.
 MODEL_BYTES = BLOCKS * WIDTH * WIDTH * 4

@@ -16,8 +16,6 @@ from lightning_autopar.plans import Plan
 from tests.strategies.fitted import BLOCKS, Fitted, numbers
 from tests.strategies.pipelines import pipeline, run
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def same(make: Any, data: Any, under: Plan, *, tolerance: float = 1e-5, blocks: Any = BLOCKS, **options: Any) -> Any:
     """Losses, metrics and weights are plain Lightning's. Returns the trainer."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from tests.strategies.fitted import BLOCKS, Fitted, numbers
 from tests.strategies.pipelines import pipeline, run
 
-pytestmark = pytest.mark.timeout(180)
 UNDER = pipeline(("net.2",), schedule="1f1b", micro_batches=2)
 
 

@@ -17,8 +17,6 @@ from lightning_autopar.plans import Plan
 from tests.strategies.fitted import Fitted, tokens
 from tests.strategies.pipelines import pipeline, run
 
-pytestmark = pytest.mark.timeout(180)
-
 BLOCKS = ("layers.0", "layers.1", "layers.2")
 PLAN = pipeline(("layers.1", "layers.2"), micro_batches=4, schedule="1f1b")
 

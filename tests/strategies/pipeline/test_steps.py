@@ -19,7 +19,6 @@ from tests.strategies.fitted import BLOCKS, Fitted, numbers
 from tests.strategies.pipeline.test_pipeline import same
 from tests.strategies.pipelines import pipeline, run
 
-pytestmark = pytest.mark.timeout(180)
 UNDER = pipeline(("net.2",), schedule="1f1b", micro_batches=3)
 
 

@@ -141,16 +141,16 @@ def test_the_pace_is_rank_0s() -> None:
         None,
         None,
     )
+    began = time.monotonic()
     rendezvous.arrive(0, step=4, batches_left=10, in_window=False)
     assert rendezvous.progress().boundaries == 0  # the other one hasn't come
     rendezvous.arrive(1, step=4, batches_left=10, in_window=False)
-    began = time.monotonic()
     time.sleep(0.01)
     rendezvous.arrive(0, step=5, batches_left=9, in_window=False)
     pace = rendezvous.progress()
     assert (pace.boundaries, pace.step, pace.batches_left) == (1, 5, 9)
     assert pace.batch_seconds is not None
-    assert 0.01 <= pace.batch_seconds < time.monotonic() - began + 1
+    assert 0.01 <= pace.batch_seconds <= time.monotonic() - began
     rendezvous.tell_memory(1, 7, None)
     assert rendezvous.used_bytes() == [0, 7]
 
@@ -193,6 +193,7 @@ def test_ranks_of_any_pace_leave_at_the_same_boundary(seed: int, reason: type[Ba
                 running.wait()
             time.sleep(dice.random() * 0.003)
 
+    began = time.monotonic()
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
     for thread in threads:
         thread.start()
@@ -200,10 +201,10 @@ def test_ranks_of_any_pace_leave_at_the_same_boundary(seed: int, reason: type[Ba
     assert not stop_rendezvous.stopping
     stop_rendezvous.stop(reason)
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join()
     assert len(left_at) == 4
     assert len(set(left_at.values())) == 1
     assert left_at[0][0] > 5
     assert left_at[0][1] is reason
     assert stop_rendezvous.stopping
-    assert 0 < stop_rendezvous.longest_seconds < 5
+    assert 0 < stop_rendezvous.longest_seconds < time.monotonic() - began

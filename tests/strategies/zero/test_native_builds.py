@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,6 @@ def test_a_lock_that_a_killed_build_left_holds_nobody_up(name: str, tmp_path: Pa
     lock.parent.mkdir()
     lock.touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    before = time.monotonic()
     with pytest.raises(RuntimeError, match=r"DeepSpeed wants to compile its .*, which no plan needs"):
-        builder.load()
-    assert time.monotonic() - before < 10  # a build, or a wait for the lock, takes minutes
+        builder.load()  # a wait for the lock has no end
     assert list(lock.parent.iterdir()) == [lock]

@@ -14,7 +14,6 @@ from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
 from tests.strategies.fitted import Fitted
 from tests.strategies.written import Exchanging, Normed, Sharing
 
-pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("deepspeed")
 
 

@@ -24,8 +24,6 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from tests.strategies.fitted import QUIET, Fitted, assert_same, fit, numbers, plan
 
-pytestmark = pytest.mark.timeout(60)
-
 ACCUMULATED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 #: In the epoch's first batch; in two in a row, the second of which begins a window of accumulated batches.
 WHEN = [pytest.param((0,), {}, id="first"), pytest.param((1, 2), ACCUMULATED, id="accumulated")]

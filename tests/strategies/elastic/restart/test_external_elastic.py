@@ -182,7 +182,6 @@ def test_terminated_by_the_launcher_and_started_again(script: Path, plain: Resul
     assert len(BATCHES) - 6 - 3 * 2 <= _assert_like(folder, plain) <= len(BATCHES) - 6, "it stops within three windows"
 
 
-@pytest.mark.timeout(150)
 def test_a_killed_rank_and_a_damaged_snapshot(script: Path, plain: Result, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, output = _torchrun(script, folder, 2, {"at": 17, "kill": True}, "--max-restarts", "1", every=1e-3)
@@ -192,7 +191,6 @@ def test_a_killed_rank_and_a_damaged_snapshot(script: Path, plain: Result, tmp_p
     assert len(BATCHES) - 17 < _assert_like(folder, plain) < len(BATCHES)
 
 
-@pytest.mark.timeout(200)
 def test_slurm_requeues_after_our_snapshot_and_one_process_goes_on(script: Path, plain: Result, tmp_path: Path) -> None:
     folder, tools = tmp_path / "run", tmp_path / "tools"
     tools.mkdir()
