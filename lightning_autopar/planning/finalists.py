@@ -92,13 +92,10 @@ class Finalists:
         return self.replays(candidate.plan) and all(isinstance(size, DeviceBytes) for size in candidate.bytes.values())
 
     def replays(self, plan: Plan) -> bool:
-        """Whether a plan's step was taped, one rank stands for all and keeps everything on its device, and its allocator caches freed
-        memory.
-        """
+        """Whether a plan's step was taped, one rank stands for all, and its allocator caches freed memory."""
         return (
             self.footprint.tape is not None
             and engines.of(plan).replays
-            and not plan.offload
             and self.inventory.device(plan.devices[0]).kind != "cpu"
         )
 

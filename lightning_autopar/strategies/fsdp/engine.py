@@ -181,6 +181,7 @@ class FSDP(Engine):
             world_size=plan.devices_per_replica,
             reshard=bool(plan.reshard_after_forward),
             widths=self.widths,
+            offloads=bool(plan.offload),
         )
 
 

@@ -4,7 +4,8 @@ As ``fully_shard`` does it (torch 2.13, ``torch/distributed/fsdp/_fully_shard/_f
 goes through one flat buffer of the unit on a stream of its own, from which each parameter is copied out into a buffer of the compute
 stream. Forward keeps the flat buffer until the next unit's is copied out; backward frees it at once, and allocates that of the unit before.
 When a unit's backward is over its whole parameters are freed, its gradients are copied into a flat buffer, which is kept until the next
-unit's, and reduced into a shard on a third stream.
+unit's, and reduced into a shard on a third stream. A rank alone copies its shards into the whole parameters, one after the other. With
+offload shards come from the host for that, and a reduced shard goes there at once.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class FSDPPlayer(Player):
         world_size: of that group.
         reshard: whether a unit's parameters are freed between forward and backward.
         widths: of parameters and gradients, beside those in the tape.
+        offloads: whether shards, gradients and the optimizer lie in host memory.
     """
 
     def __init__(
@@ -89,8 +91,11 @@ class FSDPPlayer(Player):
         world_size: int,
         reshard: bool,
         widths: Widths = AS_TRACED,
+        offloads: bool = False,
     ) -> None:
         super().__init__(machine, script, footprint, rows, recompute)
+        self.offloads = offloads
+        self._one_by_one = offloads and world_size == 1
         self.world_size = world_size
         self.reshard = reshard
         self.widths = widths
@@ -120,9 +125,11 @@ class FSDPPlayer(Player):
         self._reducing: Hashable = None
 
     def start(self) -> None:
-        """Each unit's parameters move to the device whole, and are split there (``fully_shard``), the root's last; then buffers move."""
+        """Each unit's parameters move to the device whole, and are split there (``fully_shard``), the root's last; then buffers move. What
+        is offloaded stays where it is.
+        """
         machine = self.machine
-        for unit, parameters in self.parameters.items():
+        for unit, parameters in () if self.offloads else self.parameters.items():
             machine.hold_all("moving", [parameter.whole_bytes for parameter in parameters], "communication")
             shards = [round(parameter.padded_shard_bytes * self.widths.stored) for parameter in parameters]
             machine.hold_all(("shards", unit), shards, "parameters")
@@ -136,7 +143,9 @@ class FSDPPlayer(Player):
         return change.kind not in ("parameters", "gradients")
 
     def size_of(self, change: TapeChange, *, updating: bool) -> int:
-        """The optimizer sees shards only."""
+        """The optimizer sees shards only, on the host those that lie there."""
+        if updating and self.offloads:
+            return 0
         if not updating or change.size_bytes <= _SCALAR_BYTES:
             return super().size_of(change, updating=updating)
         for factor in (1, 2, 4):  # state in the parameters' precision, or in a lower or higher one
@@ -187,20 +196,39 @@ class FSDPPlayer(Player):
     # -- gathering -------------------------------------------------------------------------------------------------------------------------
 
     def _fill(self, unit: int) -> Hashable:
-        """A flat buffer of the unit, on the stream for gathers; the prefetched one, if there is one."""
+        """A flat buffer of the unit, on the stream for gathers; the prefetched one, if there is one. A rank alone needs none."""
         if unit in self._ahead:
             return self._ahead.pop(unit)
         self._gathers += 1
         flat = ("flat", self._gathers)
+        if self.world_size == 1:
+            self.machine.hold(flat, 0, "communication")
+            return flat
+        fetched = [parameter.padded_shard_bytes for parameter in self.parameters[unit]] if self.offloads else []
+        for number, size in enumerate(fetched):
+            self.machine.hold(("fetched", unit, number), size, "communication", GATHER)
         self.machine.hold(flat, self._sizes[unit].flat_bytes, "communication", GATHER)
+        for number in range(len(fetched)):
+            self.machine.drop(("fetched", unit, number))
         return flat
 
     def _copy_out(self, unit: int) -> None:
-        self.machine.hold_all(("whole", unit), self._sizes[unit].whole_bytes, "communication")
+        sizes = self._sizes[unit].whole_bytes
+        if self._one_by_one:
+            # Each parameter comes from the host by itself, and is let go when the next one has come (``wait_for_unshard``).
+            for number, size in enumerate(sizes):
+                self.machine.hold(("fetched", number), size, "communication")
+                self.machine.drop(("fetched", number - 1))
+                self.machine.hold(("whole", unit, number), size, "communication")
+            self.machine.drop(("fetched", len(sizes) - 1))
+        else:
+            self.machine.hold_all(("whole", unit), sizes, "communication")
         self._gathered.add(unit)
 
     def _release(self, unit: int) -> None:
         self.machine.drop_all(("whole", unit))
+        for number in range(len(self.parameters[unit]) if self._one_by_one else 0):
+            self.machine.drop(("whole", unit, number))
         self._gathered.discard(unit)
 
     def _gather_forward(self, unit: int) -> None:
@@ -252,6 +280,9 @@ class FSDPPlayer(Player):
         added = shard in machine  # to an earlier micro-batch's gradients
         key = (shard, "added") if added else shard
         machine.hold(key, self._sizes[unit].shard_bytes, "gradients", REDUCE)
+        if self.offloads:  # the copy to the host is on the same stream
+            machine.drop(key)
+            self._reduced.discard(unit)
         if added:
             machine.drop(key)
 
