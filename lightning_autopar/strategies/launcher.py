@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -282,19 +281,23 @@ class AutoLauncher(Launcher):
         footprint = decision.report.footprint
         with run_folder(footprint.parameter_bytes + footprint.optimizer_bytes) as folder:
             job = make_job(decision.run_plan, trainer, function, args, kwargs, folder)
-            smaller = SmallerPlans(self._strategy, decision, trainer)
-            snapshot: Path | None = None
+            smaller = SmallerPlans(self._strategy, decision, trainer, folder)
+
+            def look() -> None:
+                self._shown.look()
+                smaller.look()
+
             while True:
-                run_plan = replace(decision.run_plan, from_snapshot=decision.run_plan.from_snapshot or snapshot is not None)
+                run_plan = replace(decision.run_plan, from_snapshot=decision.run_plan.from_snapshot or smaller.snapshot is not None)
                 engines.of(run_plan.plan).before_fork(run_plan.devices)
                 progress = RunProgress(run_plan.plan.world_size)
                 self._show(decision, progress)
-                job = smaller.job(replace(job, run_plan=run_plan, progress=progress), snapshot, folder)
-                outcome = run_generation(job, self._shown.look)
-                found = smaller.after(outcome, job, decision, snapshot)
+                job = smaller.job(replace(job, run_plan=run_plan, progress=progress))
+                outcome = run_generation(job, look)
+                found = smaller.after(outcome, job, decision)
                 if found is None:
                     return self._take_back(outcome, job, trainer)
-                decision, snapshot = found
+                decision = found
                 self._strategy.report, self._strategy.plan = decision.report, decision.run_plan.plan
 
     def _run_elastic(

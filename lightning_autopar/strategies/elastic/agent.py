@@ -224,7 +224,7 @@ class Agent(RunState):
         if rendezvous.final and pace.boundaries >= 1 and pace.step > max(self._failures, default=-1):
             rendezvous.final = False  # it is past the step where it failed, and has a snapshot to go on from
             self._failures.clear()
-        self._saver.watch(running)
+        self._saver.watch(running.elastic)
         self._note(running)
         self._expect(running)
         if running.hangs(self._moving.hang_seconds):
@@ -417,7 +417,7 @@ class Agent(RunState):
         """Go on after a failure; returns the outcome if the run is over."""
         error, pace = outcome.error, running.elastic.rendezvous.progress()
         assert error is not None, "else it is finished"
-        self._saver.give_up(running)
+        self._saver.give_up(running.elastic)
         short = out_of_memory(error)
         theirs = not isinstance(error, WorkerFailed) and not short
         step = running.elastic.rendezvous.furthest_step()

@@ -62,7 +62,7 @@ class Run:
             if self.rendezvous.arrive(0, step=int(self.clock.now), batches_left=None, in_window=False):
                 self.saves.append(self.clock.now)
                 self.rendezvous.answer(0, done=done, save_seconds=self.takes)
-            self.saver.watch(self)  # type: ignore[arg-type]
+            self.saver.watch(self.elastic)  # type: ignore[arg-type]
 
 
 @pytest.fixture
