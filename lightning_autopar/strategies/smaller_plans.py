@@ -24,7 +24,7 @@ from lightning_autopar.strategies.elastic.snapshot_store import Snapshot
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.learning import learn_shortage
-from lightning_autopar.strategies.preparation.smaller import in_more_parts, in_parts_of, samples_at_once
+from lightning_autopar.strategies.preparation.smaller import in_more_evaluation_parts, in_more_parts, in_parts_of, samples_at_once
 from lightning_autopar.strategies.processes.protocol import GenerationFiles, ShortageRendezvous, SnapshotRendezvous
 from lightning_autopar.strategies.processes.shortage import left_step
 from lightning_autopar.strategies.processes.worker import WorkerJob
@@ -95,6 +95,8 @@ class SmallerPlans:
         self._store: LatestSnapshot = store
         self._saver = Saver(store, SnapshotSettings(), self._state_bytes, first_at_once=False, say=self._cant_save)
         self._saves = True
+        #: The steps at which no plan took less than the one that ran out of memory.
+        self._tried: set[int] = set()
         self._files: GenerationFiles | None = None
 
     @property
@@ -156,9 +158,12 @@ class SmallerPlans:
             error.add_note("autopar: the run ends, as no plan that it may use takes less memory than the one that ran out of it")
             return None
         learn_shortage(decision.report, error)
+        run_plan = less.run_plan
+        evaluated = f", with validations in {run_plan.evaluation_parts} parts a batch" if run_plan.evaluation_parts > 1 else ""
+        known = f"; {run_plan.unknown}" if run_plan.unknown else ""
         _LOG.warning(
             f"autopar: {getattr(error, WHERE)} ({type(error).__name__}: {error}). {self._goes_on_from(error, left is not None)} under the "
-            f"plan {less.run_plan.plan.title()!r}{f'; {less.run_plan.unknown}' if less.run_plan.unknown else ''}"
+            f"plan {run_plan.plan.title()!r}{evaluated}{known}"
         )
         return less
 
@@ -179,13 +184,28 @@ class SmallerPlans:
         found = in_more_parts(self._trainer, decision, inventory) if getattr(error, IN_STEP, False) else None
         if found is not None:
             self._samples_at_once = samples_at_once(found)
-        else:
+        found = found or in_more_evaluation_parts(decision, error)
+        if found is None:
             self._avoided = self._avoided or AvoidedDevices()
             self._avoided.lower(decision.run_plan.reserved_bytes)
             left = self._avoided.without(inventory)
             try:
-                found = in_parts_of(self._samples_at_once, self._trainer, decide_again(self._trainer, self._first, left, elastic=False), left)
+                found = in_parts_of(
+                    self._samples_at_once, self._trainer, decide_again(self._trainer, self._first, left, elastic=False), left
+                )
             except (NothingFits, ValueError):  # the second where a pinned plan's device is gone
-                return None
+                return self._again(decision)
+        parts = max(decision.run_plan.evaluation_parts, found.run_plan.evaluation_parts)
+        found = replace(found, run_plan=replace(found.run_plan, evaluation_parts=parts))
         short = self._strategy.leases.take(found.run_plan.needed_bytes, self._strategy.devices_now)
         return found if short is None else None
+
+    def _again(self, decision: Decision) -> Decision | None:
+        """No plan takes less: the same one again, once at each step, as new processes have no memory in pieces."""
+        assert self._files is not None and self._avoided is not None, "made before"
+        self._avoided.lift()
+        step = self._files.rendezvous.furthest_step()
+        if step in self._tried:
+            return None
+        self._tried.add(step)
+        return decision

@@ -138,20 +138,25 @@ class Elsewhere(Plain):
         place: one of these.
         step: at which the trainer's global step; None for the first one after the run has a snapshot.
         rank: on which rank.
+        once: a file; if given, memory runs out under any plan, until there is this file.
     """
 
-    def __init__(self, place: str, step: int | None, rank: int = 1) -> None:
+    def __init__(self, place: str, step: int | None, rank: int = 1, once: Path | None = None) -> None:
         super().__init__("")
-        self.place, self.at, self.rank = place, step, rank
+        self.place, self.at, self.rank, self.once = place, step, rank, once
         self.automatic_optimization = place != "manual"
 
     def look(self, place: str) -> None:
         strategy = self.trainer.strategy
-        if place != self.place or not isinstance(strategy, EngineMixin) or not fails(place, strategy.run_plan.plan):
+        if place != self.place or not isinstance(strategy, EngineMixin):
+            return
+        if not fails(place, strategy.run_plan.plan) if self.once is None else self.once.exists():
             return
         run = Path(os.environ[RENDEZVOUS_FILE]).parent.parent
         there = any(is_snapshot(each) for each in run.glob("s0*")) if self.at is None else self.trainer.global_step == self.at
         if strategy.global_rank == self.rank and there:
+            if self.once is not None:
+                self.once.touch()
             allocate(1, 0, place)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -182,7 +187,9 @@ def written(root: Path) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("after", ["snapshot", "nothing"])
 @pytest.mark.parametrize("place", ["optimizer", "validation", "window", "manual"])
-def test_where_the_batch_cant_be_run_again_the_run_goes_back(place: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_batch_cant_be_run_again_the_run_goes_back(
+    place: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To its latest snapshot, or to its beginning; and on under a smaller plan. Nothing is logged or counted twice."""
     if after == "snapshot":
         monkeypatch.setattr("lightning_autopar.strategies.elastic.saver._SAVE_SECONDS", 0.0)
@@ -207,6 +214,28 @@ def test_where_the_batch_cant_be_run_again_the_run_goes_back(place: str, after: 
             {name: float(value or "nan") for name, value in their.items()}, rel=1e-4, abs=1e-5, nan_ok=True
         )
     assert not fails(place, strategy.plan)
+
+
+class InValidation(Plain):
+    """Runs out in validation, on one rank, where a step has more than one sample."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("drawn in validation", torch.rand(()))
+        super().validation_step(batch, batch_idx)
+        if isinstance(self.trainer.strategy, EngineMixin) and self.trainer.global_rank == 1 and self.trainer.global_step:
+            allocate(len(batch[0]), 1, "validation")
+
+
+def test_sharded_ranks_all_run_their_validations_in_more_parts(tmp_path: Path) -> None:
+    strategy = same(partial(InValidation, ""), FSDP, tmp_path, hooks=False)
+    assert strategy.plan == FSDP
+
+
+def test_the_same_plan_is_tried_again_once_where_none_takes_less(tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    strategy = same(partial(Elsewhere, "optimizer", 2, once=once), plan("ddp"), tmp_path, hooks=False)
+    assert once.exists()
+    assert strategy.plan.engine == "ddp"
 
 
 def test_a_run_that_has_no_smaller_plan_ends_and_says_so(tmp_path: Path) -> None:

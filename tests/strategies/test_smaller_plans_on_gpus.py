@@ -15,9 +15,19 @@ from lightning_autopar import AutoParallelStrategy, Plan
 from tests.fresh import fresh
 from tests.strategies.base.out_of_memory.test_rerun import Short
 from tests.strategies.fitted import QUIET, numbers
-from tests.strategies.test_smaller_plans import Elsewhere, fails
+from tests.strategies.test_smaller_plans import Elsewhere
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus, pytest.mark.timeout(240)]
+
+
+PLACES = [(place, rank) for place in ("optimizer", "validation", "window", "manual") for rank in (0, 1)]
+
+
+def on_gpus(engine: Any, ranks: int, **more: Any) -> Plan:
+    """A plan for the first GPUs."""
+    devices = tuple(f"cuda:{rank}" for rank in range(ranks))
+    sharded = {"reshard_after_forward": True, "shard": ("net.2", "net.4")} if engine == "fsdp" else {}
+    return Plan(engine=engine, devices=devices, **sharded, **more)
 
 
 def _fit(make: Any, root: Path, devices: int, *, under: Plan | None = None, allow: Any = ("fsdp",), **options: Any) -> tuple[Any, ...]:
@@ -25,7 +35,12 @@ def _fit(make: Any, root: Path, devices: int, *, under: Plan | None = None, allo
     module = make()
     strategy: Any = "auto" if devices == 1 else AutoParallelStrategy(calibrate="off", allow=allow, plan=under)
     trainer = pl.Trainer(
-        accelerator="gpu", devices=devices, strategy=strategy, max_epochs=2, log_every_n_steps=1, default_root_dir=root, **QUIET, **options
+        accelerator="gpu",
+        devices=devices,
+        strategy=strategy,
+        log_every_n_steps=1,
+        default_root_dir=root,
+        **{"max_epochs": 2, **QUIET, **options},
     )
     trainer.fit(module, DataLoader(numbers(), batch_size=8, shuffle=True), DataLoader(numbers(), batch_size=8))
     found = None if devices == 1 else strategy.plan
@@ -42,12 +57,29 @@ def test_sharded_ranks_leave_the_step_together(point: str, layer: int, rank: int
     assert found.micro_batches == 2
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("place", ["optimizer", "validation", "window", "manual"])
-def test_where_the_batch_cant_be_run_again_the_run_goes_back(place: str, rank: int, tmp_path: Path) -> None:
-    """From DDP, or a window's FSDP2; at the second epoch's beginning, before there is a snapshot."""
-    make, options = partial(Elsewhere, place, 4, rank), {"accumulate_grad_batches": 2 if place == "window" else 1}
-    ours, _, found = fresh(_fit, make, tmp_path, 2, allow=["fsdp"] if place == "window" else ["ddp", "fsdp"], **options)
-    theirs, _, _ = fresh(_fit, make, tmp_path, 1, **options)
+def _goes_back(place: str, rank: int, under: Plan | None, devices: int, root: Path) -> None:
+    make, once = partial(Elsewhere, place, 2, rank), root / "once"
+    options = {"accumulate_grad_batches": 2 if place == "window" else 1, "max_epochs": 4}
+    ours, _, _ = fresh(partial(_fit, under=under, **options), partial(make, once), root, devices)
+    theirs, _, _ = fresh(partial(_fit, **options), make, root, 1)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert not fails(place, found)
+    assert once.exists(), "it has run out"
+
+
+@pytest.mark.parametrize(
+    ("place", "rank"), [("optimizer", 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in PLACES if each != ("optimizer", 0))]
+)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_where_the_batch_cant_be_run_again_the_run_goes_back(engine: str, place: str, rank: int, tmp_path: Path) -> None:
+    """To its beginning, before there is a snapshot. No plan takes less than what every process takes, so the same one is tried again."""
+    _goes_back(place, rank, on_gpus(engine, 2), 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["optimizer", "validation", "window"])
+@pytest.mark.parametrize("kind", ["hybrid", "pipeline"])
+def test_so_do_hybrid_sharding_and_pipelines(kind: str, place: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 4:
+        pytest.skip("four GPUs")
+    more = {"replicas": 2} if kind == "hybrid" else {"cuts": ("net.2", "net.4", "net.5"), "schedule": "1f1b", "micro_batches": 2}
+    _goes_back(place, 2, on_gpus("fsdp" if kind == "hybrid" else "pipeline", 4, **more), 4, tmp_path)

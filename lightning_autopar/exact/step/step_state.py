@@ -72,7 +72,7 @@ class StepState:
         connector = trainer._logger_connector
         if not self._looked or connector._first_loop_iter:
             self._look()
-        results: Any = trainer.fit_loop.epoch_loop._results
+        results: Any = trainer._results
         self._collectives, self.exchanged = _collectives(), False
         self.draws = rng.capture(self.generators, kept=False), 0 if draws is None else draws.place
         self._noted = {
@@ -113,7 +113,7 @@ class StepState:
         """Make everything as it was when the step began. The arguments are those of :meth:`note`."""
         assert self.why_not() is None, "asked before"
         trainer, noted = self._trainer, self._noted
-        results: Any = trainer.fit_loop.epoch_loop._results
+        results: Any = trainer._results
         for key in [key for key in results if key not in noted["results"]]:
             del results[key]
         for key, values in noted["results"].items():

@@ -31,7 +31,7 @@ from lightning_autopar.strategies.elastic.running import RunningGeneration
 from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
 from lightning_autopar.strategies.preparation.learning import learn_shortage
-from lightning_autopar.strategies.preparation.smaller import samples_at_once
+from lightning_autopar.strategies.preparation.smaller import in_more_evaluation_parts, samples_at_once
 from lightning_autopar.strategies.processes.protocol import GenerationFiles, SnapshotRendezvous
 from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_generation import Generation, Outcome
@@ -401,6 +401,8 @@ class Agent(RunState):
             return grown
         if getattr(error, IN_STEP, False) and (divided := self._in_more_parts(decision, self.inventory())) is not None:
             self.samples_at_once = samples_at_once(divided)
+            return divided
+        if (divided := in_more_evaluation_parts(decision, error)) is not None:
             return divided
         self._avoided.lower(decision.run_plan.reserved_bytes)
         try:
