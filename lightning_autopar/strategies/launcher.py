@@ -39,6 +39,7 @@ from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.users_traceback import users_part
+from lightning_autopar.strategies.base.worker_exception import WHERE
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
 from lightning_autopar.strategies.elastic.saver import SnapshotSettings
@@ -62,6 +63,15 @@ if TYPE_CHECKING:
     from lightning_autopar.strategies.base.run_host import RunHost
 
 log = logging.getLogger(__name__)
+
+#: Said where memory runs out in processes of a launcher; the second where the run saves snapshots.
+_THEIRS = (
+    "autopar: the run ends, as only its launcher can start processes for a smaller plan. With callbacks=[CheckpointMigrate()] and "
+    "torchrun's --max-restarts=1 or more it would go on by itself from its latest snapshot"
+)
+_STARTED_AGAIN = (
+    "autopar: if its launcher starts the run again, as torchrun does with --max-restarts=1 or more, it goes on from its snapshot"
+)
 
 
 class AutoLauncher(Launcher):
@@ -433,6 +443,10 @@ class AutoLauncher(Launcher):
                 with nullcontext((args, kwargs)) if run is None else run.going_on() as (args, kwargs):
                     value = self._function_with_hooks(engine, function, args, kwargs, trainer)
                 engine.release()
+            except BaseException as error:
+                if hasattr(error, WHERE) and not peers.are_reruns:
+                    error.add_note(_THEIRS if run is None else _STARTED_AGAIN)
+                raise
             finally:
                 self._strategy.take_over(engine)
             measured = self._everyones(engine.meter.measured.to_dict(), run_plan)

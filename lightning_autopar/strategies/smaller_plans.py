@@ -1,8 +1,8 @@
 """A run whose user has asked for no snapshots goes on after a worker ran out of memory, under a plan that takes less.
 
-It goes on from the batch at which all ranks have left its step, if they could; else from the latest snapshot, which it has its workers write
-now and then, as often as that costs at most 1 % of the time; else from the beginning. Knows the generations' jobs and outcomes; not how a
-worker leaves a step.
+It goes on from the batch at which all ranks have left its step, if they could; else from the latest snapshot, which it has its workers
+write now and then, as often as that costs at most 1 % of the time; else from the beginning. Knows the generations' jobs and outcomes; not
+how a worker leaves a step.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class SmallerPlans:
 
     def __init__(self, strategy: RunHost, first: Decision, trainer: Trainer, folder: Path) -> None:
         self._strategy, self._first, self._trainer, self._folder = strategy, first, trainer, folder
-        self._avoided: AvoidedDevices | None = None
+        self._avoided = AvoidedDevices()
         #: How many samples a rank can run at once, after more ran out of memory; None before that.
         self._samples_at_once: int | None = None
         self._generations = 0
@@ -129,7 +129,7 @@ class SmallerPlans:
             self._saver.watch(self._files)
 
     def _cant_save(self, words: str) -> None:
-        """Nobody has asked for snapshots: one that can't be written is no matter until memory runs out, and the next one couldn't either."""
+        """Nobody has asked for snapshots, so that one that can't be written is no matter until memory runs out."""
         _LOG.info(words)
         self._saves = False
 
@@ -186,7 +186,6 @@ class SmallerPlans:
             self._samples_at_once = samples_at_once(found)
         found = found or in_more_evaluation_parts(decision, error)
         if found is None:
-            self._avoided = self._avoided or AvoidedDevices()
             self._avoided.lower(decision.run_plan.reserved_bytes)
             left = self._avoided.without(inventory)
             try:
@@ -202,7 +201,7 @@ class SmallerPlans:
 
     def _again(self, decision: Decision) -> Decision | None:
         """No plan takes less: the same one again, once at each step, as new processes have no memory in pieces."""
-        assert self._files is not None and self._avoided is not None, "made before"
+        assert self._files is not None, "asked before"
         self._avoided.lift()
         step = self._files.rendezvous.furthest_step()
         if step in self._tried:

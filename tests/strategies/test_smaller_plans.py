@@ -131,8 +131,8 @@ def fails(place: str, under: Plan) -> bool:
 
 
 class Elsewhere(Plain):
-    """Runs out under its first plan where the batch can't be run again: in the optimizer's step, in validation, in a later batch of a window, or in
-    manual optimization.
+    """Runs out under its first plan where the batch can't be run again: in the optimizer's step, in validation, in a later batch of a
+    window, or in manual optimization.
 
     Args:
         place: one of these.
@@ -160,6 +160,7 @@ class Elsewhere(Plain):
             allocate(1, 0, place)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.look("step")
         self.look("window" if batch_idx % 2 else "")
         loss = super().training_step(batch, batch_idx)
         if not self.automatic_optimization:
@@ -236,6 +237,17 @@ def test_the_same_plan_is_tried_again_once_where_none_takes_less(tmp_path: Path)
     strategy = same(partial(Elsewhere, "optimizer", 2, once=once), plan("ddp"), tmp_path, hooks=False)
     assert once.exists()
     assert strategy.plan.engine == "ddp"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("place", ["step", "optimizer", "validation"])
+def test_zero_goes_back_too(place: str, stage: int, tmp_path: Path) -> None:
+    """It can't run a batch in parts, so that new processes run it again whole; validations have no gradients that would be lost."""
+    pytest.importorskip("deepspeed")
+    make = partial(InValidation, "") if place == "validation" else partial(Elsewhere, place, 2, once=tmp_path / "once")
+    same(make, plan("zero", zero_stage=stage), tmp_path, hooks=False)
+    assert place == "validation" or (tmp_path / "once").exists()
 
 
 def test_a_run_that_has_no_smaller_plan_ends_and_says_so(tmp_path: Path) -> None:

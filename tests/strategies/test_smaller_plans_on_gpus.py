@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy, Plan
+from lightning_autopar.devices.discover import probe
 from tests.fresh import fresh
 from tests.strategies.base.out_of_memory.test_rerun import Short
 from tests.strategies.fitted import QUIET, numbers
@@ -23,17 +25,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus, pytest.mark.timeout(240)]
 PLACES = [(place, rank) for place in ("optimizer", "validation", "window", "manual") for rank in (0, 1)]
 
 
-def on_gpus(engine: Any, ranks: int, **more: Any) -> Plan:
+def on_gpus(ranks: int, engine: Any, **more: Any) -> Plan:
     """A plan for the first GPUs."""
-    devices = tuple(f"cuda:{rank}" for rank in range(ranks))
+    devices = tuple(device.id for device in probe(accelerator="cuda").devices[:ranks])
     sharded = {"reshard_after_forward": True, "shard": ("net.2", "net.4")} if engine == "fsdp" else {}
     return Plan(engine=engine, devices=devices, **sharded, **more)
 
 
-def _fit(make: Any, root: Path, devices: int, *, under: Plan | None = None, allow: Any = ("fsdp",), **options: Any) -> tuple[Any, ...]:
+def _fit(make: Any, root: Path, devices: int, *, under: Callable[[int], Plan] | None = None, **options: Any) -> tuple[Any, ...]:
     pl.seed_everything(3, verbose=False)
-    module = make()
-    strategy: Any = "auto" if devices == 1 else AutoParallelStrategy(calibrate="off", allow=allow, plan=under)
+    module, pinned = make(), under and under(devices)
+    strategy: Any = (
+        "auto" if devices == 1 else AutoParallelStrategy(calibrate="off", allow=[pinned.engine] if pinned else ["fsdp"], plan=pinned)
+    )
     trainer = pl.Trainer(
         accelerator="gpu",
         devices=devices,
@@ -57,7 +61,7 @@ def test_sharded_ranks_leave_the_step_together(point: str, layer: int, rank: int
     assert found.micro_batches == 2
 
 
-def _goes_back(place: str, rank: int, under: Plan | None, devices: int, root: Path) -> None:
+def _goes_back(place: str, rank: int, under: Callable[[int], Plan], devices: int, root: Path) -> None:
     make, once = partial(Elsewhere, place, 2, rank), root / "once"
     options = {"accumulate_grad_batches": 2 if place == "window" else 1, "max_epochs": 4}
     ours, _, _ = fresh(partial(_fit, under=under, **options), partial(make, once), root, devices)
@@ -72,7 +76,7 @@ def _goes_back(place: str, rank: int, under: Plan | None, devices: int, root: Pa
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_where_the_batch_cant_be_run_again_the_run_goes_back(engine: str, place: str, rank: int, tmp_path: Path) -> None:
     """To its beginning, before there is a snapshot. No plan takes less than what every process takes, so the same one is tried again."""
-    _goes_back(place, rank, on_gpus(engine, 2), 2, tmp_path)
+    _goes_back(place, rank, partial(on_gpus, engine=engine), 2, tmp_path)
 
 
 @pytest.mark.slow
@@ -82,4 +86,4 @@ def test_so_do_hybrid_sharding_and_pipelines(kind: str, place: str, tmp_path: Pa
     if torch.cuda.device_count() < 4:
         pytest.skip("four GPUs")
     more = {"replicas": 2} if kind == "hybrid" else {"cuts": ("net.2", "net.4", "net.5"), "schedule": "1f1b", "micro_batches": 2}
-    _goes_back(place, 2, on_gpus("fsdp" if kind == "hybrid" else "pipeline", 4, **more), 4, tmp_path)
+    _goes_back(place, 2, partial(on_gpus, engine="fsdp" if kind == "hybrid" else "pipeline", **more), 4, tmp_path)

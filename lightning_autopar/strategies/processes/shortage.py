@@ -4,8 +4,8 @@ The rank that runs out says so, and gives up its communicators; by that, peers t
 collective then run on whatever they find, which is harmless before the optimizer's step: gradients are dropped, and buffers are put back.
 So all ranks say at which batch they are, and whether its optimizer's step has begun; nothing is saved unless all can leave the same step.
 Then each undoes the step (:meth:`.RunningStep.undo`), and in a new process group all write a snapshot, as between two batches.
-The run goes on from it in new processes; it doesn't know under which plan. Where not all ranks can leave a step, and outside of one, the run
-goes back to the snapshot that its parent has asked for now and then, if there is one.
+The run goes on from it in new processes; it doesn't know under which plan. Where not all ranks can leave a step, and outside of one, the
+run goes back to the snapshot that its parent has asked for now and then, if there is one.
 """
 
 from __future__ import annotations

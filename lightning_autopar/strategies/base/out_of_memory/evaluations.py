@@ -1,8 +1,9 @@
 """A batch of a validation or a test that ran out of memory, run again in more parts by the rank alone, and all that follow as well.
 
 It changes nothing but what it logs, metrics, generators, buffers, and what it is known to keep on the module; all of that is put back, and
-each part has the draws that its samples have in the whole batch. Other ranks notice nothing: they exchange what was logged when the step is
-over. Where ranks exchange something within a step, all of them run as many parts as the run plan says. Knows an engine and its step's state; no plan.
+each part has the draws that its samples have in the whole batch. Other ranks notice nothing: they exchange what was logged when the step
+is over. Where ranks exchange something within a step, all of them run as many parts as the run plan says. Knows an engine and its step's
+state; not how a plan is found.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A batch of a validation that runs out of memory is run again in more parts, and the run is that of plain Lightning, where nothing fails."""
+"""A validation's batch that runs out of memory is run again in more parts, and the run is plain Lightning's, where nothing fails."""
 
 from __future__ import annotations
 
@@ -89,6 +89,6 @@ class ReturnsAList(Evaluated):
 def test_an_output_that_nobody_can_put_together_is_refused_where_somebody_reads_it() -> None:
     with pytest.raises(RuntimeError, match="on_validation_batch_end gets to see what the step returns"):
         evaluated(partial(ReturnsAList, 0, 4), plan("single", ranks=1), callbacks=[Reads()])
-    module, ours = evaluated(partial(ReturnsAList, 0, 4), plan("single", ranks=1))
+    _, ours = evaluated(partial(ReturnsAList, 0, 4), plan("single", ranks=1))
     _, theirs = evaluated(partial(ReturnsAList, 0, 4), None)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
