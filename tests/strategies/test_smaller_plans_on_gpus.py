@@ -62,7 +62,7 @@ def test_sharded_ranks_leave_the_step_together(point: str, layer: int, rank: int
 
 
 def _goes_back(place: str, rank: int, under: Callable[[int], Plan], devices: int, root: Path) -> None:
-    make, once = partial(Elsewhere, place, 2, rank), root / "once"
+    make, once = partial(Elsewhere, place, 4 if place == "validation" else 2, rank), root / "once"
     options = {"accumulate_grad_batches": 2 if place == "window" else 1, "max_epochs": 4}
     ours, _, _ = fresh(partial(_fit, under=under, **options), partial(make, once), root, devices)
     theirs, _, _ = fresh(partial(_fit, **options), make, root, 1)
@@ -85,5 +85,5 @@ def test_where_the_batch_cant_be_run_again_the_run_goes_back(engine: str, place:
 def test_so_do_hybrid_sharding_and_pipelines(kind: str, place: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 4:
         pytest.skip("four GPUs")
-    more = {"replicas": 2} if kind == "hybrid" else {"cuts": ("net.2", "net.4", "net.5"), "schedule": "1f1b", "micro_batches": 2}
+    more = {"replicas": 2} if kind == "hybrid" else {"cuts": ("net.2", "net.4", "net.5"), "schedule": "1f1b", "micro_batches": 4}
     _goes_back(place, 2, partial(on_gpus, engine="fsdp" if kind == "hybrid" else "pipeline", **more), 4, tmp_path)
