@@ -25,7 +25,8 @@ from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.learning import learn_shortage
 from lightning_autopar.strategies.preparation.smaller import in_more_evaluation_parts, in_more_parts, in_parts_of, samples_at_once
-from lightning_autopar.strategies.processes.protocol import GenerationFiles, ShortageRendezvous, SnapshotRendezvous
+from lightning_autopar.strategies.processes.boundary import CheckpointJournal
+from lightning_autopar.strategies.processes.protocol import BEGIN, GenerationFiles, ShortageRendezvous, SnapshotRendezvous
 from lightning_autopar.strategies.processes.shortage import left_step
 from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_generation import Outcome
@@ -165,6 +166,8 @@ class SmallerPlans:
             f"autopar: {getattr(error, WHERE)} ({type(error).__name__}: {error}). {self._goes_on_from(error, left is not None)} under the "
             f"plan {run_plan.plan.title()!r}{evaluated}{known}"
         )
+        if self.snapshot is None:  # before anybody looks for the last checkpoint
+            CheckpointJournal(self._folder / BEGIN).undo(self._trainer.strategy.remove_checkpoint)
         return less
 
     def _goes_on_from(self, error: BaseException, left: bool) -> str:

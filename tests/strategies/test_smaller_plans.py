@@ -68,6 +68,7 @@ class Hooks(pl.Callback):
 def fit(make: Callable[[], Any], under: Plan | None, root: Path, *callbacks: pl.Callback, **options: Any) -> tuple[Any, Any]:
     pl.seed_everything(3, verbose=False)
     module, allow, epochs = make(), options.pop("allow", None) or (under and [under.engine]), options.pop("epochs", 2)
+    resume = options.pop("resume", None)
     strategy: Any = "auto"
     if allow:
         strategy = AutoParallelStrategy(devices="2xcpu:2GiB", plan=under, calibrate="off", allow=allow)
@@ -75,7 +76,7 @@ def fit(make: Callable[[], Any], under: Plan | None, root: Path, *callbacks: pl.
         accelerator="cpu", devices="auto" if allow else 1, strategy=strategy, max_epochs=epochs, log_every_n_steps=1,
         default_root_dir=root, callbacks=list(callbacks), **{**QUIET, **options},
     )  # fmt: skip
-    trainer.fit(module, DataLoader(numbers(), batch_size=8, shuffle=True), DataLoader(numbers(), batch_size=8))
+    trainer.fit(module, DataLoader(numbers(), batch_size=8, shuffle=True), DataLoader(numbers(), batch_size=8), ckpt_path=resume)
     return module, trainer
 
 
@@ -186,6 +187,7 @@ def written(root: Path) -> list[dict[str, str]]:
     return [dict(row) for row in csv.DictReader(io.StringIO(path.read_text()))]
 
 
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
 @pytest.mark.parametrize("after", ["snapshot", "nothing"])
 @pytest.mark.parametrize("place", ["optimizer", "validation", "window", "manual"])
 def test_where_the_batch_cant_be_run_again_the_run_goes_back(
@@ -198,11 +200,14 @@ def test_where_the_batch_cant_be_run_again_the_run_goes_back(
     found: list[Any] = []
     for allow in (["fsdp"] if place == "window" else ["fsdp", "ddp"], None):
         root = tmp_path / str(allow is None)
-        logger, saves = pl.loggers.CSVLogger(root, flush_logs_every_n_steps=1), ModelCheckpoint(root / "kept", save_top_k=-1)
+        logger, saves = (
+            pl.loggers.CSVLogger(root, flush_logs_every_n_steps=1),
+            ModelCheckpoint(root / "kept", save_top_k=-1, save_last=True),
+        )
         options: Any = {"accumulate_grad_batches": 2 if place == "window" else 1, "logger": logger, "enable_checkpointing": True}
         if place != "manual":
             options["gradient_clip_val"] = 0.1
-        module, trainer = fit(make, None, root, saves, allow=allow, epochs=12, **options)
+        module, trainer = fit(make, None, root, saves, allow=allow, epochs=12, resume="last", **options)
         kept = sorted(path.name for path in root.rglob("*.ckpt"))
         metrics = {name: value.float() for name, value in trainer.callback_metrics.items()}
         found.append((dict(module.state_dict()), metrics, trainer.global_step, kept, written(root), trainer.strategy))

@@ -27,7 +27,7 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import batches_left
 from lightning_autopar.state.snapshot import save_snapshot
 from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, read_objects, write_objects
-from lightning_autopar.strategies.processes.protocol import _BEGIN, GenerationFiles
+from lightning_autopar.strategies.processes.protocol import BEGIN, GenerationFiles
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -155,7 +155,7 @@ class Boundary:
         """All ranks are at this boundary, or will be: report, and save or leave here if the agent asks for it."""
         rendezvous, trainer = self._elastic.rendezvous, self._trainer
         if self._journal is None:
-            self._go_on_after(self._elastic.folder.parent / _BEGIN)
+            self._go_on_after(self._elastic.folder.parent / BEGIN)
         rendezvous.tell_memory(self._rank, self._used_bytes(), trainer.strategy.running.samples_at_once)  # type: ignore[attr-defined]  # of EngineMixin
         self._tell_loss()
         ask = rendezvous.arrive(self._rank, step=trainer.global_step, batches_left=batches_left(trainer), in_window=self._in_window)

@@ -301,7 +301,9 @@ class SnapshotRendezvous(_Rendezvous):
         return None if step == _UNKNOWN else (step, struct.unpack("d", struct.pack("q", self._cells[self._place(0, _LOSS)]))[0])
 
 
-_START, _REQUEST, _REFUSAL, _BEGIN = "start.pkl", "request", "refusal", "begin"
+_START, _REQUEST, _REFUSAL = "start.pkl", "request", "refusal"
+#: In the run's folder: stands for the run's beginning, as a snapshot's folder does for later.
+BEGIN = "begin"
 
 
 @dataclass(kw_only=True)

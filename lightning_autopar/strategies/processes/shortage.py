@@ -31,7 +31,7 @@ from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.base.worker_exception import LEFT_BY_ALL, Failure, out_of_memory
 from lightning_autopar.strategies.processes.boundary import Boundary, Paused, say_no_folder
 from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, write_loggers
-from lightning_autopar.strategies.processes.protocol import _BEGIN, GenerationFiles, ShortageRendezvous
+from lightning_autopar.strategies.processes.protocol import BEGIN, GenerationFiles, ShortageRendezvous
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -99,7 +99,7 @@ class LeavingBoundary(Boundary):
     ) -> None:
         super().__init__(trainer, elastic, before, rank)
         self._shortage, self._folder, self._give_up_group = shortage, folder, give_up_group
-        self._begin = folder.parent / _BEGIN
+        self._begin = folder.parent / BEGIN
         engine: Any = trainer.strategy
         self._engine = engine
         self._step: RunningStep = engine.running
@@ -187,7 +187,8 @@ class LeavingBoundary(Boundary):
         why = self._why_not()
         if out_of_memory(error) and not isinstance(error, dist.DistError):
             if why is not None:
-                error.add_note(f"autopar: the batch wasn't run again in more micro-batches: {why}")
+                if not self._engine.reruns_batches:  # which says so itself
+                    error.add_note(f"autopar: the batch wasn't run again in more micro-batches: {why}")
                 return False
             self._engine.explain(error)
             if not (self._folder / _WHY).exists():
