@@ -92,3 +92,19 @@ def test_an_output_that_nobody_can_put_together_is_refused_where_somebody_reads_
     _, ours = evaluated(partial(ReturnsAList, 0, 4), plan("single", ranks=1))
     _, theirs = evaluated(partial(ReturnsAList, 0, 4), None)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+class Counts(Evaluated):
+    """Makes its buffer anew, in inference mode, and writes to it."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps = self.steps + batch[0].mean()
+        self.steps += batch[0].mean()
+        return super().validation_step(batch, batch_idx)
+
+
+def test_a_buffer_of_inference_mode_is_no_obstacle() -> None:
+    """It counts no writes, which the state before a step is told by."""
+    module, _ = evaluated(partial(Counts, 0, 99), plan("single", ranks=1))
+    plain, _ = evaluated(partial(Counts, 0, 99), None)
+    torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-5)
