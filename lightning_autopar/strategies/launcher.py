@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +39,7 @@ from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.users_traceback import users_part
+from lightning_autopar.strategies.base.worker_exception import WHERE
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
 from lightning_autopar.strategies.elastic.saver import SnapshotSettings
@@ -63,6 +63,15 @@ if TYPE_CHECKING:
     from lightning_autopar.strategies.base.run_host import RunHost
 
 log = logging.getLogger(__name__)
+
+#: Said where memory runs out in processes of a launcher; the second where the run saves snapshots.
+_THEIRS = (
+    "autopar: the run ends, as only its launcher can start processes for a smaller plan. With callbacks=[CheckpointMigrate()] and "
+    "torchrun's --max-restarts=1 or more it would go on by itself from its latest snapshot"
+)
+_STARTED_AGAIN = (
+    "autopar: if its launcher starts the run again, as torchrun does with --max-restarts=1 or more, it goes on from its snapshot"
+)
 
 
 class AutoLauncher(Launcher):
@@ -282,19 +291,23 @@ class AutoLauncher(Launcher):
         footprint = decision.report.footprint
         with run_folder(footprint.parameter_bytes + footprint.optimizer_bytes) as folder:
             job = make_job(decision.run_plan, trainer, function, args, kwargs, folder)
-            smaller = SmallerPlans(self._strategy, decision, trainer)
-            snapshot: Path | None = None
+            smaller = SmallerPlans(self._strategy, decision, trainer, folder)
+
+            def look() -> None:
+                self._shown.look()
+                smaller.look()
+
             while True:
-                run_plan = replace(decision.run_plan, from_snapshot=decision.run_plan.from_snapshot or snapshot is not None)
+                run_plan = replace(decision.run_plan, from_snapshot=decision.run_plan.from_snapshot or smaller.snapshot is not None)
                 engines.of(run_plan.plan).before_fork(run_plan.devices)
                 progress = RunProgress(run_plan.plan.world_size)
                 self._show(decision, progress)
-                job = smaller.job(replace(job, run_plan=run_plan, progress=progress), snapshot, folder)
-                outcome = run_generation(job, self._shown.look)
-                found = smaller.after(outcome, job, decision, snapshot)
+                job = smaller.job(replace(job, run_plan=run_plan, progress=progress))
+                outcome = run_generation(job, look)
+                found = smaller.after(outcome, job, decision)
                 if found is None:
                     return self._take_back(outcome, job, trainer)
-                decision, snapshot = found
+                decision = found
                 self._strategy.report, self._strategy.plan = decision.report, decision.run_plan.plan
 
     def _run_elastic(
@@ -430,6 +443,10 @@ class AutoLauncher(Launcher):
                 with nullcontext((args, kwargs)) if run is None else run.going_on() as (args, kwargs):
                     value = self._function_with_hooks(engine, function, args, kwargs, trainer)
                 engine.release()
+            except BaseException as error:
+                if hasattr(error, WHERE) and not peers.are_reruns:
+                    error.add_note(_THEIRS if run is None else _STARTED_AGAIN)
+                raise
             finally:
                 self._strategy.take_over(engine)
             measured = self._everyones(engine.meter.measured.to_dict(), run_plan)

@@ -1,24 +1,32 @@
-"""A run that keeps no snapshots goes on after a worker ran out of memory, under a plan that takes less: from the batch at which all ranks
-have left its step, or anew if nothing was trained yet. Knows the generations' jobs and outcomes; not how a worker leaves a step.
+"""A run whose user has asked for no snapshots goes on after a worker ran out of memory, under a plan that takes less.
+
+It goes on from the batch at which all ranks have left its step, if they could; else from the latest snapshot, which it has its workers
+write now and then, as often as that costs at most 1 % of the time; else from the beginning. Knows the generations' jobs and outcomes; not
+how a worker leaves a step.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_autopar._lightning_compat import TrainerFn
+from lightning_autopar.devices.host import host_memory
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.worker_exception import AT_FIRST, IN_STEP, WHERE
 from lightning_autopar.strategies.elastic.run_state import AvoidedDevices
+from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
+from lightning_autopar.strategies.elastic.snapshot_store import Snapshot
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.learning import learn_shortage
-from lightning_autopar.strategies.preparation.smaller import in_more_parts
-from lightning_autopar.strategies.processes.protocol import GenerationFiles, ShortageRendezvous, SnapshotRendezvous
+from lightning_autopar.strategies.preparation.smaller import in_more_evaluation_parts, in_more_parts, in_parts_of, samples_at_once
+from lightning_autopar.strategies.processes.boundary import CheckpointJournal
+from lightning_autopar.strategies.processes.protocol import BEGIN, GenerationFiles, ShortageRendezvous, SnapshotRendezvous
 from lightning_autopar.strategies.processes.shortage import left_step
 from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_generation import Outcome
@@ -33,6 +41,38 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
+class LatestSnapshot:
+    """The snapshot to go back to, in the run's folder, and none but the latest.
+
+    Args:
+        folder: the run's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._number = folder, 0
+        self.path: Path | None = None
+
+    def latest(self) -> Snapshot | None:
+        """None: a run begins without one."""
+        return None
+
+    def target(self, *, on_disk: bool = False) -> Path:
+        """The folder for the next one, which doesn't exist yet."""
+        self._number += 1
+        return self._folder / f"s{self._number:06d}"
+
+    def keep(self, path: Path, step: int) -> Snapshot:
+        """It is complete: the one before it goes."""
+        if self.path is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.path = path
+        return Snapshot(path=path, step=step, on_disk=False)
+
+    def discard(self, path: Path) -> None:
+        """Remove one that isn't complete."""
+        shutil.rmtree(path, ignore_errors=True)
+
+
 class SmallerPlans:
     """The plans of one call of the trainer, each smaller than the one before it.
 
@@ -40,74 +80,134 @@ class SmallerPlans:
         strategy: the user's.
         first: the first decision.
         trainer: of the run.
+        folder: the run's.
     """
 
-    def __init__(self, strategy: RunHost, first: Decision, trainer: Trainer) -> None:
-        self._strategy, self._first, self._trainer = strategy, first, trainer
-        self._avoided: AvoidedDevices | None = None
+    def __init__(self, strategy: RunHost, first: Decision, trainer: Trainer, folder: Path) -> None:
+        self._strategy, self._first, self._trainer, self._folder = strategy, first, trainer, folder
+        self._avoided = AvoidedDevices()
+        #: How many samples a rank can run at once, after more ran out of memory; None before that.
+        self._samples_at_once: int | None = None
         self._generations = 0
         self._goes_on = trainer.state.fn == TrainerFn.FITTING and first.look is not None and first.run_plan.batch == "global"
+        footprint = first.report.footprint
+        self._state_bytes = footprint.parameter_bytes + footprint.optimizer_bytes
+        store: Any = LatestSnapshot(folder)
+        self._store: LatestSnapshot = store
+        self._saver = Saver(store, SnapshotSettings(), self._state_bytes, first_at_once=False, say=self._cant_save)
+        self._saves = True
+        #: The steps at which no plan took less than the one that ran out of memory.
+        self._tried: set[int] = set()
+        self._files: GenerationFiles | None = None
 
-    def job(self, job: WorkerJob, snapshot: Path | None, folder: Path) -> WorkerJob:
+    @property
+    def snapshot(self) -> Path | None:
+        """What the next generation goes on from; None where it begins as the user's call says."""
+        return self._store.path
+
+    def job(self, job: WorkerJob) -> WorkerJob:
         """The next generation's job.
 
         Args:
             job: with its plan.
-            snapshot: what it goes on from, if anything.
-            folder: the run's.
         """
         if not self._goes_on:
             return job
         self._generations += 1
-        own = folder / f"g{self._generations}"
+        own = self._folder / f"g{self._generations}"
         own.mkdir()
-        world_size, elastic = job.run_plan.plan.world_size, None
-        if snapshot is not None:
-            rendezvous = SnapshotRendezvous(world_size)
-            rendezvous.final = True  # any other failure ends the run
-            elastic = GenerationFiles(rendezvous=rendezvous, begin=get_context("fork").Event(), folder=own)
-            elastic.let_begin(snapshot)
-        return replace(job, folder=own, elastic=elastic, shortage=ShortageRendezvous(world_size))
+        world_size = job.run_plan.plan.world_size
+        rendezvous = SnapshotRendezvous(world_size)
+        rendezvous.final = True  # any other failure ends the run
+        self._files = GenerationFiles(rendezvous=rendezvous, begin=get_context("fork").Event(), folder=own)
+        self._files.let_begin(self.snapshot)
+        self._saver.begin()
+        return replace(job, folder=own, elastic=self._files, shortage=ShortageRendezvous(world_size))
 
-    def after(self, outcome: Outcome, job: WorkerJob, decision: Decision, snapshot: Path | None) -> tuple[Decision, Path | None] | None:
-        """The decision with which the run goes on, and the snapshot from which it does; None if it is over.
+    def look(self) -> None:
+        """Have a snapshot written when one is due and the host has room for it; to be called again and again."""
+        if self._files is not None and self._saves and (self._saver.waits or host_memory()[1] > 2 * self._state_bytes):
+            self._saver.watch(self._files)
+
+    def _cant_save(self, words: str) -> None:
+        """Nobody has asked for snapshots, so that one that can't be written is no matter until memory runs out."""
+        _LOG.info(words)
+        self._saves = False
+
+    def after(self, outcome: Outcome, job: WorkerJob, decision: Decision) -> Decision | None:
+        """The decision with which the run goes on; None if it is over.
 
         Args:
             outcome: the generation's.
             job: the generation's.
             decision: its plan.
-            snapshot: what the generation went on from.
         """
-        left = left_step(job.folder) if self._goes_on and outcome.error is not None and not outcome.interrupted else None
-        error, snapshot = left or (outcome.error, snapshot)
-        if left is not None:
-            outcome.error = error
-        elif not self._goes_on or not getattr(error, AT_FIRST, False):
+        if self._files is None or outcome.error is None:
             return None
-        assert error is not None
-        less = self._with_less(decision, error)
+        self._saver.give_up(self._files)
+        assert job.shortage is not None, "made with the files"
+        if outcome.interrupted or not job.shortage.noted:
+            return None
+        left = left_step(job.folder)
+        if left is not None:
+            outcome.error, snapshot = left
+            self._store.keep(snapshot, 0)
+        error = outcome.error
+        less = self._with_less(decision, error) if hasattr(error, WHERE) else None
         if less is None:
             outcome.hooks_ran = False
+            error.add_note("autopar: the run ends, as no plan that it may use takes less memory than the one that ran out of it")
             return None
         learn_shortage(decision.report, error)
-        batch = "The batch is run again, with the same samples and the same random numbers, and the run goes on"
-        anew = "Nothing had been trained yet, so the run begins again"
-        known = f"; {less.run_plan.unknown}" if less.run_plan.unknown else ""
+        run_plan = less.run_plan
+        evaluated = f", with validations in {run_plan.evaluation_parts} parts a batch" if run_plan.evaluation_parts > 1 else ""
+        known = f"; {run_plan.unknown}" if run_plan.unknown else ""
         _LOG.warning(
-            f"autopar: {getattr(error, WHERE)} ({type(error).__name__}: {error}). {anew if left is None else batch} under the plan "
-            f"{less.run_plan.plan.title()!r}{known}"
+            f"autopar: {getattr(error, WHERE)} ({type(error).__name__}: {error}). {self._goes_on_from(error, left is not None)} under the "
+            f"plan {run_plan.plan.title()!r}{evaluated}{known}"
         )
-        return less, snapshot
+        if self.snapshot is None:  # before anybody looks for the last checkpoint
+            CheckpointJournal(self._folder / BEGIN).undo(self._trainer.strategy.remove_checkpoint)
+        return less
+
+    def _goes_on_from(self, error: BaseException, left: bool) -> str:
+        if left:
+            return "The batch is run again, with the same samples and the same random numbers, and the run goes on"
+        if self.snapshot is not None:
+            return "The run goes back to its latest snapshot, and on from there, with the same samples and the same random numbers,"
+        if getattr(error, AT_FIRST, False):
+            return "Nothing had been trained yet, so the run begins again"
+        return "The run had no snapshot yet, so it begins again, with the same samples and the same random numbers,"
 
     def _with_less(self, decision: Decision, error: BaseException) -> Decision | None:
         inventory = self._strategy.inventory(fewer=True)[0]
+        assert self._files is not None, "asked before"
+        known = [each for each in (self._samples_at_once, self._files.rendezvous.samples_at_once()) if each is not None]
+        self._samples_at_once = min(known, default=None)
         found = in_more_parts(self._trainer, decision, inventory) if getattr(error, IN_STEP, False) else None
+        if found is not None:
+            self._samples_at_once = samples_at_once(found)
+        found = found or in_more_evaluation_parts(decision, error)
         if found is None:
-            self._avoided = self._avoided or AvoidedDevices()
             self._avoided.lower(decision.run_plan.reserved_bytes)
+            left = self._avoided.without(inventory)
             try:
-                found = decide_again(self._trainer, self._first, self._avoided.without(inventory), elastic=False)
+                found = in_parts_of(
+                    self._samples_at_once, self._trainer, decide_again(self._trainer, self._first, left, elastic=False), left
+                )
             except (NothingFits, ValueError):  # the second where a pinned plan's device is gone
-                return None
+                return self._again(decision)
+        parts = max(decision.run_plan.evaluation_parts, found.run_plan.evaluation_parts)
+        found = replace(found, run_plan=replace(found.run_plan, evaluation_parts=parts))
         short = self._strategy.leases.take(found.run_plan.needed_bytes, self._strategy.devices_now)
         return found if short is None else None
+
+    def _again(self, decision: Decision) -> Decision | None:
+        """No plan takes less: the same one again, once at each step, as new processes have no memory in pieces."""
+        assert self._files is not None, "asked before"
+        self._avoided.lift()
+        step = self._files.rendezvous.furthest_step()
+        if step in self._tried:
+            return None
+        self._tried.add(step)
+        return decision

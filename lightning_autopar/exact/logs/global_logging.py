@@ -99,7 +99,7 @@ class GlobalLogging:
         self._kept_rules = kept or {}
         self._kept = self._keeper(parts)
         self._installed = False
-        self._in_parts = parts
+        self._in_parts = self._planned_parts = parts
         self._alone = True
         self._undo: list[Callable[[], None]] = []
         self._collections: list[Any] = []
@@ -204,7 +204,8 @@ class GlobalLogging:
             self._decided = True
             self._shows_loss = self._exchange.staged or sees_loss(self._trainer)
             self._steps_log = self._shows_loss or logs_in_training_step(self._trainer)
-            self._late = not self._in_parts and self._module.automatic_optimization and not looks_within_step(self._trainer)
+            # As planned, the same on all ranks: this one may run its validations in parts by now.
+            self._late = not self._planned_parts and self._module.automatic_optimization and not looks_within_step(self._trainer)
         self._current = share = self._share()
         self._parts.clear()
         self._last.clear()

@@ -72,7 +72,7 @@ class StepState:
         connector = trainer._logger_connector
         if not self._looked or connector._first_loop_iter:
             self._look()
-        results: Any = trainer.fit_loop.epoch_loop._results
+        results: Any = trainer._results
         self._collectives, self.exchanged = _collectives(), False
         self.draws = rng.capture(self.generators, kept=False), 0 if draws is None else draws.place
         self._noted = {
@@ -86,11 +86,11 @@ class StepState:
         }
         found = [held.get(name) for held, name in self._places]
         for index, (buffer, (before, version, _)) in enumerate(zip(found, self._buffers, strict=False)):
-            if buffer is not None and (buffer is not before or buffer._version != version):
+            if buffer is not None and (buffer is not before or _changed(buffer, version)):
                 self._written.add(index)
         copied = copy_all or self._copies_all
         self._buffers = [
-            (each, 0 if each is None else each._version, each.detach().clone() if copied or index in self._written else None)  # type: ignore[union-attr]
+            (each, _version(each), each.detach().clone() if copied or index in self._written else None)  # type: ignore[union-attr]
             for index, each in enumerate(found)
         ]
         self._copies_all = False
@@ -105,7 +105,7 @@ class StepState:
         if sum(parameter._version for parameter in self._parameters) != self._noted["versions"]:
             return "the step has written to parameters in its forward"
         for (_, name), (before, version, copy) in zip(self._places, self._buffers, strict=True):
-            if copy is None and before is not None and before._version != version:
+            if copy is None and before is not None and _changed(before, version):
                 return f"the step has written to the buffer {name!r}, for the first time"
         return None
 
@@ -113,7 +113,7 @@ class StepState:
         """Make everything as it was when the step began. The arguments are those of :meth:`note`."""
         assert self.why_not() is None, "asked before"
         trainer, noted = self._trainer, self._noted
-        results: Any = trainer.fit_loop.epoch_loop._results
+        results: Any = trainer._results
         for key in [key for key in results if key not in noted["results"]]:
             del results[key]
         for key, values in noted["results"].items():
@@ -138,7 +138,7 @@ class StepState:
                 vars(owner)[name] = restored(before)
         for (held, name), (before, version, copy) in zip(self._places, self._buffers, strict=True):
             held[name] = before
-            if before is not None and before._version != version:
+            if before is not None and _changed(before, version):
                 assert copy is not None, "asked before"
                 with torch.no_grad():
                     before.copy_(copy)
@@ -198,6 +198,15 @@ def _collectives() -> int:
         return 0
     groups: Any = dist.distributed_c10d._world.pg_map  # torch has no public list of them, nor a public count
     return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Counts writes; a tensor of inference mode, such as a validation may put in a buffer's place, counts none."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _changed(tensor: Tensor, version: int) -> bool:
+    return tensor.is_inference() or tensor._version != version
 
 
 def _of(tensor: Tensor | None) -> Tensor:

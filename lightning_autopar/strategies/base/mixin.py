@@ -34,6 +34,7 @@ from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
 from lightning_autopar.strategies.base import measure, resume
 from lightning_autopar.strategies.base.loaders import Dropped, exact_loader
 from lightning_autopar.strategies.base.measure import Meter
+from lightning_autopar.strategies.base.out_of_memory.evaluations import Evaluations
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import GpuLimit
 from lightning_autopar.strategies.base.out_of_memory.longer_batches import LongerBatches
 from lightning_autopar.strategies.base.out_of_memory.rerun import Reruns
@@ -73,6 +74,7 @@ class EngineMixin(Strategy):
         #: The state in which the running step began; None where no batch is run again.
         self._found: StepState | None = None
         self._reruns: Reruns | None = None
+        self._evaluations = Evaluations(self)
         self.running = RunningStep(self)
         #: Whether this rank runs its batches in more parts than planned, and so than others may.
         self._alone = False
@@ -226,10 +228,9 @@ class EngineMixin(Strategy):
         if self.splits or self.in_parts:
             self.prepare_steps(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization
-        if self.reruns_batches and fits and self.run_plan.undivided is None:
-            self._found = StepState(trainer, self.run_plan.kept_rules.get("training_step", {}))
-        elif self.running.leaves and fits and self.run_plan.undivided is None:
-            self.running.found = StepState(trainer, self.run_plan.kept_rules.get("training_step", {}))
+        if fits and self.run_plan.undivided is None and (self.reruns_batches or self.running.leaves):
+            found = StepState(trainer, self.run_plan.kept_rules.get("training_step", {}))
+            self._found, self.running.found = (found, None) if self.reruns_batches else (None, found)
         super().setup(trainer)
 
     def prepare_steps(self, trainer: Trainer) -> None:
@@ -437,8 +438,7 @@ class EngineMixin(Strategy):
         return output if share.rows and index < self._prediction_limits[loader] else Dropped()
 
     def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._step():
-            output = step(*args, **kwargs)
+        output = self._evaluations.run(step, args, kwargs)
         self._drawing = False
         return output
 

@@ -48,6 +48,7 @@ class RunPlan:
         undivided: why a training batch can't be run again in more parts where memory runs out; None where it can.
         unknown: what isn't known of running it in parts, in words; empty where that is known.
         lengths: how batches vary, and what the plan counts with; None where that isn't known.
+        evaluation_parts: into how many parts each batch of a validation or a test is cut, as one ran out of memory.
         at_least: bytes by device id to ask for, whatever is predicted, as the plan ran out of memory before.
     """
 
@@ -69,6 +70,7 @@ class RunPlan:
     undivided: str | None = "planning didn't look whether its batches can be run in parts"
     unknown: str = ""
     lengths: Lengths | None = None
+    evaluation_parts: int = 1
     at_least: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -28,6 +28,8 @@ LACKED = "autopar_lacked_bytes"
 
 #: The attribute of an exception for memory that ran out: whether that was in a step's forward or backward, which more micro-batches help.
 IN_STEP = "autopar_in_step"
+#: How many samples a batch of a validation or a test had at once, which ran out of memory.
+EVALUATED = "autopar_evaluated"
 #: And whether the process hadn't finished its first training batch; and where it was, in words.
 AT_FIRST, WHERE = "autopar_at_first", "autopar_where"
 

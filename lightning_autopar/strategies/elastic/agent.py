@@ -31,7 +31,7 @@ from lightning_autopar.strategies.elastic.running import RunningGeneration
 from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
 from lightning_autopar.strategies.preparation.learning import learn_shortage
-from lightning_autopar.strategies.preparation.smaller import samples_at_once
+from lightning_autopar.strategies.preparation.smaller import in_more_evaluation_parts, samples_at_once
 from lightning_autopar.strategies.processes.protocol import GenerationFiles, SnapshotRendezvous
 from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_generation import Generation, Outcome
@@ -224,7 +224,7 @@ class Agent(RunState):
         if rendezvous.final and pace.boundaries >= 1 and pace.step > max(self._failures, default=-1):
             rendezvous.final = False  # it is past the step where it failed, and has a snapshot to go on from
             self._failures.clear()
-        self._saver.watch(running)
+        self._saver.watch(running.elastic)
         self._note(running)
         self._expect(running)
         if running.hangs(self._moving.hang_seconds):
@@ -402,6 +402,8 @@ class Agent(RunState):
         if getattr(error, IN_STEP, False) and (divided := self._in_more_parts(decision, self.inventory())) is not None:
             self.samples_at_once = samples_at_once(divided)
             return divided
+        if (divided := in_more_evaluation_parts(decision, error)) is not None:
+            return divided
         self._avoided.lower(decision.run_plan.reserved_bytes)
         try:
             return self.replan(self.inventory())
@@ -417,7 +419,7 @@ class Agent(RunState):
         """Go on after a failure; returns the outcome if the run is over."""
         error, pace = outcome.error, running.elastic.rendezvous.progress()
         assert error is not None, "else it is finished"
-        self._saver.give_up(running)
+        self._saver.give_up(running.elastic)
         short = out_of_memory(error)
         theirs = not isinstance(error, WorkerFailed) and not short
         step = running.elastic.rendezvous.furthest_step()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar.strategies.elastic.running import RunningGeneration
 from lightning_autopar.strategies.elastic.snapshot_store import Snapshot, SnapshotStore
-from lightning_autopar.strategies.processes.protocol import Ask
+from lightning_autopar.strategies.processes.protocol import Ask, GenerationFiles
 
 #: How fast a snapshot is written and read, as long as none was measured: pickled, through shared memory.
 COPY_BYTES_PER_SECOND = 1e9
@@ -52,10 +53,22 @@ class Saver:
         snapshots: where they lie.
         moving: how often.
         state_bytes: about what one takes.
+        first_at_once: whether a run that has none makes one before its second batch: then a failure needn't begin the run anew, with a
+            second version of its logs. Else the first one keeps within ``overhead`` as well.
+        say: says why one couldn't be written.
     """
 
-    def __init__(self, snapshots: SnapshotStore, moving: SnapshotSettings, state_bytes: int) -> None:
+    def __init__(
+        self,
+        snapshots: SnapshotStore,
+        moving: SnapshotSettings,
+        state_bytes: int,
+        *,
+        first_at_once: bool = True,
+        say: Callable[[str], None] = rank_zero_warn,
+    ) -> None:
         self._snapshots, self._moving, self._state_bytes = snapshots, moving, state_bytes
+        self._first_at_once, self._say = first_at_once, say
         self.latest: Snapshot | None = snapshots.latest()
         self._pending: Path | None = None
         self._saved_at = time.monotonic()
@@ -69,11 +82,9 @@ class Saver:
         return self._pending is not None
 
     def begin(self) -> None:
-        """Another generation begins; the time to the next snapshot counts from here.
-
-        A run that has none makes one before its second batch: then a failure needn't begin the run anew, with a second version of its logs.
-        """
-        self._pending, self._saved_at = None, float("-inf") if self.latest is None else time.monotonic()
+        """Another generation begins; the time to the next snapshot counts from here."""
+        at_once = self.latest is None and self._first_at_once
+        self._pending, self._saved_at = None, float("-inf") if at_once else time.monotonic()
 
     def soon(self) -> None:
         """Have the next snapshot made at once."""
@@ -84,13 +95,13 @@ class Saver:
         self.latest = self._snapshots.latest()
         return self.latest
 
-    def watch(self, running: RunningGeneration) -> None:
+    def watch(self, files: GenerationFiles) -> None:
         """Keep a snapshot that is complete, or have one made when it is due."""
         if self._pending is not None:
-            self.take_in(running)
-        elif running.elastic.rendezvous.progress().boundaries >= 1 and self._is_due(time.monotonic()):
+            self.take_in(files)
+        elif files.rendezvous.progress().boundaries >= 1 and self._is_due(time.monotonic()):
             self._periodic = True
-            self.ask(running, "snapshot")
+            self.ask(files, "snapshot")
 
     def _is_due(self, now: float) -> bool:
         """Whether a snapshot is due that nobody has asked for. By default each snapshot, and all together, keep within ``overhead`` of the
@@ -107,35 +118,35 @@ class Saver:
         """Prepare for a snapshot of so many ranks, which will be asked for soon."""
         self._snapshots.provide(ranks)
 
-    def ask(self, running: RunningGeneration, what: Ask, *, on_disk: bool = False) -> None:
+    def ask(self, files: GenerationFiles, what: Ask, *, on_disk: bool = False) -> None:
         """Ask the ranks for a snapshot."""
         assert self._pending is None, "one at a time"
         self._pending = self._snapshots.target(on_disk=on_disk)
-        running.elastic.request(self._pending)
-        running.elastic.rendezvous.ask(what)
+        files.request(self._pending)
+        files.rendezvous.ask(what)
 
-    def take_in(self, running: RunningGeneration) -> bool | None:
+    def take_in(self, files: GenerationFiles) -> bool | None:
         """Whether the snapshot that was asked for has been written; None while it is being made."""
         assert self._pending is not None, "one was asked for"
-        done = running.elastic.rendezvous.answered()
+        done = files.rendezvous.answered()
         if done is None:
             return None
         target, self._pending, self._saved_at = self._pending, None, time.monotonic()
-        pace = running.elastic.rendezvous.progress()
+        pace = files.rendezvous.progress()
         if self._periodic:
             self._spent += pace.save_seconds or 0.0
         self._periodic = False
         if not done:
-            rank_zero_warn(f"autopar: a snapshot couldn't be written to {target}: {running.elastic.refusal()}")
+            self._say(f"autopar: a snapshot couldn't be written to {target}: {files.refusal()}")
             self._snapshots.discard(target)
             return False
         self._save_seconds = pace.save_seconds
         self.latest = self._snapshots.keep(target, pace.step)
         return True
 
-    def give_up(self, running: RunningGeneration) -> None:
+    def give_up(self, files: GenerationFiles) -> None:
         """The ranks have ended: remove their unfinished snapshot."""
-        running.elastic.rendezvous.withdraw()
+        files.rendezvous.withdraw()
         if self._pending is not None:
             self._snapshots.discard(self._pending)
             self._pending = None
@@ -145,17 +156,17 @@ class Saver:
         until = time.monotonic() + within_seconds
         while self._pending is not None and not running.generation.gone and time.monotonic() < until:
             running.round(noted)
-            self.take_in(running)
+            self.take_in(running.elastic)
         if running.generation.gone or self._pending is not None:
             return False
-        self.ask(running, "pause", on_disk=on_disk)
+        self.ask(running.elastic, "pause", on_disk=on_disk)
         while time.monotonic() < until:
             running.round(noted, timeout_seconds=0.005)
-            if self._pending is not None and self.take_in(running) is False:
+            if self._pending is not None and self.take_in(running.elastic) is False:
                 if on_disk:
                     return False
                 on_disk = True
-                self.ask(running, "pause", on_disk=True)
+                self.ask(running.elastic, "pause", on_disk=True)
             if running.generation.gone:
                 return running.generation.paused and self._pending is None
         return False

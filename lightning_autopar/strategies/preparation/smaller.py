@@ -1,4 +1,4 @@
-"""The plan with which a run goes on after it ran out of memory: the same one in more micro-batches.
+"""The plan with which a run goes on after it ran out of memory: the same one in more micro-batches, or its validations in more parts.
 
 Knows plans and their predictions; neither who ran out, nor from where the run goes on.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.report.report import NothingFits
+from lightning_autopar.strategies.base.worker_exception import EVALUATED
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 
@@ -29,6 +30,19 @@ def in_more_parts(trainer: Trainer, decision: Decision, inventory: Inventory) ->
     plan = decision.run_plan.plan
     parts = min(2 * plan.micro_batches, _samples(decision))
     return _in(parts, trainer, decision, inventory) if parts > plan.micro_batches else None
+
+
+def in_more_evaluation_parts(decision: Decision, error: BaseException) -> Decision | None:
+    """The same plan with each batch of validations and tests in twice as many parts; None where that isn't what ran out, or doesn't help.
+
+    Args:
+        decision: the plan under which memory ran out.
+        error: what ended it.
+    """
+    if getattr(error, EVALUATED, 1) <= 1:
+        return None
+    run_plan = decision.run_plan
+    return replace(decision, run_plan=replace(run_plan, evaluation_parts=2 * run_plan.evaluation_parts))
 
 
 def in_parts_of(most_samples: int | None, trainer: Trainer, decision: Decision, inventory: Inventory) -> Decision:

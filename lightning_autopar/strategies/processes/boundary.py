@@ -27,7 +27,7 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import batches_left
 from lightning_autopar.state.snapshot import save_snapshot
 from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, read_objects, write_objects
-from lightning_autopar.strategies.processes.protocol import _BEGIN, GenerationFiles
+from lightning_autopar.strategies.processes.protocol import BEGIN, GenerationFiles
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -125,6 +125,9 @@ class Boundary:
             self._journal = CheckpointJournal(beside)
             self._journal.undo(self._trainer.strategy.remove_checkpoint)
 
+    def begin_anew(self) -> None:
+        """Before the trainer's function runs: where an earlier generation has lost what it did, its loggers go on as they began."""
+
     def take_up(self, snapshot: Path) -> None:
         """Before the trainer's function runs, prepare this process to go on from a snapshot; the rest follows when the loops begin."""
         trainer, engine = self._trainer, self._trainer.strategy
@@ -145,9 +148,14 @@ class Boundary:
 
     def _meet_and_advance(self, data_fetcher: Any) -> None:
         """``_TrainingEpochLoop.advance``, after a boundary."""
+        self._meet()
+        self._advance(data_fetcher)
+
+    def _meet(self) -> None:
+        """All ranks are at this boundary, or will be: report, and save or leave here if the agent asks for it."""
         rendezvous, trainer = self._elastic.rendezvous, self._trainer
         if self._journal is None:
-            self._go_on_after(self._elastic.folder.parent / _BEGIN)
+            self._go_on_after(self._elastic.folder.parent / BEGIN)
         rendezvous.tell_memory(self._rank, self._used_bytes(), trainer.strategy.running.samples_at_once)  # type: ignore[attr-defined]  # of EngineMixin
         self._tell_loss()
         ask = rendezvous.arrive(self._rank, step=trainer.global_step, batches_left=batches_left(trainer), in_window=self._in_window)
@@ -161,7 +169,6 @@ class Boundary:
             rendezvous.answer(self._rank, done=saved, save_seconds=time.monotonic() - started)
             if saved and ask == "pause":
                 raise Paused
-        self._advance(data_fetcher)
 
     @property
     def _in_window(self) -> bool:
@@ -228,11 +235,16 @@ class Boundary:
                     callback.teardown(self._trainer, self._trainer.lightning_module, "fit")
 
 
+def say_no_folder() -> None:
+    """Keep Lightning from warning that a checkpoint folder has files: this run has written them."""
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+
+
 def _say_no_restore() -> Callable[[], None]:
     """Keep Lightning from logging that it restores a checkpoint, and that its folder has files: the user has asked for neither. Returns a
     function that allows messages on checkpoints again; the warning of the folder stays off, as each setup of a callback would repeat it.
     """
-    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+    say_no_folder()
     speaker = rank_zero.log  # of ``_CheckpointConnector``'s ``rank_zero_info``: the one of that Lightning which was imported last
 
     def is_other(record: logging.LogRecord) -> bool:

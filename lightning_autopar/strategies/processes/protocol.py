@@ -143,7 +143,7 @@ class StopRendezvous(_Rendezvous):
 
 
 class ShortageRendezvous:
-    """Tells all ranks of a generation that one has run out of memory in a step, and whether all can leave that step.
+    """Tells all ranks of a generation that one has run out of memory, and whether all can leave the step in which it did.
 
     Args:
         world_size: how many ranks there are.
@@ -168,19 +168,23 @@ class ShortageRendezvous:
         return bool(self._cells[0])
 
     def note(self) -> None:
-        """This rank has run out of memory in a step; to be called before its peers can notice by themselves that it is missing."""
+        """This rank has run out of memory; to be called before its peers can notice by themselves that it is missing."""
         self._cells[0] = 1
+
+    def answer(self, rank: int, batch: int | None) -> None:
+        """Say which batch's step this rank can leave: its number; None where it can't."""
+        self._cells[1 + rank] = -1 if batch is None else 1 + batch
 
     def leave(self, rank: int, batch: int | None, within_seconds: float) -> bool:
         """Whether all ranks can leave the same batch's step; waits for their answers.
 
         Args:
             rank: this one.
-            batch: the number of the batch whose step it can leave; None where it can't.
+            batch: as for :meth:`answer`.
             within_seconds: how long to wait.
         """
+        self.answer(rank, batch)
         answers = self._cells[1 : 1 + self._world_size]
-        answers[rank] = -1 if batch is None else 1 + batch
         until = time.monotonic() + within_seconds
         while not all(answers) and -1 not in answers:
             if time.monotonic() > until:
@@ -297,7 +301,9 @@ class SnapshotRendezvous(_Rendezvous):
         return None if step == _UNKNOWN else (step, struct.unpack("d", struct.pack("q", self._cells[self._place(0, _LOSS)]))[0])
 
 
-_START, _REQUEST, _REFUSAL, _BEGIN = "start.pkl", "request", "refusal", "begin"
+_START, _REQUEST, _REFUSAL = "start.pkl", "request", "refusal"
+#: In the run's folder: stands for the run's beginning, as a snapshot's folder does for later.
+BEGIN = "begin"
 
 
 @dataclass(kw_only=True)

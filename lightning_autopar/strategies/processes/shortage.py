@@ -4,7 +4,8 @@ The rank that runs out says so, and gives up its communicators; by that, peers t
 collective then run on whatever they find, which is harmless before the optimizer's step: gradients are dropped, and buffers are put back.
 So all ranks say at which batch they are, and whether its optimizer's step has begun; nothing is saved unless all can leave the same step.
 Then each undoes the step (:meth:`.RunningStep.undo`), and in a new process group all write a snapshot, as between two batches.
-The run goes on from it in new processes; it doesn't know under which plan.
+The run goes on from it in new processes; it doesn't know under which plan. Where not all ranks can leave a step, and outside of one, the
+run goes back to the snapshot that its parent has asked for now and then, if there is one.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from lightning_autopar.exact.data.loader import ExactLoader
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, RunningStep
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.base.worker_exception import LEFT_BY_ALL, Failure, out_of_memory
-from lightning_autopar.strategies.processes.boundary import Boundary, Paused
-from lightning_autopar.strategies.processes.protocol import GenerationFiles, ShortageRendezvous
+from lightning_autopar.strategies.processes.boundary import Boundary, Paused, say_no_folder
+from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, write_loggers
+from lightning_autopar.strategies.processes.protocol import BEGIN, GenerationFiles, ShortageRendezvous
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -41,6 +43,8 @@ _ANSWER_SECONDS = 300.0
 _LOOK_SECONDS = 0.1
 #: In the generation's folder: what ran out of memory, the snapshot, and the hooks that the left step has called already.
 _WHY, _SNAPSHOT, _CALLED = "shortage.pkl", "s1", "called.pkl"
+#: Beside the loggers' state at the run's beginning: it is complete.
+_READY = "ready"
 #: Hooks of a batch that come before its forward; and those between its forward and its backward.
 _BEFORE_STEP, _BEFORE_BACKWARD = ("on_train_batch_start",), ("on_before_zero_grad", "on_before_backward")
 
@@ -72,11 +76,11 @@ def cut_off(pids: Iterable[int]) -> None:
 
 
 class LeavingBoundary(Boundary):
-    """One rank's boundaries in a run that keeps no snapshots.
+    """One rank's boundaries in a run whose user has asked for no snapshots.
 
     Args:
         trainer: see :class:`.Boundary`; the same for ``before`` and ``rank``.
-        elastic: where the generation begins; None in the first one.
+        elastic: where the generation begins, and where snapshots are asked for.
         shortage: where its ranks meet.
         folder: the generation's.
         give_up_group: leaves the process group without waiting; returns whether that succeeded.
@@ -85,7 +89,7 @@ class LeavingBoundary(Boundary):
     def __init__(
         self,
         trainer: Trainer,
-        elastic: GenerationFiles | None,
+        elastic: GenerationFiles,
         before: Before,
         rank: int,
         *,
@@ -95,6 +99,7 @@ class LeavingBoundary(Boundary):
     ) -> None:
         super().__init__(trainer, elastic, before, rank)
         self._shortage, self._folder, self._give_up_group = shortage, folder, give_up_group
+        self._begin = folder.parent / BEGIN
         engine: Any = trainer.strategy
         self._engine = engine
         self._step: RunningStep = engine.running
@@ -110,6 +115,8 @@ class LeavingBoundary(Boundary):
     def take_up(self, snapshot: Path) -> None:
         """See :class:`.Boundary`; the first batch's hooks that were called before its step was left aren't called again."""
         super().take_up(snapshot)
+        if not (snapshot / _CALLED).is_file():  # no step was left
+            return
         go_on, self._called = self._engine.before_loops, pickle.loads((snapshot / _CALLED).read_bytes())
 
         def begin() -> None:
@@ -118,8 +125,22 @@ class LeavingBoundary(Boundary):
 
         self._engine.before_loops = begin
 
-    def _refuse(self, error: BaseException) -> None:
-        """Nobody asks: the run ends by what ran out of memory."""
+    def begin_anew(self) -> None:
+        """See :class:`.Boundary`."""
+        if (self._begin / _READY).is_file():
+            say_no_folder()
+            carry_loggers_in(self._trainer, self._before, self._begin)
+
+    def _go_on_after(self, beside: Path) -> None:
+        super()._go_on_after(beside)
+        if self._rank == 0 and beside == self._begin and not (beside / _READY).is_file():
+            beside.mkdir(exist_ok=True)
+            with suppress(Exception):  # of a user's logger: then it goes on with a second version of its logs
+                write_loggers(self._trainer, self._before, beside)
+                (beside / _READY).touch()
+
+    def _tell_loss(self) -> None:
+        """Nobody watches."""
 
     def _look(self) -> None:
         """Before the optimizer's step: a rank has run out of memory."""
@@ -137,7 +158,7 @@ class LeavingBoundary(Boundary):
     def _give_up(self) -> bool:
         """Leave the process group, so that no peer waits for this rank and this one for no peer; returns whether the device is sound."""
         with self._giving_up:
-            if not self._backend:
+            if not self._backend and dist.is_initialized():
                 self._backend = dist.get_backend_config()
                 cut_off(self._shortage.peers(self._rank))
                 self._given_up = self._give_up_group()
@@ -147,6 +168,7 @@ class LeavingBoundary(Boundary):
         """``_TrainingEpochLoop.advance``; the ranks leave it together where one runs out of memory."""
         try:
             self._look()
+            self._meet()
             self._advance(data_fetcher)
             self._called = ()
             return
@@ -165,7 +187,8 @@ class LeavingBoundary(Boundary):
         why = self._why_not()
         if out_of_memory(error) and not isinstance(error, dist.DistError):
             if why is not None:
-                error.add_note(f"autopar: the batch wasn't run again in more micro-batches: {why}")
+                if not self._engine.reruns_batches:  # which says so itself
+                    error.add_note(f"autopar: the batch wasn't run again in more micro-batches: {why}")
                 return False
             self._engine.explain(error)
             if not (self._folder / _WHY).exists():
@@ -195,8 +218,7 @@ class LeavingBoundary(Boundary):
         """Why this rank can't leave the running step; None where it can."""
         trainer, step, undivided = self._trainer, self._step, self._engine.run_plan.undivided
         if not trainer.training or step.found is None or not step.in_step:
-            remedy = "with callbacks=[CheckpointMigrate()] the run would go on from its snapshot"
-            return undivided or f"memory ran out in {step.place or 'a hook'}; {remedy}"
+            return undivided or f"memory ran out in {step.place or 'a hook'}"
         if self._epoch_loop.batch_idx % trainer.accumulate_grad_batches:
             return "the gradients of earlier batches of its window can't be told apart"
         combined = trainer.fit_loop._combined_loader

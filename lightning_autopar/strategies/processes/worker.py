@@ -44,7 +44,7 @@ from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.base.worker_exception import AT_FIRST, Failure
+from lightning_autopar.strategies.base.worker_exception import WHERE, Failure
 from lightning_autopar.strategies.processes import jupyter
 from lightning_autopar.strategies.processes.boundary import Boundary, Paused
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
@@ -176,7 +176,7 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
             args, kwargs = job.args, job.kwargs
             boundary: Boundary | None = None
             try:
-                if job.shortage is not None and (job.elastic is not None or not engine.reruns_batches):
+                if job.shortage is not None and job.elastic is not None:
                     boundary = LeavingBoundary(
                         trainer, job.elastic, job.before, rank, shortage=job.shortage, folder=job.folder, give_up_group=_abort_group
                     )
@@ -196,8 +196,9 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
                 _end()  # at once: the next generation waits for the memory, and taking shards apart takes a second
             except BaseException as error:
                 engine.explain(error)
-                if getattr(error, AT_FIRST, False) and job.shortage is not None:
+                if hasattr(error, WHERE) and job.shortage is not None:
                     job.shortage.note()
+                    job.shortage.answer(rank, None)
                 _leave(error, rank, job, stop_rendezvous, pipe)
                 return
             left = handover.collect(trainer, value, job.before, job.folder, rank)
@@ -217,6 +218,7 @@ def _begin(
     snapshot = elastic.beginning()
     engine.plan_changes = elastic.changes
     if snapshot is None:
+        boundary.begin_anew()
         return job.args, job.kwargs
     boundary.take_up(snapshot)
     return (), arguments_from(snapshot, job.function, job.args, job.kwargs)
@@ -225,8 +227,10 @@ def _begin(
 def _leave(error: BaseException, rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: connection.Connection) -> None:
     """The run ends by an exception: tell the parent, run the trainer's hooks, and write the state as it is, if possible."""
     trainer = job.trainer
-    if job.shortage is not None and job.shortage.noted and trainer.strategy.running.begun <= 1:  # type: ignore[attr-defined]  # of EngineMixin
-        _report(error, rank, job, pipe)  # nothing was trained yet, and the run begins again
+    if job.shortage is not None and job.shortage.noted:
+        _report(error, rank, job, pipe)  # the run goes on under a smaller plan, if there is one: no hook may see the exception
+        if job.run_plan.from_snapshot or trainer.strategy.running.begun > 1:  # type: ignore[attr-defined]  # of EngineMixin
+            _leave_state(rank, job, pipe)  # for where there is none
         return
     if (
         job.elastic is not None
@@ -243,14 +247,22 @@ def _leave(error: BaseException, rank: int, job: WorkerJob, stop_rendezvous: Sto
             return  # a hook could wait for the device, as this did
     with suppress(Exception):  # a hook that fails now must not hide the failure itself
         call_on_exception(trainer, error, finalize=True)
+    _leave_state(rank, job, pipe, together=stop_rendezvous.stopping)
+    with suppress(Exception):  # as Lightning does, for a checkpoint that is still being written in the background
+        trainer.strategy.teardown()
+
+
+def _leave_state(rank: int, job: WorkerJob, pipe: connection.Connection, *, together: bool = False) -> None:
+    """Write the state of a run that has failed; ``together`` says that all ranks are here."""
+    trainer = job.trainer
+    if not together and dist.is_initialized() and not _abort_group():
+        return  # a GPU waits for a rank that is gone, and so would who reads from it
     with suppress(Exception):  # sharded weights can't be gathered when ranks have failed; the parent warns of it
         left = handover.collect(trainer, None, job.before, job.folder, rank, apart=True)
         (job.folder / f"rank{rank}.pkl").write_bytes(placed.dumps(left))
-        if stop_rendezvous.stopping and dist.is_initialized():
+        if together and dist.is_initialized():
             trainer.strategy.wait_for_peers()  # type: ignore[attr-defined]  # of EngineMixin
         pipe.send("left")
-    with suppress(Exception):  # as Lightning does, for a checkpoint that is still being written in the background
-        trainer.strategy.teardown()
 
 
 def _abort_group() -> bool:

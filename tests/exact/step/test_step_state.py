@@ -26,8 +26,7 @@ class Module(nn.Module):
 def noted(module: Module) -> StepState:
     connector = SimpleNamespace(_first_loop_iter=False, _current_fx="on_train_batch_start")
     results: dict[str, Any] = {}
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_results=results))
-    trainer: Any = SimpleNamespace(lightning_module=module, _logger_connector=connector, fit_loop=loop)
+    trainer: Any = SimpleNamespace(lightning_module=module, _logger_connector=connector, _results=results)
     state = StepState(trainer, {("losses", "+"): "same"})
     state.note(None, None)
     return state

@@ -62,7 +62,7 @@ class Run:
             if self.rendezvous.arrive(0, step=int(self.clock.now), batches_left=None, in_window=False):
                 self.saves.append(self.clock.now)
                 self.rendezvous.answer(0, done=done, save_seconds=self.takes)
-            self.saver.watch(self)  # type: ignore[arg-type]
+            self.saver.watch(self.elastic)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -121,9 +121,9 @@ def test_one_that_is_asked_for_comes_soon(clock: Clock) -> None:
 def test_what_ranks_that_ended_had_begun_is_removed(clock: Clock) -> None:
     saver, snapshots, run = begun(clock, SnapshotSettings())
     run.rendezvous.arrive(0, step=1, batches_left=None, in_window=False)
-    saver.watch(run)  # type: ignore[arg-type]
+    saver.watch(run.elastic)  # type: ignore[arg-type]
     assert saver.waits
-    saver.give_up(run)  # type: ignore[arg-type]
+    saver.give_up(run.elastic)  # type: ignore[arg-type]
     assert not saver.waits
     assert len(snapshots.discarded) == 1
 

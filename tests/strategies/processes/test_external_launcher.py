@@ -53,6 +53,8 @@ class Module(pl.LightningModule):
             os.kill(os.getpid(), signal.SIGSTOP)
         if task.get("fail") == self.global_rank and batch_idx == 1:
             raise ValueError(f"rank {self.global_rank} is unwell")
+        if task.get("lacks") == self.global_rank and batch_idx == 1:
+            raise torch.OutOfMemoryError("a fake")
         return mse_loss(self.net(batch[0]), batch[1])
 
     def predict_step(self, batch, batch_idx):
@@ -178,6 +180,12 @@ def test_what_rank_0_cannot_plan_ends_all(script: Path, devices: str, message: s
     code, output = _torchrun(script, 2, task, AUTOPAR_DEVICES=devices)
     assert code != 0
     assert (message or "NothingFits") in output
+
+
+def test_who_runs_out_of_memory_in_a_launchers_process_reads_how_to_go_on(script: Path) -> None:
+    code, output = _torchrun(script, 2, {"strategy": {"allow": ["fsdp"]}, "lacks": 1})
+    assert code != 0
+    assert "only its launcher can start processes for a smaller plan" in output
 
 
 def test_slurm(script: Path, plain: list[float]) -> None:

@@ -11,7 +11,6 @@ Loggers go before anything else, so that they go on with the same experiment.
 from __future__ import annotations
 
 import csv
-import os
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -55,7 +54,7 @@ def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int) -> 
         return
     things = RunObjects(trainer, before)
     if rank == 0:
-        _write_loggers(things.for_loggers(), folder)
+        write_loggers(trainer, before, folder)
     found, gone = before.survey.differing(things.names, under=MODULE if rank else None, skip=things.skipped, lazy=True)
     values: dict[Any, tuple[Any, Any]] = {**found, **things.made()}
     extras = things.extras() if rank == 0 else {"buffers": things.buffers()}
@@ -190,9 +189,9 @@ def _lost(parcels: list[CarriedObjects], mine: set[Any]) -> list[str]:
 # -- loggers ----------------------------------------------------------------------------------------------------------------------------
 
 
-def _write_loggers(things: RunObjects, folder: Path) -> None:
-    """Write the loggers' changed state, after flushing what they can't hand over."""
-    survey, trainer = things.survey, things.trainer
+def write_loggers(trainer: Trainer, before: Before, folder: Path) -> None:
+    """Write the loggers' changed state, after flushing what they can't hand over; on rank 0. The arguments are :func:`write_objects`'s."""
+    things, survey = RunObjects(trainer, before).for_loggers(), before.survey
     paths = [path for path in map(things.path, trainer.loggers) if path]
 
     values: dict[Part, tuple[Any, Any]] = {}
@@ -218,8 +217,9 @@ def _write_loggers(things: RunObjects, folder: Path) -> None:
         parcel.loggers.append(
             (_class_of(logger), _portable(logger, {part: value for (owner, part), (value, _) in values.items() if owner == number}))
         )
-        if isinstance(logger, CSVLogger) and experiment is not None and os.path.isfile(experiment.metrics_file_path):
-            content = Path(experiment.metrics_file_path).read_bytes()
+        if isinstance(logger, CSVLogger) and experiment is not None:
+            rows = Path(experiment.metrics_file_path)
+            content = rows.read_bytes() if rows.is_file() else b""
             files[index] = len(content), content.count(b"\n"), list(experiment.metrics_keys)
     write(parcel, things, values, folder / _LOGGERS, sent={}, extras={"files": files}, digests=False)
 
@@ -230,7 +230,7 @@ def carry_loggers_in(trainer: Trainer, before: Before, folder: Path) -> None:
     Args:
         trainer: as it was before the fork.
         before: the survey of the parent.
-        folder: that :func:`write_objects` wrote into.
+        folder: that :func:`write_objects` or :func:`write_loggers` wrote into.
     """
     survey = before.survey
     pristine.remember(survey)
@@ -279,6 +279,9 @@ def _portable(logger: Any, values: Mapping[str, Any]) -> dict[str, bytes]:
 def _cut(path: Path, size_bytes: int, lines: int, keys: list[str]) -> None:
     """Remove from a CSV file the rows that were written after the snapshot and then lost."""
     if not path.is_file() or path.stat().st_size == size_bytes:
+        return
+    if not size_bytes:  # it was first written later
+        path.unlink()
         return
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))[: lines - 1]
