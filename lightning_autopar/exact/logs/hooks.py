@@ -54,6 +54,7 @@ _WITHIN_STEP = (
 )
 #: Packages whose modules and callbacks log nothing in a step.
 QUIET = ("torch.", "torchmetrics.", "transformers.", *PYTORCH, "lightning_autopar.callbacks.")
+_NOT_THE_USERS = (*within("callbacks"), "lightning_autopar.callbacks.")
 
 
 def logs_between_steps(trainer: Trainer) -> bool:
@@ -87,14 +88,22 @@ def looks_within_step(trainer: Trainer) -> bool:
 
 
 def overridden(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, str]]:
-    """The user's module and callbacks, each with the hooks that it overrides."""
+    """The module and the callbacks, each with the hooks that are the user's: also one that Lightning's ``LambdaCallback`` was given."""
     module: Any = trainer.lightning_module
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    ours = (*within("callbacks"), "lightning_autopar.callbacks.")
-    users = [each for each in callbacks if not type(each).__module__.startswith(ours)]
-    parents = [(module, LightningModule), *((each, Callback) for each in users)]
+    owners = [(module, LightningModule), *((each, Callback) for each in callbacks)]
     names = tuple(hooks)
-    return ((each, hook) for each, parent in parents for hook in names if hasattr(parent, hook) and is_overridden(hook, each))
+    return (
+        (each, hook)
+        for each, parent in owners
+        for hook in names
+        if hasattr(parent, hook) and is_overridden(hook, each, parent) and not _home(getattr(each, hook)).startswith(_NOT_THE_USERS)
+    )
+
+
+def _home(hook: Any) -> str:
+    """The Python module of a hook's function."""
+    return f"{getattr(inspect.unwrap(getattr(hook, '__func__', hook)), '__module__', '')}."
 
 
 def _mentions_log(functions: Iterable[Any], module: LightningModule) -> bool:
