@@ -43,7 +43,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
     reruns_batches = True
     _advised = False
     _trained: frozenset[int] = frozenset()
-    _known: frozenset[int] = frozenset()
+    _frozen: frozenset[int] = frozenset()
     _in_order: tuple[Parameter, ...] = ()
     _reduced = False
 
@@ -64,7 +64,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         self._in_order = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._trained = frozenset(map(id, self._in_order))
-        self._known = frozenset(map(id, model.parameters()))
+        self._frozen = frozenset(map(id, model.parameters())) - self._trained
         if not self._trained:  # DDP refuses a module that has no gradients to reduce
             return model  # type: ignore[return-value]  # Lightning runs it as it is
         wrapped = super()._setup_model(model)
@@ -148,17 +148,10 @@ class DDPEngine(SplitMixin, DDPStrategy):
                 parameter.grad = view.zero_()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Refuse newly trained parameters: DDP communicates only gradients of parameters that were trained when it was set up."""
+        """Refuse newly trained parameters: DDP reduces only gradients of those that were trained when it was set up."""
         module = self.lightning_module
         assert module is not None
-        if batch_idx == 0:
-            refuse_new(module, lambda _, parameter: id(parameter) in self._known, "DDP")
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._trained:
-                raise ValueError(
-                    f"{name!r} was frozen when the run began, and is trained now. DDP doesn't notice that, so its replicas would drift "
-                    "apart. Freeze it after the run has begun (in on_train_start), or run with allow=['single', 'fsdp']"
-                )
+        refuse_new(module, lambda _, parameter: id(parameter) in self._trained, "DDP", self._frozen)
         super().on_train_batch_start(batch, batch_idx)
 
     def _register_ddp_hooks(self) -> None:
