@@ -26,8 +26,8 @@ def refuse_new(module: nn.Module, is_known: Callable[[str, nn.Parameter], bool],
             continue
         if id(parameter) in frozen:
             raise ValueError(
-                f"{name!r} was frozen when the run began, and is trained now. {engine} doesn't notice that, so its ranks would drift apart. "
-                "Freeze it after the run has begun (in on_train_start), or run with allow=['single', 'fsdp']"
+                f"{name!r} was frozen when the run began, and is trained now. {engine} doesn't notice that, so its ranks would drift "
+                "apart. Freeze it after the run has begun (in on_train_start), or run with allow=['single', 'ddp', 'fsdp']"
             )
         if not is_known(name, parameter):
             raise ValueError(
