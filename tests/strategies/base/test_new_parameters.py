@@ -51,8 +51,6 @@ class Unfreezes(Fitted):
 
 
 class Backbone(Fitted):
-    """What Lightning's callback for finetuning wants."""
-
     @property
     def backbone(self) -> Any:
         return self.net[:4]

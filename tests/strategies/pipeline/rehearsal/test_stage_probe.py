@@ -114,8 +114,7 @@ class Unvalidated(Stack):
 
 
 def test_a_validation_that_fails_is_named() -> None:
-    given: Any = {"training_step": batch(), "validation_step": batch()}
-    found = confirm_stages(Unvalidated(), None, given, "fit", ("blocks.2",))
+    found = confirm_stages(Unvalidated(), None, dict.fromkeys(("training_step", "validation_step"), batch()), "fit", ("blocks.2",))
     assert "can't be run on the CPU (in validation_step: IndexError: beyond)" in (found.value.refusal or "")
 
 
