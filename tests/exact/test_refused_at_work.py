@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.report.report import NothingFits
 
 
 class Layers(pl.LightningModule):
@@ -27,32 +28,22 @@ class Layers(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-class Unfreezing(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.requires_grad_(False)
-
-    def on_train_epoch_start(self) -> None:
-        self.first.requires_grad_(self.current_epoch > 0)
-
-
 class Two(Layers):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch["a"]) + self.loss(batch["b"])
 
 
-def fit(module: pl.LightningModule, loaders: Any) -> None:
+class Validated(Layers):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", sum(self.loss(each) for each in batch.values()), batch_size=4)
+
+
+def fit(module: pl.LightningModule, loaders: Any, validation: Any = None) -> None:
     trainer = pl.Trainer(
         accelerator="cpu", strategy=AutoParallelStrategy(allow=["ddp"], devices="2xcpu:2GiB"), max_epochs=2, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, loaders)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_parameters_that_are_unfrozen_under_ddp() -> None:
-    with pytest.raises(ValueError, match=r"'first\.weight' was frozen when the run began"):
-        fit(Unfreezing(), DataLoader(torch.randn(8, 4), batch_size=4))
+    trainer.fit(module, loaders, validation)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -67,3 +58,11 @@ def test_loaders_whose_batches_weigh_differently(foretold: bool, says: str) -> N
     loaders = {"a": ragged, "b": DataLoader(torch.randn(8, 4), batch_size=4)}
     with pytest.raises(ValueError, match=says):
         fit(Two(), CombinedLoader(loaders, "max_size_cycle"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_validation_loaders_whose_batches_weigh_differently_are_foretold() -> None:
+    """The first step's batches, which the validation before training sees, are of one size."""
+    loaders = {"a": DataLoader(torch.randn(8, 4), batch_size=4), "b": DataLoader(torch.randn(7, 4), batch_size=4)}
+    with pytest.raises(NothingFits, match="of one step have 4 and 3 samples"):
+        fit(Validated(), DataLoader(torch.randn(8, 4), batch_size=4), CombinedLoader(loaders, "max_size"))

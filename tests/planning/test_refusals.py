@@ -183,6 +183,12 @@ OUTER = tuple(LayerFootprint(fqn="") for _ in range(5))
         ({"blocks": 3}, {"uncuttable": {"net.1": "odd", "net.2": "odd"}}, "no block can begin a stage: odd"),
         ({"blocks": 2, "tied": (("net.0.w", "net.1.w"),)}, {}, "no block can begin a stage: it shares a parameter with a block before it"),
         ({"tape": None}, {}, "the step wasn't traced, so that it is not known where it can be cut into stages"),
+        (
+            {"tape": None, "longest_samples": 3},
+            {},
+            "batches have different numbers of samples (8 in the first one, 3 in the one that takes the most memory), for which the "
+            "memory of stages can't be predicted",
+        ),
         ({"blocks": 1}, {}, "a pipeline is cut between repeated blocks that share no parameters, and the module has 1"),
         ({"optimizers": 2}, {}, "each stage steps one optimizer, and the module configures 2"),
         ({"automatic_optimization": False}, {}, "a pipeline's schedule runs backward by itself, and the module does so by hand"),

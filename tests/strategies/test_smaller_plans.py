@@ -104,7 +104,6 @@ def test_sharded_ranks_leave_the_step_together(point: str, layer: int, rank: int
     assert strategy.plan.micro_batches == 2
 
 
-@pytest.mark.filterwarnings("ignore:It is recommended to use")
 @pytest.mark.parametrize(("point", "layer", "rank"), [("backward", 5, 1), pytest.param("forward", 3, 0, marks=pytest.mark.slow)])
 def test_stages_leave_the_step_together(point: str, layer: int, rank: int, tmp_path: Path) -> None:
     strategy = same(partial(Plain, point, layer, rank, {1: 2}), PIPELINE, tmp_path, hooks=False)
@@ -270,7 +269,7 @@ def test_a_run_that_has_trained_nothing_begins_again_under_a_smaller_plan(tmp_pa
 # -- elastic ---------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:autopar. a failure at step", "ignore:It is recommended to use")
+@pytest.mark.filterwarnings("ignore:autopar. a failure at step")
 @pytest.mark.parametrize(
     ("under", "rank", "parts"), [(FSDP, 1, 4), pytest.param(PIPELINE, 0, 8, marks=pytest.mark.slow)], ids=["fsdp", "pipeline"]
 )

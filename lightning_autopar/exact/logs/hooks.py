@@ -52,14 +52,18 @@ _WITHIN_STEP = (
     "configure_gradient_clipping",
     "backward",
 )
+#: Hooks that Lightning calls between the backward passes of two batches whose gradients add up; and names that aren't of gradients.
+_BETWEEN_BACKWARDS = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_train_batch_end", "training_step")
+_NO_GRADIENTS = ("no_grad", "enable_grad", "set_grad_enabled", "requires_grad", "requires_grad_", "zero_grad", "accumulate_grad_batches")
 #: Packages whose modules and callbacks log nothing in a step.
 QUIET = ("torch.", "torchmetrics.", "transformers.", *PYTORCH, "lightning_autopar.callbacks.")
+_NOT_THE_USERS = (*within("callbacks"), "lightning_autopar.callbacks.")
 
 
 def logs_between_steps(trainer: Trainer) -> bool:
     """Whether the user's code may log in a hook of a batch, judged by its code. Lightning's own callbacks don't."""
     module: Any = trainer.lightning_module
-    return any(_mentions_log([getattr(each, hook)], module) for each, hook in overridden(trainer, _BATCH_HOOKS))
+    return any(mentions([getattr(each, hook)], module, _is_log) for each, hook in overridden(trainer, _BATCH_HOOKS))
 
 
 def logs_in_training_step(trainer: Trainer) -> bool:
@@ -67,7 +71,7 @@ def logs_in_training_step(trainer: Trainer) -> bool:
     module: Any = trainer.lightning_module
     others = {type(each) for each in module.modules() if each is not module and not f"{type(each).__module__}.".startswith(QUIET)}
     functions = [value for kind in others for base in kind.__mro__ for value in vars(base).values() if inspect.isfunction(value)]
-    return _mentions_log([module.training_step, module.forward, *functions], module)
+    return mentions([module.training_step, module.forward, *functions], module, _is_log)
 
 
 def sees_loss(trainer: Trainer) -> bool:
@@ -87,25 +91,42 @@ def looks_within_step(trainer: Trainer) -> bool:
 
 
 def overridden(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, str]]:
-    """The user's module and callbacks, each with the hooks that it overrides."""
+    """The module and the callbacks, each with the hooks that are the user's: also one that Lightning's ``LambdaCallback`` was given."""
     module: Any = trainer.lightning_module
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    ours = (*within("callbacks"), "lightning_autopar.callbacks.")
-    users = [each for each in callbacks if not type(each).__module__.startswith(ours)]
-    parents = [(module, LightningModule), *((each, Callback) for each in users)]
+    owners = [(module, LightningModule), *((each, Callback) for each in callbacks)]
     names = tuple(hooks)
-    return ((each, hook) for each, parent in parents for hook in names if hasattr(parent, hook) and is_overridden(hook, each))
+    return (
+        (each, hook)
+        for each, parent in owners
+        for hook in names
+        if hasattr(parent, hook) and is_overridden(hook, each, parent) and not _home(getattr(each, hook)).startswith(_NOT_THE_USERS)
+    )
 
 
-def _mentions_log(functions: Iterable[Any], module: LightningModule) -> bool:
-    """Whether one of these functions has the name ``log`` in its code, or mentions by name another function that has.
+def _home(hook: Any) -> str:
+    """The Python module of a hook's function."""
+    return f"{getattr(inspect.unwrap(getattr(hook, '__func__', hook)), '__module__', '')}."
 
-    That may be a function of the module, of its file, or of an object, class or Python module that the code names. A function that can't be
-    looked into counts as if it did.
+
+def _is_log(name: str) -> bool:
+    return name in ("log", "log_dict") or name.startswith("log_")
+
+
+def sees_gradients(trainer: Trainer) -> bool:
+    """Whether the user's code may look at gradients between the backward passes of accumulated batches, judged by its code."""
+    module: Any = trainer.lightning_module
+    hooks = [getattr(each, hook) for each, hook in overridden(trainer, _BETWEEN_BACKWARDS)]
+    return mentions(hooks, module, lambda name: "grad" in name and name not in _NO_GRADIENTS)
+
+
+def mentions(functions: Iterable[Any], module: LightningModule, wanted: Callable[[str], bool]) -> bool:
+    """Whether one of these functions has a wanted name in its code, or may call another one that has: of the module, of its file, or of
+    what its code names. A function that can't be looked into counts as if it had.
     """
     pairs = [(function, getattr(function, "__self__", module)) for function in functions]
     told = reached(pairs, module, lambda function: f"{getattr(function, '__module__', '')}.".startswith(QUIET))
-    return any(code is None or any(name in ("log", "log_dict") or name.startswith("log_") for name in names) for code, names, _ in told)
+    return any(code is None or any(wanted(name) for name in names) for code, names, _ in told)
 
 
 def reached(

@@ -12,5 +12,6 @@ Modules, in reading order:
     attributes        what steps keep on their module, held to what one device would keep
     step_state        what a step changes, put back where it fails half-way
     own_backward      backward passes that the user's code begins itself
+    gradient_hooks    the user's hooks on parameters, called with the whole batch's gradient
     own_rows          a rank's rows of a GPU's random draw, bit for bit
 """

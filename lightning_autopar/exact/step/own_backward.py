@@ -16,19 +16,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_autopar._temporary import patched
+from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 
 #: Called with the parameters to which a backward pass has given gradients.
 Done = Callable[[list[Parameter]], None]
 
 
 @contextmanager
-def noticed(weight: float, ours: Callable[[], bool], done: Done) -> Iterator[None]:
+def noticed(weight: float, ours: Callable[[], bool], done: Done, hooks: GradientHooks) -> Iterator[None]:
     """While open, notices backward passes; they are the user's own unless ``ours`` says otherwise.
 
     Args:
         weight: of a loss.
         ours: whether the engine runs the backward pass that begins.
         done: called after each of the user's.
+        hooks: the user's on parameters, for after that.
     """
     original = torch.autograd.backward
 
@@ -39,8 +41,10 @@ def noticed(weight: float, ours: Callable[[], bool], done: Done) -> Iterator[Non
         reached = parameters_of(losses)
         if not reached:  # a gradient of something other than the weights
             return original(tensors, *args, **kwargs)
+        hooks.begin()
         result = original([loss * weight for loss in losses] if weight != 1.0 else losses, *args, **kwargs)
         done(reached)
+        hooks.call()
         return result
 
     with patched(torch.autograd, "backward", backward):

@@ -41,6 +41,8 @@ _MADE_SECONDS = 0.6
 
 BatchKind = Literal["map", "iterable", "combined", "other"]
 
+_LIMITS = {"fit": "limit_train_batches", "validate": "limit_val_batches", "test": "limit_test_batches"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class FirstBatch:
@@ -114,8 +116,9 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
     batch = transfer_batch(module, first.batch)
     size = first.batch_size or batch_size_of(batch)
     mode = combined_mode(combined)
-    epoch_batches = _epoch_batches(loaders, mode, trainer.limit_train_batches) if stage == "fit" else None
-    together = _together(loaders, mode, epoch_batches) if first.kind == "combined" and epoch_batches else ()
+    batches = _epoch_batches(loaders, mode, getattr(trainer, _LIMITS[stage])) if stage in _LIMITS else None
+    together = _together(loaders, mode, batches) if first.kind == "combined" and batches else ()
+    epoch_batches = batches if stage == "fit" else None
     return replace(first, batch=batch, batch_size=size, epoch_batches=epoch_batches, loaders=tuple(loaders), together=together)
 
 

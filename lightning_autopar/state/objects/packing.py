@@ -252,8 +252,6 @@ class Packer(Pickler):
 
     def _tensor(self, tensor: Tensor) -> Any:
         if not is_common(tensor):
-            if hasattr(tensor, "device_mesh"):
-                raise pickle.PicklingError("a DTensor is a part of what several ranks have")
             if is_absent(tensor):
                 raise pickle.PicklingError("an absent tensor has no values")
             return (MOVED, tensor.detach().cpu()) if tensor.device.type not in ("cpu", "meta") else None

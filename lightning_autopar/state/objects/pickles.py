@@ -96,6 +96,8 @@ class Pickler(pickle.Pickler):
 
     def reducer_override(self, target: Any) -> Any:
         """How to pickle objects that can't be pickled, or whose own pickle doesn't work here."""
+        if not self._hashing and isinstance(target, Tensor) and hasattr(target, "device_mesh"):
+            raise pickle.PicklingError("a DTensor is a part of what several ranks have")
         if self._hashing and type(target) in (Tensor, nn.Parameter) and target.layout == torch.strided and not target.is_meta:
             kind = target.dtype, tuple(target.shape), target.requires_grad, target.device.type
             return fingerprint, (kind, fingerprint(target.detach()))  # never called

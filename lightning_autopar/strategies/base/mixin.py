@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,14 @@ from torch.nn import Parameter
 
 from lightning_autopar._lightning import Strategy
 from lightning_autopar._lightning_compat import TrainerFn, combined_mode, hyperparameters_added, loaders_of_one_device
-from lightning_autopar._temporary import Calls, Exits
+from lightning_autopar._temporary import Calls, Exits, patched
 from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
 from lightning_autopar.exact.data.loader_pass import without_group
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.step import own_backward
 from lightning_autopar.exact.step.batch_norm import restore as restore_batch_norm
 from lightning_autopar.exact.step.batch_norm import synchronise as synchronise_batch_norm
+from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from lightning_autopar.exact.step.micro_batches import MicroBatches
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
@@ -55,6 +56,8 @@ class EngineMixin(Strategy):
     run_plan: RunPlan
     #: Whether a batch that runs out of memory can be run again by this rank alone: ranks exchange nothing within a step's forward.
     reruns_batches = False
+    #: Whether the gradients that backward leaves in the parameters are the whole batch's, so that the user's hooks can be called then.
+    completes_gradients = False
     _layer_sync: Any
 
     def attach(self, run_plan: RunPlan) -> None:
@@ -71,6 +74,8 @@ class EngineMixin(Strategy):
         self._draws: GlobalDraws | None = None
         self._logging: GlobalLogging | None = None
         self._micro: MicroBatches | None = None
+        #: The user's hooks on parameters in the running batch.
+        self._hooks = GradientHooks()
         #: The state in which the running step began; None where no batch is run again.
         self._found: StepState | None = None
         self._reruns: Reruns | None = None
@@ -273,9 +278,7 @@ class EngineMixin(Strategy):
 
     def wait_for_peers(self) -> None:
         """Wait until the GPU has done what this rank has begun, and until all ranks have come here; every rank calls it before it ends.
-
-        NCCL's calls return when they are enqueued. If a process ends before they are done, its part of a gather never comes, and its peers
-        wait for ever.
+        NCCL's calls return when they are enqueued: if a process ended before they are done, its peers would wait for ever.
         """
         if self.root_device.type == "cuda":
             torch.cuda.synchronize(self.root_device)
@@ -342,10 +345,7 @@ class EngineMixin(Strategy):
     @contextmanager
     def _step(self) -> Iterator[None]:
         """The context of each of the user's steps."""
-        if self._share is None or self._logging is None:
-            yield
-            return
-        with self._logging.step():
+        with nullcontext() if self._share is None or self._logging is None else self._logging.step():
             yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -403,7 +403,7 @@ class EngineMixin(Strategy):
         if self._share is None or module is None or module.automatic_optimization:
             yield
             return
-        with own_backward.noticed(self._share.weight, lambda: self._in_backward, self.exchange_gradients):
+        with own_backward.noticed(self._share.weight, lambda: self._in_backward, self.exchange_gradients, self._hooks):
             yield
 
     def exchange_gradients(self, reached: list[Parameter]) -> None:
@@ -412,6 +412,7 @@ class EngineMixin(Strategy):
     def _step_in_parts(self, micro: MicroBatches, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._share, self._drawing = self._share or micro.share(args[0], self._samples), True
         backward, optimizer, self._stepping = super().backward, self.optimizers[0], True
+        micro.gradients.apart |= self._hooks.hold()
         try:
             with self._step():
                 return micro.run(step, lambda loss: backward(loss, optimizer), self._share, args, kwargs)
@@ -448,9 +449,7 @@ class EngineMixin(Strategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward from a step's loss; where that runs out of memory, complete the gradients in parts of the batch."""
-        loss, found, plugin = self.weighted(closure_loss), self._found, self.precision_plugin
-        if found is None:
-            return super().backward(loss, optimizer, *args, **kwargs)
+        loss, found, plugin = self.weighted(closure_loss), cast(Any, self._found), self.precision_plugin
 
         def run(tensor: Tensor, *more: Any, **options: Any) -> None:
             if self._micro is not None:
@@ -467,11 +466,8 @@ class EngineMixin(Strategy):
             self._rerun.complete([tensor, loss, closure_loss])
             self._drawing = None
 
-        plugin.__dict__["backward"] = run
-        try:
+        with self._hooks.before(plugin), nullcontext() if found is None else patched(plugin, "backward", run):
             return super().backward(loss, optimizer, *args, **kwargs)
-        finally:
-            del plugin.__dict__["backward"]
 
     def gradient_marks(self) -> list[int] | None:
         """A number for each trained parameter that changes when its gradient goes to the other ranks; None where none does in the backward
@@ -484,6 +480,8 @@ class EngineMixin(Strategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Put the gradients of the batch's earlier parts in place before the last part's backward."""
+        if not self._stepping:
+            self._hooks.begin()
         if self._micro is not None and not self._stepping and not self._micro.gradients.watched:
             self._micro.gradients.take_up()
         self.meter.note(self, "backward")
@@ -554,6 +552,8 @@ class EngineMixin(Strategy):
         if self.gpu_limit is not None:
             accumulates = self._trainer.accumulate_grad_batches
             self.gpu_limit.step(steps=int(batch_idx % accumulates == 0))
+        split = self.completes_gradients and (self.splits or self._micro is not None)
+        self._hooks = GradientHooks(self._trainer.lightning_module.parameters() if split else ())
         super().on_train_batch_start(batch, batch_idx)
 
     def on_train_start(self) -> None:

@@ -1,25 +1,35 @@
-"""Parameters that hooks put into the module after the run has begun: no engine reduces their gradients. Knows modules; no engine."""
+"""Parameters that begin to be trained after the run has begun, new ones or ones that were frozen, where an engine doesn't reduce their
+gradients. Knows modules; no engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch import nn
 
 
-def refuse_new(module: nn.Module, is_known: Callable[[str, nn.Parameter], bool], engine: str) -> None:
-    """Refuse parameters that the engine doesn't know.
+def refuse_new(module: nn.Module, is_known: Callable[[str, nn.Parameter], bool], engine: str, frozen: Collection[int] = ()) -> None:
+    """Refuse trained parameters whose gradients the engine doesn't reduce.
 
     Args:
         module: the user's.
         is_known: of a parameter's FQN and the parameter.
-        engine: who doesn't know them, for the message.
+        engine: who doesn't reduce them, for the message.
+        frozen: ids of parameters that the engine knows as frozen, and couldn't train.
 
     Raises:
         ValueError: if there is one.
     """
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not is_known(name, parameter):
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in frozen:
+            raise ValueError(
+                f"{name!r} was frozen when the run began, and is trained now. {engine} doesn't notice that, so its ranks would drift "
+                "apart. Freeze it after the run has begun (in on_train_start), or run with allow=['single', 'ddp', 'fsdp']"
+            )
+        if not is_known(name, parameter):
             raise ValueError(
                 f"{name!r} was put into the module after the run had begun. {engine} doesn't notice that, so its ranks would drift apart. "
                 "Put it there before (in __init__ or configure_model), or run with allow=['single']"

@@ -46,6 +46,8 @@ def join_group(strategy: ParallelStrategy, backend: str) -> None:
         ValueError: if the user made the group, and it can't do what the plan needs.
     """
     global _joined
+    # What is logged is the whole batch's already. Lightning asks only whether there is a group (``_get_cache``), also of restored results.
+    warnings.filterwarnings("ignore", message="It is recommended to use .self.log.*sync_dist=True")
     if distributed_is_initialized():
         if not backend.startswith("cpu:") or "cpu:" in dist.get_backend_config():
             return
@@ -70,8 +72,6 @@ def join_group(strategy: ParallelStrategy, backend: str) -> None:
             atexit.register(_leave_group)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if strategy.world_size == 1:  # a single process has no mean to take; Lightning asks only whether there is a group (``_get_cache``)
-        warnings.filterwarnings("ignore", message="It is recommended to use .self.log.*sync_dist=True")
 
 
 def _leave_group() -> None:

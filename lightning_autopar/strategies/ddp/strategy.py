@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_autopar._lightning import DDPStrategy, SingleDeviceStrategy
-from lightning_autopar._temporary import without_noise
+from lightning_autopar._temporary import Exits, without_noise
+from lightning_autopar.exact.logs.hooks import sees_gradients
+from lightning_autopar.exact.step.gradient_hooks import OurHook
 from lightning_autopar.exact.step.own_backward import average
 from lightning_autopar.strategies.base.mixin import EngineMixin, SplitMixin
 from lightning_autopar.strategies.base.new_parameters import refuse_new
@@ -41,6 +43,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
     """Executes a DDP plan: each rank has a whole copy of the module."""
 
     reruns_batches = True
+    completes_gradients = True
     _advised = False
     _trained: frozenset[int] = frozenset()
     _known: frozenset[int] = frozenset()
@@ -57,6 +60,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
             **_NO_BUFFER_BROADCAST,
         )
         self.attach(run_plan)
+        self._views = self._exit.enter_context(Exits())
 
     def _configure_launcher(self) -> None:
         """The processes exist already."""
@@ -65,6 +69,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
         self._in_order = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._trained = frozenset(map(id, self._in_order))
         self._known = frozenset(map(id, model.parameters()))
+        self._reduced = False
         if not self._trained:  # DDP refuses a module that has no gradients to reduce
             return model  # type: ignore[return-value]  # Lightning runs it as it is
         wrapped = super()._setup_model(model)
@@ -105,7 +110,8 @@ class DDPEngine(SplitMixin, DDPStrategy):
         self._reduced = True
         for parameter in self.model.parameters():  # type: ignore[union-attr]  # it is set up
             if parameter.grad is not None:
-                self._exit.callback(parameter.register_hook(partial(self._into_bucket, parameter, parameter.grad)).remove)
+                hook = OurHook(self._into_bucket, parameter, parameter.grad)
+                self._views.callback(parameter.register_hook(hook).remove)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """See :class:`.EngineMixin`. A rank that runs its batches in more parts than planned learns of the buckets here."""
@@ -148,18 +154,29 @@ class DDPEngine(SplitMixin, DDPStrategy):
                 parameter.grad = view.zero_()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Refuse newly trained parameters: DDP communicates only gradients of parameters that were trained when it was set up."""
+        """DDP reduces only gradients of parameters that were trained when it was set up. Where a hook has unfrozen others, on every rank
+        alike, another one is set up in its place.
+        """
         module = self.lightning_module
         assert module is not None
-        if batch_idx == 0:
-            refuse_new(module, lambda _, parameter: id(parameter) in self._known, "DDP")
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._trained:
-                raise ValueError(
-                    f"{name!r} was frozen when the run began, and is trained now. DDP doesn't notice that, so its replicas would drift "
-                    "apart. Freeze it after the run has begun (in on_train_start), or run with allow=['single', 'fsdp']"
-                )
+        refuse_new(module, lambda _, parameter: id(parameter) in self._known, "DDP")
+        if any(parameter.requires_grad and id(parameter) not in self._trained for parameter in module.parameters()):
+            self._views.close()
+            if isinstance(self.model, DistributedDataParallel):
+                self.model._remove_autograd_hooks()
+            self.model = self._setup_model(module)
+            self._register_ddp_hooks()
         super().on_train_batch_start(batch, batch_idx)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Not where the user's code sees gradients before the last one of accumulated batches: then each batch's are the whole batch's."""
+        with nullcontext() if self._hooks or self._gradients_seen else super().block_backward_sync():
+            yield
+
+    @cached_property
+    def _gradients_seen(self) -> bool:
+        return sees_gradients(self._trainer)
 
     def _register_ddp_hooks(self) -> None:
         if isinstance(self.model, DistributedDataParallel):
@@ -204,6 +221,7 @@ class SingleEngine(EngineMixin, SingleDeviceStrategy):
     """Executes a plan of one device."""
 
     reruns_batches = True
+    completes_gradients = True
 
     def __init__(self, run_plan: RunPlan) -> None:
         super().__init__(device=run_plan.torch_devices[0])

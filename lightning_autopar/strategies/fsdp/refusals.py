@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 #: Precisions with which FSDP2 runs a plain run's arithmetic: not 16-mixed, whose gradient scaler doesn't know shards.
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
-#: Callbacks that copy or regroup the module's own parameters, which doesn't work on shards.
-_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
+#: Callbacks that copy, regroup or mask the module's own parameters, which doesn't work on shards.
+_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
 
 
 def unsharded_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
@@ -36,6 +36,4 @@ def unsharded_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
         return "quantised bitsandbytes layers can't be sharded by FSDP2"
     if trainer.precision not in _PRECISIONS:
         return f"precision {trainer.precision!r} doesn't work on sharded parameters; FSDP2 takes {', '.join(_PRECISIONS)}"
-    if "BaseFinetuning" in kinds and fitting:
-        return f"the callback {kinds['BaseFinetuning']} unfreezes parameters during the run, which FSDP2 doesn't notice"
     return None

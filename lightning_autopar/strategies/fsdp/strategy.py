@@ -326,6 +326,8 @@ class FSDPEngine(SplitMixin, _ShardingStrategy):
     the root takes the rest. A module that the user's ``configure_model`` has sharded stays as it is.
     """
 
+    completes_gradients = True
+
     def new_gradients_on_host(self) -> Iterator[Tensor]:
         """The gradients, which FSDP2 puts into host memory when they are reduced."""
         if self.run_plan.plan.offload:

@@ -130,7 +130,42 @@ def _outside_units(root: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Gathered(nn.Parameter):
-    """A gathered parameter that notices access to its ``data``: writes there don't change the version counter."""
+    """A gathered parameter that notices access to its ``data``: writes there don't change the version counter. Its gradient, outside of
+    backward passes, is its shard's, in whole: ``zero_grad()`` in a step, or a hook that looks at gradients before the next backward pass.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:
+        own: Tensor | None = _GRAD.__get__(self)
+        if own is not None or (shard := self._shard()) is None or shard.grad is None:
+            return own
+        self.take_over_gradient()
+        whole: Tensor = shard.grad.full_tensor()  # type: ignore[attr-defined]  # a DTensor
+        self.__dict__["_shown"] = whole, _version(whole)
+        return whole
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if (shard := self._shard()) is not None:
+            if value is not None:
+                raise RuntimeError(
+                    "the step sets a parameter's gradient by itself (parameter.grad = ...), which FSDP2 holds in shards; let backward() "
+                    "make it, or run with allow=['single']"
+                )
+            shard.grad = None
+        _GRAD.__set__(self, value)
+
+    def take_over_gradient(self) -> None:
+        """If the gradient was shown in whole and written to, copy the rank's part into the shard's."""
+        whole, version = self.__dict__.pop("_shown", (None, 0))
+        shard = self.__dict__["_of"].sharded_param
+        if whole is not None and _version(whole) != version and shard.grad is not None:
+            shard.grad._local_tensor.copy_(part_of(whole, shard))
+
+    def _shard(self) -> Tensor | None:
+        """None within a backward pass, where FSDP2 itself reads and sets gradients, and for a copy of a gathered parameter."""
+        of = self.__dict__.get("_of")
+        return None if of is None or torch._C._current_graph_task_id() != -1 else of.sharded_param
 
     @property
     def data(self) -> Tensor:
@@ -144,6 +179,7 @@ class _Gathered(nn.Parameter):
 
 
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
+_GRAD: Any = torch._C.TensorBase.__dict__["grad"]
 
 
 def _keep_writes(units: Iterable[FSDPModule]) -> None:
@@ -205,6 +241,7 @@ def _to_unsharded(parameter: Any, original: Any) -> None:
     whole = parameter._unsharded_param
     if type(whole) is nn.Parameter:
         whole.__class__ = _Gathered
+        whole.__dict__["_of"] = parameter
     whole.__dict__["_taken"] = False
     parameter._gathered_version = _version(whole)
 
@@ -212,6 +249,8 @@ def _to_unsharded(parameter: Any, original: Any) -> None:
 def _to_sharded(groups: list[Any], group: Any, parameter: Any, original: Any) -> None:
     """If the whole parameter may have been written to, copy the rank's part into the shard; then free the whole one."""
     whole = parameter._unsharded_param
+    if isinstance(whole, _Gathered):
+        whole.take_over_gradient()
     info = parameter._module_info
     for module, name in ((info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)):
         if module._parameters.get(name) is not whole and not isinstance(module._parameters.get(name), DTensor):

@@ -41,21 +41,56 @@ def difference_of(observed: Observation, shares: Sequence[BatchShare]) -> float:
     return largest
 
 
-@contextmanager
-def recorded_backward(losses: list[Tensor], parameters: Sequence[Parameter]) -> Iterator[None]:
-    """Record what ``backward`` is called on, under manual optimization; Lightning and ``Tensor.backward`` both end there. Afterwards
-    gradients are cleared: what the user's own optimizer does with a part's gradients shows nothing, as ranks exchange gradients first.
+class Backwards:
+    """What manual optimization does between forward and the optimizers' steps, on the whole batch and then on its parts.
+
+    Args:
+        parameters: the module's.
     """
-    original = torch.autograd.backward
 
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        losses.extend(given)
-        result = original(tensors, *args, **kwargs)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-        return result
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self._parameters = parameters
+        #: For each backward pass on the whole batch the signs of its gradients.
+        self._signs: list[list[Tensor | None]] = []
+        #: Whether a step calls ``torch.autograd.grad`` for parameters: no engine exchanges what that returns.
+        self.differentiates = False
 
-    with patched(torch.autograd, "backward", backward):
-        yield
+    def begin(self) -> None:
+        """What follows is on the whole batch first."""
+        self._signs.clear()
+
+    @contextmanager
+    def recorded(self, losses: list[Tensor]) -> Iterator[None]:
+        """Record what ``backward`` is called on (Lightning and ``Tensor.backward`` both end there), and the loss's slope along the signs of
+        the whole batch's gradients: a loss that is 0 whatever the batch may have another gradient when split. Afterwards gradients are
+        cleared: what the user's own optimizer does with a part's gradients shows nothing, as ranks exchange gradients first.
+        """
+        original, differentiate, passes = torch.autograd.backward, torch.autograd.grad, 0
+        known = {id(parameter) for parameter in self._parameters}
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal passes
+            given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            result = original(tensors, *args, **kwargs)
+            losses.extend((*given, self._slope(passes)))
+            passes += 1
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+            return result
+
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+            self.differentiates |= any(id(each) in known for each in given)
+            return differentiate(outputs, given, *args, **kwargs)
+
+        with patched(torch.autograd, "backward", backward), patched(torch.autograd, "grad", grad):
+            yield
+
+    def _slope(self, number: int) -> Tensor:
+        gradients = [parameter.grad for parameter in self._parameters]
+        if number == len(self._signs):
+            self._signs.append([None if each is None else each.sign() for each in gradients])
+        pairs = zip(gradients, self._signs[number], strict=True)
+        slopes = [(gradient * signs).sum().double() for gradient, signs in pairs if gradient is not None and signs is not None]
+        return torch.stack(slopes).sum() if slopes else torch.zeros(())

@@ -24,6 +24,7 @@ from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar.constraints import SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
+from lightning_autopar.exact.logs.hooks import mentions
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.attribute_rules import Evidence, Path, taken
 from lightning_autopar.exact.step.attributes import attributes, title
@@ -35,7 +36,7 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
 from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe, shares_of
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
-from lightning_autopar.strategies.parity.losses import difference_of, groups_first_of, recorded_backward
+from lightning_autopar.strategies.parity.losses import Backwards, difference_of, groups_first_of
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
 from lightning_autopar.strategies.parity.undo import StepEffects, changing_buffers, check_room, same_values, undone, uneven
 from lightning_autopar.text import format_bytes
@@ -53,6 +54,8 @@ _EQUAL = 1e-5
 _ROW_BYTES, _LAST_ROW_BYTES = 16 << 20, 1 << 20
 #: How often a step that shuffles samples at random is compared again.
 _ORDERS = 4
+#: Names of what picks samples by their values.
+_PICKS = ("argsort", "kthvalue", "median", "nanmedian", "quantile", "sort", "topk")
 
 
 def probe_split(
@@ -162,6 +165,7 @@ class _Probe:
         self.batches = batches
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.metrics = MetricTrial(module)
+        self.backwards = Backwards(list(module.parameters()))
         self.part_reason: str | None = None
         #: The values before the step; empty until they are known.
         self.buffers: dict[str, Tensor] = {}
@@ -339,7 +343,9 @@ class _Probe:
         self.buffers, self._prepared = {name: buffer.clone() for name, buffer in module.named_buffers()}, True
 
     def losses(self, batch: Any) -> list[Tensor]:
-        """The losses of one step: under manual optimization those of each backward pass, else the one that the step returns."""
+        """The losses of one step: under manual optimization those of each backward pass, and what tells of its gradients; else the one that
+        the step returns.
+        """
         return self._steps([batch])
 
     def _steps(self, batches: Sequence[Any], *, random: rng.RngState | None = None) -> list[Tensor]:
@@ -352,13 +358,14 @@ class _Probe:
         losses: list[Tensor] = []
         moved: dict[str, Tensor] = {}
         self.metrics.next_run()
+        manual = (lambda _: nullcontext()) if self.module.automatic_optimization else self.backwards.recorded
         with self._harmless():
             for index, given in enumerate(batches):
                 recorded: list[Tensor] = []
                 if random is not None:
                     rng.restore(random, {})
                 # With gradients enabled, as in the run: some steps keep values only then.
-                with torch.enable_grad(), recorded_backward(recorded, list(self.module.parameters())):
+                with torch.enable_grad(), manual(recorded):
                     # As in the engines, the draws of the transfer hooks (augmentation on the device) belong to the step.
                     given = transfer_batch(self.module, given) if self.batches.raw else given
                     self.rehearsal._hook("on_train_batch_start", given, index)
@@ -401,6 +408,9 @@ class _Probe:
             _LOG.debug("the step fails on a part of the first batch", exc_info=True)
             reason = f"the step fails on a part of a batch, though not on the whole ({_words(error)})"
             return SplitFinding(splittable=False, reason=reason), DrawPlan()
+        if self.backwards.differentiates:
+            reason = "training_step differentiates by itself (torch.autograd.grad), and each rank would have its own samples' gradients"
+            return SplitFinding(splittable=False, reason=reason), DrawPlan()
         if self.written is not None:
             return SplitFinding(splittable=False, reason=f"the step writes to its own parameters: {self.written[1]}"), DrawPlan()
         if self.drifting is not None and self._refuses("buffers", drift := f"the step writes to its own buffers: {self.drifting[1]}"):
@@ -411,6 +421,8 @@ class _Probe:
                 return SplitFinding(splittable=False, reason=reason), DrawPlan()
         if _EQUAL < difference < math.inf:  # this may still be rounding, where large terms cancel
             difference = min(difference, self._compare_in_double(size, observed))
+        if difference <= _EQUAL and not observed.draws.seeded:
+            difference = self._among_few(size)
         draws = observed.draws
         uneven = self.batches.uneven(shares_of(self.batches.count, size))
         if difference <= _EQUAL:
@@ -428,10 +440,29 @@ class _Probe:
         elif self.drawn_apart:
             reason = f"each part makes its own draws of {', '.join(self.drawn_apart)}"
         else:
-            reason = "it is no mean over the samples"
+            manual = not self.module.automatic_optimization
+            reason = f"it {'or its gradient ' if manual else ''}is no mean over the samples"
         return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason), replace(
             draws, seeded=draws.seeded or uneven
         )
+
+    def _among_few(self, size: int) -> float:
+        """By how much the loss differs in parts of two samples, where the step picks samples by their values (the hardest half of a batch):
+        large parts may pick the same ones by chance. 0 where it picks none, or fails on such parts.
+        """
+        step, pairs = self.module.training_step, self.batches.count // 2
+        if pairs <= size or not mentions([step, self.module.forward], self.module, lambda name: name in _PICKS):
+            return 0.0
+        shares = shares_of(self.batches.count, pairs)
+        try:
+            difference = difference_of(self._observed(self.losses, shares), shares)
+            if difference > _EQUAL:
+                with self._in_double():
+                    difference = difference_of(self._observed(self.losses, shares), shares)
+        except Exception:  # more are picked than there are
+            _LOG.debug("the step can't be run on two samples", exc_info=True)
+            return 0.0
+        return difference
 
     def _refuses(self, name: str, reason: str) -> bool:
         """Whether a reason against a split isn't overruled."""
@@ -515,6 +546,7 @@ class _Probe:
         def observed(*, merge: bool) -> Observation:
             for noted in (self.logs, self.moved, self.effects, self.left, self.ends):
                 noted.clear()
+            self.backwards.begin()
             with self.metrics.runs(merge=merge):
                 return observe(step, self.batches.part, shares, groups_first=groups_first)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: Precisions that replace layers or weights by another library's, which can't be left out of a stage.
 _UNSTAGED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")
 #: Callbacks that copy, regroup or judge the module's own parameters.
-_WHOLE_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
+_WHOLE_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning", "BaseFinetuning")
 
 
 def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:

@@ -101,7 +101,7 @@ class Findings:
         counted: FQNs of buffers that a training step changes, and would change once for each part of a batch.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
         loadings: how ranks may make the batches of loaders, by :func:`.batch_making.loader_key`.
-        together: the numbers of samples of several loaders' batches of one step; see :class:`.memory.batch.FirstBatch`.
+        together: the numbers of samples of several loaders' batches of one step, also of validation; see :class:`.memory.batch.FirstBatch`.
         untraced: why the step couldn't be traced, so that memory and time are guessed; None where it was.
     """
 
@@ -258,7 +258,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
         counted=(*(name for each in found.values() for name in each.counted), *(() if split is None else split.counted)),
         batches=_batches_of_fit(trainer, batch),
         loadings=loadings,
-        together=batch.together,
+        together=(*batch.together, *(() if validation is None else validation.together)),
         untraced=untraced,
     )
 

@@ -19,6 +19,7 @@ from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar._lightning import Callback, DummyLogger, SingleDeviceStrategy
 from lightning_autopar._lightning_compat import installed, is_overridden, run_attached
+from lightning_autopar.exact.logs.hooks import overridden
 from lightning_autopar.memory.trace.first_batch import RAISED
 from lightning_autopar.memory.trace.trace import module_bytes
 from lightning_autopar.memory.workspace import Target
@@ -62,9 +63,8 @@ def failure_of_step(trainer: Trainer, target: Target, *, batches: int = 1, last_
         batches: how many of training.
         last_resort: whether there will be no run that would show it: then what the user's code raises by itself counts, too.
     """
-    module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
-    others = [callback for callback in callbacks if not _is_known(callback)]
-    if any(is_overridden(hook, callback, Callback) for callback in others for hook in _EARLY):
+    module = trainer.lightning_module
+    if any(each is not module for each, _ in overridden(trainer, _EARLY)):
         return None  # it may write files or talk to a server, and the step may need it
     if is_overridden("on_load_checkpoint", module) or module_bytes(module) > _MOST_BYTES:
         return None
@@ -173,7 +173,3 @@ def _by_statement(error: BaseException, *, only_torchs: bool) -> bool:
     if only_torchs and package_of(link.tb_frame) == "torch":
         return False
     return dis.opname[link.tb_frame.f_code.co_code[link.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
-
-
-def _is_known(callback: Callback) -> bool:
-    return type(callback).__module__.partition(".")[0] in NOT_THE_USERS

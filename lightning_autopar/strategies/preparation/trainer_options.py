@@ -42,11 +42,6 @@ def exclusions(trainer: Trainer, *, finds: bool = False) -> dict[str, str]:
     module = trainer.lightning_module
     present: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     kinds = {base.__name__: type(callback).__name__ for callback in present for base in type(callback).__mro__}
-    if "BaseFinetuning" in kinds and trainer.state.fn == TrainerFn.FITTING:
-        excluded["multi"] = (
-            f"the callback {kinds['BaseFinetuning']} unfreezes parameters during the run, and neither DDP nor FSDP2 communicates the "
-            "gradients of those that were frozen when it began"
-        )
     if "BatchSizeFinder" in kinds:
         excluded["micro_batches"] = "the callback BatchSizeFinder looks for the batch that fits in one piece"
         if not finds or finder_of(trainer) is None:

@@ -288,14 +288,8 @@ class _ZeroStrategy(DeepSpeedStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Refuse newly trained parameters: DeepSpeed partitioned only gradients of parameters that were trained when it was set up."""
-        if batch_idx == 0:
-            refuse_new(self._module, lambda _, parameter: id(parameter) in self._known, "DeepSpeed")
-        for name, parameter in self._module.named_parameters() if self._frozen else ():
-            if parameter.requires_grad and id(parameter) in self._frozen:
-                raise ValueError(
-                    f"{name!r} was frozen when the run began, and is trained now. DeepSpeed doesn't notice that. "
-                    "Freeze it after the run has begun (in on_train_start), or run with allow=['single', 'fsdp']"
-                )
+        if batch_idx == 0 or self._frozen:
+            refuse_new(self._module, lambda _, parameter: id(parameter) in self._known, "DeepSpeed", self._frozen)
         super().on_train_batch_start(batch, batch_idx)
 
     # -- pieces ------------------------------------------------------------------------------------------------------------------------

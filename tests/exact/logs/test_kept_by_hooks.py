@@ -10,6 +10,7 @@ import pytest
 import torch
 from torchmetrics import MeanMetric
 
+from lightning_autopar.exact.logs.hooks import overridden
 from lightning_autopar.exact.logs.kept_by_hooks import keeping_hooks
 
 
@@ -76,6 +77,20 @@ def test_a_callback_is_judged_by_what_it_does_with_a_batch(callback: Any, hook: 
     assert [sentence.split(" of a batch")[0] for sentence in said] == (
         [] if hook is None else [f"the callback {callback.__name__} may keep what {hook} gets"]
     )
+
+
+class StopsEarly(pl.callbacks.EarlyStopping):
+    """Its hooks are Lightning's own."""
+
+
+def test_a_hook_that_lightnings_own_callback_was_given_is_the_users() -> None:
+    kept: list[float] = []
+    given = pl.callbacks.LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, batch, index: kept.append(float(batch.sum())))
+    trainer: Any = SimpleNamespace(lightning_module=pl.LightningModule(), callbacks=[given, StopsEarly("loss")])
+    (said,) = keeping_hooks(trainer)
+    assert said.startswith("the callback LambdaCallback may keep what on_train_batch_end gets of a batch")
+    names = ("on_train_batch_end", "on_validation_end")
+    assert [(type(each).__name__, hook) for each, hook in overridden(trainer, names)] == [("LambdaCallback", "on_train_batch_end")]
 
 
 def test_the_modules_own_hook() -> None:

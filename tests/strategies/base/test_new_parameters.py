@@ -1,4 +1,6 @@
-"""Parameters that a hook puts into the module after the run has begun: refused under every engine of several ranks."""
+"""Parameters that a hook puts into the module after the run has begun are refused under every engine of several ranks; those that it only
+unfreezes are trained.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy
-from tests.strategies.fitted import QUIET, Fitted, numbers
+from tests.strategies.fitted import BLOCKS, QUIET, Fitted, assert_same, fit, numbers, plan
 
 
 class NewHead(Fitted):
@@ -28,3 +31,46 @@ def test_a_new_layer_of_an_old_name_is_refused(engine: Any) -> None:
     trainer = pl.Trainer(**QUIET, strategy=strategy, max_epochs=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'net\.4\.weight' was put into the module after the run had begun"):
         trainer.fit(NewHead(), DataLoader(numbers(), batch_size=8), DataLoader(numbers(8), batch_size=8))
+
+
+class Unfreezes(Fitted):
+    """Trains its last layer at first; more in the middle of an epoch, in the middle of a window of accumulated batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[:4].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch == 0 and batch_idx == 1:
+            self.net[2:4].requires_grad_(True)
+        if self.current_epoch == 1:
+            self.net.requires_grad_(True)
+
+
+class Backbone(Fitted):
+    @property
+    def backbone(self) -> Any:
+        return self.net[:4]
+
+
+@pytest.mark.parametrize(
+    ("under", "options"),
+    [(plan("ddp"), {"accumulate_grad_batches": 2}), (plan("ddp", micro_batches=2), {}), (plan("fsdp", shard=BLOCKS), {})],
+    ids=["ddp", "micro-batches", "fsdp"],
+)
+def test_what_is_unfrozen_is_trained(under: Any, options: dict[str, Any]) -> None:
+    assert_same(Unfreezes, numbers(), under, **options)
+
+
+@pytest.mark.parametrize("under", [plan("ddp"), plan("fsdp", shard=BLOCKS)], ids=["ddp", "fsdp"])
+def test_lightnings_finetuning(under: Any) -> None:
+    def callbacks() -> Any:
+        return [pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.02)]
+
+    ours, losses, _ = fit(Backbone, numbers(), under, callbacks=callbacks(), max_epochs=3)
+    theirs, others, _ = fit(Backbone, numbers(), None, callbacks=callbacks(), max_epochs=3)
+    torch.testing.assert_close(losses, others, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=1e-5, atol=1e-5)

@@ -208,6 +208,49 @@ def samples(count: int = SAMPLES) -> list[Tensor]:
     return list(torch.randn(count, 4, generator=torch.Generator().manual_seed(0)))
 
 
+class Hardest(Base):
+    """Half of the samples, which in halves of the batch happen to be the same ones."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        errors = (self.layer(x) * 0 - x).square().mean(1)
+        return errors.topk(max(1, len(x) // 2)).values.mean() + 0 * self.layer.bias.sum()
+
+
+class ByHand(Base):
+    """Manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Advantages(ByHand):
+    """Its loss is 0 for every batch, as each batch's advantages are centred; its gradient goes by the batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        probabilities, advantages = self.layer(batch).log_softmax(1)[:, 0], batch[:, 0] - batch[:, 0].mean()
+        ratios = (probabilities - probabilities.detach()).exp()
+        self.manual_backward((ratios * advantages / advantages.std()).mean())
+
+
+class OwnGradients(ByHand):
+    """Asks for gradients past ``backward``, and steps on them."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        gradient = torch.autograd.grad(F.mse_loss(self.layer(batch), batch), self.layer.weight)[0]
+        with torch.no_grad():
+            self.layer.weight -= 0.1 * gradient
+
+
+class InputGradients(ByHand):
+    """Of each sample: parts of the batch get the same."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        x = batch.clone().requires_grad_()
+        gradient = torch.autograd.grad(self.layer(x).square().sum(), x, create_graph=True)[0]
+        self.manual_backward(gradient.square().sum(1).mean())
+
+
 class OncePerBatch(Base):
     """One draw a batch from each kind of generator, two of which are its own."""
 
@@ -268,7 +311,27 @@ def test_other_losses_do_not(make: Callable[[], Base]) -> None:
     assert finding.probed
     assert finding.splittable
     assert finding.difference > 1e-4
-    assert finding.reason == "it is no mean over the samples"
+    assert (finding.reason or "").endswith("is no mean over the samples")
+
+
+def test_samples_that_are_picked_by_their_values() -> None:
+    x = [torch.full((4,), float(value)) for value in (0, 1, 2, 3, 0, 1, 2, 3)]  # each half has the two largest
+    found, _ = probe_split(Hardest(), None, first_of(x))
+    assert found.difference > 1e-2
+
+
+def test_a_loss_that_stays_may_have_another_gradient() -> None:
+    found, _ = probe_split(Advantages(), None, first_of(samples()))
+    assert found.splittable
+    assert found.difference > 1e-3
+    assert found.reason == "it or its gradient is no mean over the samples"
+    assert probe_split(InputGradients(), None, first_of(samples()))[0].difference == 0
+
+
+def test_gradients_that_nobody_exchanges_rule_splitting_out() -> None:
+    found, _ = probe_split(OwnGradients(), None, first_of(samples()))
+    assert not found.splittable
+    assert "differentiates by itself (torch.autograd.grad)" in (found.reason or "")
 
 
 def test_the_size_of_the_difference() -> None:

@@ -49,7 +49,7 @@ def test_nothing_is_ruled_out_by_what_works_everywhere(tmp_path: Path) -> None:
     ("callback", "engines", "words"),
     [
         (StochasticWeightAveraging(1e-2), ["fsdp"], "StochasticWeightAveraging works on whole parameters"),
-        (BackboneFinetuning(), ["fsdp", "multi"], "BackboneFinetuning unfreezes parameters during the run"),
+        (ModelPruning("l1_unstructured"), ["fsdp"], "ModelPruning works on whole parameters"),
         (LearningRateFinder(), ["multi"], "LearningRateFinder judges by the loss on its own device"),
         (BatchSizeFinder(), ["micro_batches", "multi"], "BatchSizeFinder runs on one device, as in Lightning"),
     ],
@@ -115,7 +115,9 @@ def test_a_part_compiled_in_place_has_no_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "callback", [StochasticWeightAveraging(1e-2), ModelPruning("l1_unstructured")], ids=lambda value: type(value).__name__
+    "callback",
+    [StochasticWeightAveraging(1e-2), ModelPruning("l1_unstructured"), BackboneFinetuning()],
+    ids=lambda value: type(value).__name__,
 )
 def test_callbacks_that_need_all_weights_have_no_stages(callback: Any, tmp_path: Path) -> None:
     assert f"{type(callback).__name__} works on the whole module's weights" in unstaged(tmp_path, callbacks=[callback])

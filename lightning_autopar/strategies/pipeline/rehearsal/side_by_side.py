@@ -101,7 +101,8 @@ class Trial:
         try:
             return self._whole()
         except Exception as error:
-            raise CannotTry(_first_line(error)) from error
+            where = "".join(f"in {hook}: " for hook in [*self._theirs][-1:] if hook != "training_step")
+            raise CannotTry(where + _first_line(error)) from error
 
     def record(self) -> dict[str, StepRecording]:
         """Record each hook."""

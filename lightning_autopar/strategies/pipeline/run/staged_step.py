@@ -18,11 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_autopar._lightning import Callback, LightningModule
-from lightning_autopar._lightning_compat import is_overridden
-from lightning_autopar._root import PYTORCH
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
+from lightning_autopar.exact.logs.hooks import overridden
 from lightning_autopar.exact.step.micro_batches import detached, joined, several_loaders, take_part, uncut
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.plans import Plan
@@ -310,11 +308,7 @@ class StagedStep:
     def _watched(self, hook: str) -> bool:
         """Whether any code sees the hook's output."""
         watcher = _WATCHERS[hook]
-        if watcher is None or is_overridden(watcher, self._trainer.lightning_module, parent=LightningModule):
-            return True
-        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        users = [callback for callback in callbacks if not type(callback).__module__.startswith(PYTORCH)]
-        return any(is_overridden(watcher, callback, parent=Callback) for callback in users)
+        return watcher is None or any(True for _ in overridden(self._trainer, (watcher,)))
 
     def _told(self, value: Any) -> Any:
         """The last stage's value, on every rank of the pipeline; a collective."""

@@ -108,6 +108,16 @@ def test_a_plain_module_is_cut_at_every_block() -> None:
     assert set(vars(module)) == attributes
 
 
+class Unvalidated(Stack):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        raise IndexError("beyond")
+
+
+def test_a_validation_that_fails_is_named() -> None:
+    found = confirm_stages(Unvalidated(), None, dict.fromkeys(("training_step", "validation_step"), batch()), "fit", ("blocks.2",))
+    assert "can't be run on the CPU (in validation_step: IndexError: beyond)" in (found.value.refusal or "")
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_precisions(precision: str) -> None:
     finding = probed(Stack(dropout=0.1), precision=precision_of(precision))

@@ -416,6 +416,24 @@ def test_what_can_not_come_back_is_named_in_one_warning(tmp_path: Path) -> None:
     assert breaker.function() == 1
 
 
+class Averages(pl.Callback):
+    """Keeps what it finds of the weights: under FSDP2 shards."""
+
+    kept: Any = None
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.kept = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shards_that_a_callback_keeps_are_named(tmp_path: Path) -> None:
+    averages = Averages()
+    _, _, lost = train("fsdp", tmp_path, callbacks=[averages])
+    assert len(lost) == 1
+    assert "Averages.kept (" in lost[0]
+    assert averages.kept is None
+
+
 class Tracker(Net):
     def configure_callbacks(self) -> Any:
         self.stop = EarlyStopping("val")
