@@ -30,7 +30,6 @@ from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.exact.step.step_state import StepState
 from lightning_autopar.state.checkpoint import whole_optimizer_state, whole_state_dict
-from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
 from lightning_autopar.strategies.base import measure, resume
 from lightning_autopar.strategies.base.loaders import Dropped, exact_loader
 from lightning_autopar.strategies.base.measure import Meter
@@ -515,10 +514,15 @@ class EngineMixin(Strategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a snapshot, or a checkpoint of Lightning's."""
-        snapshot = self.run_plan.from_snapshot
-        weights_only = self.run_plan.weights_only if weights_only is None else weights_only
-        checkpoint = load_snapshot(self, checkpoint_path) if snapshot else super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved_gradients = checkpoint.pop(GRADIENTS, {}) if snapshot else {}
+        if self.run_plan.from_snapshot:
+            from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot  # takes long to import, and most runs load none
+
+            checkpoint = load_snapshot(self, checkpoint_path)
+            self._saved_gradients = checkpoint.pop(GRADIENTS, {})
+        else:
+            weights_only = self.run_plan.weights_only if weights_only is None else weights_only
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            self._saved_gradients = {}
         self._resumption = resume.take_up(checkpoint)
         return checkpoint
 
