@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -514,15 +515,10 @@ class EngineMixin(Strategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a snapshot, or a checkpoint of Lightning's."""
-        if self.run_plan.from_snapshot:
-            from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot  # takes long to import, and most runs load none
-
-            checkpoint = load_snapshot(self, checkpoint_path)
-            self._saved_gradients = checkpoint.pop(GRADIENTS, {})
-        else:
-            weights_only = self.run_plan.weights_only if weights_only is None else weights_only
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-            self._saved_gradients = {}
+        snapshot: Any = import_module("lightning_autopar.state.snapshot") if self.run_plan.from_snapshot else None  # slow to import
+        weights_only = self.run_plan.weights_only if weights_only is None else weights_only
+        checkpoint = snapshot.load_snapshot(self, checkpoint_path) if snapshot else super().load_checkpoint(checkpoint_path, weights_only)
+        self._saved_gradients = checkpoint.pop(snapshot.GRADIENTS, {}) if snapshot else {}
         self._resumption = resume.take_up(checkpoint)
         return checkpoint
 
