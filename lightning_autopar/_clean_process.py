@@ -63,7 +63,7 @@ class CannotTravel(RuntimeError):
         self.reason = reason
 
 
-def run_clean(function: Callable[..., T], *args: Any, timeout_seconds: float) -> T:
+def run_clean(function: Callable[..., T], *args: Any, timeout_seconds: float, meanwhile: Callable[[], None] | None = None) -> T:
     """Call ``function(*args)`` in a child of a clean process and return its result; as :func:`._fork.run_forked`.
 
     Args:
@@ -71,6 +71,7 @@ def run_clean(function: Callable[..., T], *args: Any, timeout_seconds: float) ->
         args: its arguments. Where this process isn't clean they are pickled; classes and functions of the script or notebook itself by
             value.
         timeout_seconds: end the child after so long.
+        meanwhile: what this process does while a child that it has forked runs.
 
     Raises:
         ChildFailed: as ``run_forked``.
@@ -78,7 +79,7 @@ def run_clean(function: Callable[..., T], *args: Any, timeout_seconds: float) ->
     """
     reason = unforkable() or ("this process is in a process group" if dist.is_initialized() else None)
     if reason is None:
-        return run_forked(function, *args, timeout_seconds=timeout_seconds)
+        return run_forked(function, *args, timeout_seconds=timeout_seconds, meanwhile=meanwhile)
     try:
         return _kept().run(_pickled((function, args)), function.__module__, timeout_seconds)  # type: ignore[no-any-return]
     except CannotTravel as error:

@@ -100,7 +100,13 @@ def begin_child(*, gpus: bool) -> None:
     torch.set_num_threads(torch.get_num_threads())
 
 
-def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | None = None, gpus: bool = False) -> T:
+def run_forked(
+    function: Callable[..., T],
+    *args: Any,
+    timeout_seconds: float | None = None,
+    gpus: bool = False,
+    meanwhile: Callable[[], None] | None = None,
+) -> T:
     """Call ``function(*args)`` in a forked child and return its result.
 
     The function runs in a fresh thread of the child. The child leaves by ``os._exit``, hence nothing that the parent registered with
@@ -111,6 +117,7 @@ def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | 
         args: its arguments.
         timeout_seconds: kill the child after so long; None waits for ever.
         gpus: whether the function may use GPUs; if not, it sees none.
+        meanwhile: what this process does before it waits for the child.
 
     Returns:
         The function's result, a pickled copy.
@@ -136,6 +143,8 @@ def run_forked(function: Callable[..., T], *args: Any, timeout_seconds: float | 
     os.close(writer)
     ended = False
     try:
+        if meanwhile is not None:
+            meanwhile()
         answer = read_message(reader, deadline)
         status = _wait(pid, _GOODBYE_SECONDS) if answer is not None else _wait(pid, 0.0 if _passed(deadline) else _GOODBYE_SECONDS)
         ended = status is not None

@@ -360,6 +360,9 @@ class Engine(ABC):
         """
         return None
 
+    def import_early(self) -> None:  # noqa: B027  # most need nothing
+        """Import what trials and workers need, while this process waits for another. Must touch no GPU."""
+
     def before_fork(self, devices: Sequence[Device]) -> None:  # noqa: B027  # most need nothing
         """Import what workers need, once before they are forked."""
 

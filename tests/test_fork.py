@@ -35,6 +35,23 @@ def test_result_comes_back_and_the_parent_is_untouched() -> None:
     assert pid != os.getpid()
 
 
+def test_this_process_does_something_meanwhile() -> None:
+    reader, writer = os.pipe()
+    done: list[int] = []
+
+    def meanwhile() -> None:
+        done.append(os.getpid())
+        os.write(writer, b"x")
+
+    assert run_forked(lambda: os.read(reader, 1), timeout_seconds=20, meanwhile=meanwhile) == b"x"
+    assert done == [os.getpid()]
+    with pytest.raises(ZeroDivisionError):
+        run_forked(lambda: os.read(reader, 1), timeout_seconds=20, meanwhile=lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+    assert not psutil.Process().children(), "the child was ended"
+    os.close(reader)
+    os.close(writer)
+
+
 def test_large_result() -> None:
     tensor = run_forked(lambda: torch.arange(3_000_000), timeout_seconds=20)
     assert torch.equal(tensor, torch.arange(3_000_000))

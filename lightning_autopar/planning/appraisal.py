@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -35,6 +36,8 @@ WORTH_A_LIBRARY = 0.15
 WORTH_DISTURBING = 0.05
 #: After a failed replay, at least so many times the loss that failed is assumed.
 _LEAST_LOST = 2 << 20
+#: Of so many questions predictions are kept.
+_MOST_QUESTIONS = 3
 #: Parts of a step that use links, between devices or to the host.
 _LINKS = ("communication", "offload")
 
@@ -62,6 +65,30 @@ class _Bytes(NamedTuple):
     needs: Mapping[str, int]
 
 
+#: A plan's predicted seconds: corrected by earlier runs, and uncorrected; and a sentence on the correction.
+_Timed = tuple[Seconds, Seconds, tuple[str, ...]]
+
+
+class Predictions:
+    """Predictions that several questions share, as long as they are about one step on the same devices. How much memory is free there
+    changes none of them, nor does what plans are allowed.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[dict[Plan, _Bytes], dict[Plan, _Timed], tuple[object, ...]]] = {}
+
+    def of(self, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> tuple[dict[Plan, _Bytes], dict[Plan, _Timed]]:
+        """The bytes and the seconds of plans that are known for such a question; what is added to them is known from then on."""
+        devices = tuple(replace(device, free_bytes=0, processes=()) for device in inventory.devices)
+        kept = footprint, inventory.links, constraints.residuals  # alive, so that no other object gets their identities
+        key = (*map(id, kept), devices, constraints.precision, constraints.split_batch)
+        if key not in self._known:
+            while len(self._known) >= _MOST_QUESTIONS:
+                del self._known[next(iter(self._known))]
+            self._known[key] = {}, {}, kept
+        return self._known[key][:2]
+
+
 class Appraiser:
     """Predicts and ranks plans for one question: this footprint, these devices, these constraints.
 
@@ -71,6 +98,7 @@ class Appraiser:
         constraints: what a plan must keep to.
         predict: bytes of a plan; :func:`lightning_autopar.planning.memory.predict` unless given.
         rates: rates of devices, for the seconds; data sheets' unless given.
+        predictions: what is known from other questions, to the same ``predict`` and ``rates``.
     """
 
     def __init__(
@@ -80,6 +108,7 @@ class Appraiser:
         constraints: Constraints,
         predict: Predict | None = None,
         rates: Rates | None = None,
+        predictions: Predictions | None = None,
     ) -> None:
         self.footprint = footprint
         self.inventory = inventory
@@ -93,13 +122,12 @@ class Appraiser:
         self._on_cpu = any(device.kind == "cpu" for device in inventory.devices)
         self._scaled: dict[int, Footprint] = {}
         self._in_parts: dict[int, Footprint] = {}
-        self._known_bytes: dict[Plan, _Bytes] = {}
+        self._known_bytes, self._known_seconds = (predictions or Predictions()).of(footprint, inventory, constraints)
         #: The plans whose allocations can be replayed. For them the search assumes the loss of the allocator that replays of plans of their
         #: sort have shown; before the first replay it assumes none, or, no longer ``hopeful``, the rule of thumb.
         self.replays: Callable[[Plan], bool] = lambda plan: False
         self.hopeful = True
         self._lost: dict[tuple[object, ...], int] = {}
-        self._known_seconds: dict[Plan, tuple[Seconds, Seconds, tuple[str, ...]]] = {}
 
     def candidate(self, plan: Plan) -> Candidate:
         """A plan's prediction, and whether it fits and can be run."""
@@ -153,7 +181,7 @@ class Appraiser:
             self._known_bytes[plan] = _Bytes(raw, sizes, learned, self._with_margin(sizes, footprint.margin))
         return self._known_bytes[plan]
 
-    def _seconds(self, plan: Plan) -> tuple[Seconds, Seconds, tuple[str, ...]]:
+    def _seconds(self, plan: Plan) -> _Timed:
         """A plan's predicted seconds, computed once: corrected by earlier runs, and uncorrected; and a sentence on the correction."""
         if plan not in self._known_seconds:
             footprint, precision = self.footprint_of(plan), self.constraints.precision
@@ -164,7 +192,8 @@ class Appraiser:
 
     def holds(self, plan: Plan) -> bool:
         """Whether a plan fits into memory."""
-        return self.shortage(self.needs(plan)) is None and self._host_shortage(self._host_need(plan)) is None
+        needs = self.needs(plan)
+        return self.lack(needs) <= 0 and self.shortage(needs) is None and self._host_shortage(self._host_need(plan)) is None
 
     def never_holds(self, candidate: Candidate) -> bool:
         """Whether a device lacks memory for what a plan keeps even with all micro-batches and all recomputation."""

@@ -135,7 +135,7 @@ def _rank(footprint: Footprint, plan: Plan, number: int, rows: int, device: Devi
 
 
 #: Ranks that differ only in their shards have the same moments, and so do plans that differ only in their engine.
-_MOMENTS: FootprintCache[Moments] = FootprintCache(8)
+_MOMENTS: FootprintCache[Moments] = FootprintCache(128)
 
 
 def _on_device(held: DeviceBytes, footprint: Footprint, communicators: tuple[int, ...], device: Device) -> DeviceBytes:

@@ -19,7 +19,7 @@ from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.scaling import longer
 from lightning_autopar.planning.advice import advise
-from lightning_autopar.planning.appraisal import Appraiser, Predict, first_of_each_configuration
+from lightning_autopar.planning.appraisal import Appraiser, Predict, Predictions, first_of_each_configuration
 from lightning_autopar.planning.candidates import ruled_out
 from lightning_autopar.planning.device_sets import one_of_each_gpu
 from lightning_autopar.planning.finalists import Finalists
@@ -36,7 +36,7 @@ from lightning_autopar.planning.refusals import (
 )
 from lightning_autopar.planning.search import Search
 from lightning_autopar.plans import Plan
-from lightning_autopar.report.report import Candidate, NothingFits, Report
+from lightning_autopar.report.report import Advice, Candidate, NothingFits, Report
 from lightning_autopar.text import format_bytes, format_seconds
 from lightning_autopar.timing.rates import Rates
 
@@ -198,7 +198,7 @@ def make_report(
         footprint=footprint,
         candidates=tuple(candidates),
         best_index=best,
-        adviser=partial(advise, asked, tuple(candidates), ask),
+        adviser=partial(_advise, asked, tuple(candidates), ask),
         precision=constraints.precision,
         rates=rates,
         budgets={device.id: constraints.budget_bytes(device) for device in inventory.devices},
@@ -268,24 +268,29 @@ def _lengths_that_fit(asked: Question, best: Candidate, ask: _Ask, *, reruns: bo
     return "; ".join(told)
 
 
+def _advise(asked: Question, candidates: Sequence[Candidate], ask: _Ask) -> tuple[Advice, ...]:
+    """Advice. Its questions share what they predict, which is forgotten afterwards, as a report may be kept for long."""
+    return advise(asked, candidates, _Ask(ask.predict, ask.rates, Predictions()))
+
+
 class _Ask:
     """The search, for advice."""
 
-    def __init__(self, predict: Predict | None, rates: Rates | None) -> None:
-        self.predict, self.rates = predict, rates
+    def __init__(self, predict: Predict | None, rates: Rates | None, predictions: Predictions | None = None) -> None:
+        self.predict, self.rates, self.predictions = predict, rates, predictions
 
     def best(self, asked: Question) -> Candidate | None:
         """The best candidate, or where nothing fits the one that lacks least; None where there is none at all."""
-        return Search(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates).first()
+        return Search(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates, self.predictions).first()
 
     def evaluate(self, asked: Question, plan: Plan, *, confirm: bool = False) -> Candidate:
         """One plan's prediction; with ``confirm`` its allocations are replayed where possible."""
-        appraiser = Appraiser(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates)
+        appraiser = Appraiser(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates, self.predictions)
         return self._decided(asked, appraiser, [appraiser.candidate(plan)])[0] if confirm else appraiser.candidate(plan)
 
     def order(self, asked: Question, plans: Sequence[Plan]) -> list[Candidate]:
         """The best of these plans, then the best of each configuration; and what is ruled out."""
-        appraiser = Appraiser(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates)
+        appraiser = Appraiser(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates, self.predictions)
         decided = self._decided(asked, appraiser, [appraiser.candidate(plan) for plan in plans])
         refused = [Candidate(plan=one.plan, fits=False, reason=one.rejection, notes=one.notes) for one in ruled_out(asked)]
         return list(first_of_each_configuration(decided).values()) + refused

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -135,6 +136,7 @@ class Remedies:
         self.speed = speed
         self._orders: dict[tuple[object, ...], tuple[str, ...]] = {}
         self._differing: dict[tuple[tuple[str, ...], bool], bool] = {}
+        self._lacking: dict[tuple[Plan, Callable[[Plan], bool]], int] = {}
 
     @cached_property
     def micro_batches(self) -> bool:
@@ -215,6 +217,40 @@ class Remedies:
         slowest = max(rows / speed for rows, speed in zip(plan.rows(batch), speeds, strict=True))
         return seconds * (batch / sum(speeds)) / slowest
 
+    def is_crowded(self, plan: Plan) -> bool:
+        """Whether ranks can't share out a batch in so many parts, even with all blocks recomputed."""
+        return self._lacks_in_parts(plan, self.shared_parts, self._has_room)
+
+    def _lacks_in_parts(self, plan: Plan, counts: Callable[[Plan], list[int]], suffices: Callable[[Plan], bool]) -> bool:
+        """Whether a batch in so many parts lacks memory even with all blocks recomputed. The fewer the parts, the more a rank holds. So
+        where some don't suffice, the fewest that do are found by halving, and no smaller number is asked about again. A batch in one part
+        is another matter: it needs no gradients between its parts.
+        """
+        blocks = self.order(plan) if self.recompute else ()
+        whole = self.apart(replace(plan, reasons=()), 1)
+
+        def holds(count: int) -> bool:
+            return suffices(with_recompute(in_parts(whole, count), self.footprint, blocks))
+
+        parts, key = plan.micro_batches, (whole, suffices)
+        if parts == 1:
+            return not holds(1)
+        if parts <= self._lacking.get(key, 0):
+            return True
+        if holds(parts):
+            return False
+        more = [count for count in counts(plan) if count > parts]
+        fewest = bisect_left(more, True, key=holds)
+        self._lacking[key] = more[fewest - 1] if fewest else parts
+        return True
+
+    def _has_room(self, plan: Plan) -> bool:
+        """Whether its devices have room for the batch, however it is shared out."""
+        if plan.world_size * self.footprint.batch_size > _MOST_DEALT:
+            return False
+        most = self._most_rows(plan)
+        return min(most) >= 1 and sum(most) >= self.footprint.batch_size
+
     def is_hopeless(self, plan: Plan) -> bool:
         """Whether a plain plan lacks memory even with all blocks recomputed, with its batch whole and in the most parts.
 
@@ -280,7 +316,7 @@ class Remedies:
         if ranks > batch or ranks * batch > _MOST_DEALT:
             return None
         seconds = [1.0 / self.speed[device] for device in plan.devices]
-        most = self._most_rows(plan, seconds)
+        most = self._most_rows(plan)
         for _ in range(_CORRECTIONS):
             rows = share_out(batch, seconds, most)
             if rows is None:
@@ -305,7 +341,7 @@ class Remedies:
             plan = self.cheaper_blocks(plan)
         return plan
 
-    def _most_rows(self, plan: Plan, seconds: Sequence[float]) -> list[int]:
+    def _most_rows(self, plan: Plan) -> list[int]:
         """How many samples each device's memory holds, judged by two splits: in one it has more samples, in the other fewer."""
         batch, ranks = self.footprint.batch_size, plan.world_size
         even, little = list(plan.rows(batch)), max(1, batch // (2 * ranks))
@@ -338,7 +374,8 @@ class Remedies:
         def recomputing(count: int) -> Plan:
             return with_recompute(plan, footprint, order[:count])
 
-        if self.appraiser.step_seconds(recomputing(1)) >= limit() or not self.appraiser.holds(recomputing(len(order))):
+        too_slow = self.appraiser.step_seconds(recomputing(1)) >= limit()
+        if too_slow or self._lacks_in_parts(plan, self.parts, self.appraiser.holds):
             return None
         low, high = 0, len(order)
         lacks = {count: self.appraiser.lack(self.appraiser.needs(recomputing(count) if count else plan)) for count in (low, high)}

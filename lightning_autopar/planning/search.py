@@ -27,6 +27,7 @@ from lightning_autopar.planning.appraisal import (
     WORTHWHILE,
     Appraiser,
     Predict,
+    Predictions,
     configuration,
     first_of_each_configuration,
     sort_of,
@@ -81,12 +82,13 @@ class Search:
         constraints: Constraints,
         predict: Predict | None = None,
         rates: Rates | None = None,
+        predictions: Predictions | None = None,
     ) -> None:
         self.footprint = footprint
         self.inventory = inventory
         self.constraints = constraints
         self.rates = rates
-        self.appraiser = Appraiser(footprint, inventory, constraints, predict, rates)
+        self.appraiser = Appraiser(footprint, inventory, constraints, predict, rates, predictions)
         self.finalists = Finalists(footprint, inventory, constraints, self.appraiser.budget)
         self.appraiser.replays = self.finalists.replays
         self.best_seconds = math.inf
@@ -307,8 +309,7 @@ class Search:
                 self._splits += 1
                 if self._splits > _MOST_SPLITS:
                     return
-            promised = remedies.least_shared_seconds(plan)
-            if promised < self.best_seconds:
+            if not remedies.is_crowded(plan) and (promised := remedies.least_shared_seconds(plan)) < self.best_seconds:
                 yield promised, replace(prospect, step="shares")
         elif prospect.step == "shares" and seconds < self.best_seconds:
             self._add_all(remedies.shared_out(plan, self._limit))

@@ -25,12 +25,13 @@ from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.state import placed
 from lightning_autopar.state.fragments import FlatPart, Fragment
-from lightning_autopar.state.snapshot_files import SPARE, PlainReader, PlainWriter
+from lightning_autopar.state.snapshot_files import PlainReader, PlainWriter
+from lightning_autopar.state.snapshot_folder import REST, SPARE
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_TENSORS, _REST = "tensors", "rest.pkl"
+_TENSORS = "tensors"
 #: The key, in Lightning's dictionary, of the optimizers' values that aren't tensors.
 _OPTIMIZERS = "lightning_autopar_optimizers"
 #: The key of gradients by FQN, in the dictionary of :func:`load_snapshot`: the code that loads it sets them after Lightning has cleared all
@@ -40,11 +41,6 @@ GRADIENTS = "lightning_autopar_gradients"
 _GRADIENT = "gradient"
 #: Separates the parts of a tensor's name; no FQN contains it.
 _SEPARATOR = "|"
-
-
-def is_snapshot(path: Any) -> bool:
-    """Whether this path is a folder that :func:`save_snapshot` wrote."""
-    return path is not None and Path(str(path)).joinpath(_REST).is_file()
 
 
 def save_snapshot(trainer: Trainer, path: str | Path) -> None:
@@ -73,10 +69,10 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
         dcp.save(tensors, storage_writer=PlainWriter(folder / _TENSORS, folder.parent / SPARE), no_dist=not dist.is_initialized())
     problem: Exception | None = None
     if strategy.is_global_zero:
-        partial = folder / f"{_REST}.part"
+        partial = folder / f"{REST}.part"
         try:
             partial.write_bytes(placed.dumps(rest))
-            partial.replace(folder / _REST)  # the snapshot is complete once this file exists
+            partial.replace(folder / REST)  # the snapshot is complete once this file exists
         except Exception as error:  # a full disk, or a value that can't be pickled: the others mustn't wait for ever
             problem = error
     strategy.barrier("snapshot")
@@ -96,7 +92,7 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
     """
     folder = Path(str(path))
     module, optimizers = strategy.lightning_module, [bare_optimizer(optimizer) for optimizer in strategy.optimizers]
-    rest: dict[str, Any] = placed.loads((folder / _REST).read_bytes(), strategy.root_device)
+    rest: dict[str, Any] = placed.loads((folder / REST).read_bytes(), strategy.root_device)
     saved = rest.pop(_OPTIMIZERS)
     if optimizers and len(saved) != len(optimizers):
         raise ValueError(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -315,6 +316,7 @@ class AutoLauncher(Launcher):
     ) -> Any:
         for name in self._strategy.settings.allow:  # the run may move to any of them
             engines.named(name).before_fork(decision.run_plan.devices)
+        import_module("lightning_autopar.state.snapshot")  # once, for all workers
         run = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how, self._shown)
         try:
             return run.run(lambda outcome, job: self._take_back(outcome, job, trainer))

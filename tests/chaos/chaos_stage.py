@@ -337,7 +337,7 @@ def on_stage(stage: Stage) -> Iterator[None]:
     """While open, this stage's actions happen to the run of this process."""
     global current
     patched: list[tuple[Any, str, Any]] = [(boundary, "write_objects", _at("no_space", _at("before_carrying", boundary.write_objects)))]
-    patched.append((boundary, "save_snapshot", _at("saved", _at("before_saving", boundary.save_snapshot), after=True)))
+    patched.append((snapshot, "save_snapshot", _at("saved", _at("before_saving", snapshot.save_snapshot), after=True)))
     patched.append((snapshot.dcp, "save", _at("tensors_saved", snapshot.dcp.save, after=True)))
     patched.append((EngineMixin, "prepare", _at("preparing", EngineMixin.prepare)))
     for name in ("ask", "answered", "withdraw"):

@@ -1,12 +1,16 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from lightning_autopar.constraints import Constraints
+from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.corrections import Corrections, plan_shape
 from lightning_autopar.memory.learned.step_times import StepTime, StepTimes
+from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.planning import refusals as runnable
-from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser, first_of_each_configuration, links_seconds, simplicity
+from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser, Predictions, first_of_each_configuration, links_seconds, simplicity
 from lightning_autopar.planning.memory import host_bytes
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import OFFLOADS, Plan
@@ -108,6 +112,28 @@ def test_predictions_are_asked_for_once() -> None:
     assert measure.holds(SINGLE)
     assert measure.candidate(SINGLE).fits
     assert asked == [SINGLE]
+
+
+def test_questions_about_one_step_on_the_same_devices_share_predictions() -> None:
+    asked: list[tuple[Footprint, Plan]] = []
+    here, known, shared = inventory(cpu(0), cpu(1)), footprint(), Predictions()
+    predict = Appraiser(known, here, Constraints()).predict
+
+    def counted(step: Footprint, plan: Plan, there: Inventory) -> Any:
+        asked.append((step, plan))
+        return predict(step, plan, there)
+
+    def measure(step: Footprint, there: Inventory, **constraints: Any) -> Appraiser:
+        return Appraiser(step, there, Constraints(**constraints), counted, predictions=shared)
+
+    held = Constraints().residuals
+    assert measure(known, here, residuals=held).holds(DDP)
+    less = replace(here, devices=tuple(replace(one, free_bytes=1) for one in here.devices))
+    assert not measure(known, less, residuals=held, memory_margin=0.0).holds(DDP)
+    assert len(asked) == 1
+    measure(scaled(known, 16), here, residuals=held).holds(DDP)
+    measure(known, here, residuals=held, precision="bf16-true").holds(DDP)
+    assert len(asked) == 3
 
 
 def test_of_a_configuration_the_first_stands_for_all() -> None:

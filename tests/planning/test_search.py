@@ -19,10 +19,12 @@ from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.trace.trace import trace
+from lightning_autopar.planning.block_units import with_recompute
 from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.remedies import in_parts
 from lightning_autopar.planning.search import Search, _Prospect
 from lightning_autopar.planning.timing import predict_seconds
-from lightning_autopar.plans import Plan
+from lightning_autopar.plans import SCHEDULES, Plan
 from lightning_autopar.strategies.pipeline.plans import PipelineMaker
 
 PRECISION = "bf16-mixed"
@@ -157,3 +159,42 @@ def test_the_cuts_of_a_batch_that_stays_whole_are_moved() -> None:
     plan = PipelineMaker(search.appraiser, here.devices, search.speed, None).best("gpipe", lambda: inf)
     assert plan is not None
     assert search.appraiser.step_seconds(plan) <= 1.001 * min(seconds_of_cuts(plan, step, here))
+
+
+@pytest.mark.parametrize("devices", ["2x4xA10G", "3xL4,3xA10G"])
+def test_no_pipeline_is_faster_than_the_bound_by_which_it_may_be_left(devices: str) -> None:
+    """Neither than that of its shape, nor than that of its cuts; and where replicas average gradients, the bound knows that."""
+    step, here = scaled(step_of(1024, 12), 12), parse_spec(devices)
+    search = Search(step, here, Constraints(precision=PRECISION))
+    maker = PipelineMaker(search.appraiser, here.devices, search.speed, None)
+    told = 0
+    for schedule in SCHEDULES:
+        for least, shape in maker._promising(schedule):
+            plan = maker._fitted(shape, inf, any_will_do=True)
+            if plan is None:
+                continue
+            exact = search.appraiser.step_seconds(plan)
+            places = [0, *(index for index, block in enumerate(step.blocks) if block.fqn in plan.cuts)]
+            assert max(least, maker._first_averages(shape, places)) <= exact, plan.title()
+            told += least > shape.least_seconds(maker._total_seconds(shape))
+    assert told > 0
+
+
+@pytest.mark.parametrize("free_gib", [3.4, 4.2, 6.0])
+def test_parts_that_lack_memory_are_the_same_as_if_each_were_asked_about(free_gib: float) -> None:
+    step, here = scaled(step_of(1024, 12), 48), parse_spec("2xL4,2xA10G")
+    free = [int(free_gib * 2**30) * (2 + index) // 2 for index in range(4)]
+    here = replace(here, devices=tuple(replace(one, free_bytes=size) for one, size in zip(here.devices, free, strict=True)))
+    search = Search(step, here, Constraints(precision=PRECISION))
+    remedies = search.remedies
+    plain = next(plan for plan in search._options() if plan.engine == "fsdp" and plan.world_size == 4)
+    blocks = remedies.order(plain)
+
+    def all_recomputed(parts: int) -> Plan:
+        return with_recompute(in_parts(plain, parts), step, blocks)
+
+    shared, even = remedies.shared_parts(plain), remedies.parts(plain)
+    lacking = [not remedies._has_room(all_recomputed(parts)) for parts in shared]
+    assert [remedies.is_crowded(in_parts(plain, parts)) for parts in shared] == lacking
+    never = [not search.appraiser.holds(all_recomputed(parts)) for parts in even]
+    assert [remedies._lacks_in_parts(in_parts(plain, parts), remedies.parts, search.appraiser.holds) for parts in even] == never

@@ -10,7 +10,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_autopar.state.snapshot import is_snapshot, save_snapshot
+from lightning_autopar.state.snapshot import save_snapshot
+from lightning_autopar.state.snapshot_folder import is_snapshot
 from tests.state.test_checkpoint import (
     BATCHES,
     ENGINES,

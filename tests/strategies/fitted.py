@@ -18,7 +18,7 @@ from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.report.report import Candidate
-from lightning_autopar.state.snapshot import is_snapshot
+from lightning_autopar.state.snapshot_folder import is_snapshot
 from lightning_autopar.strategies import launcher
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.base.run_plan import RunPlan

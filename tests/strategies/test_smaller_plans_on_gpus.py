@@ -56,7 +56,7 @@ def _fit(
         default_root_dir=root,
         **{"max_epochs": 2, **QUIET, **options},
     )
-    with patch("lightning_autopar.strategies.elastic.saver._SAVE_SECONDS", 0.0) if soon else nullcontext():
+    with patch("lightning_autopar.strategies.elastic.saver.SAVE_SECONDS", 0.0) if soon else nullcontext():
         trainer.fit(module, DataLoader(numbers(), batch_size=8, shuffle=True), DataLoader(numbers(), batch_size=8))
     found = None if devices == 1 else strategy.plan
     return {name: value.cpu() for name, value in module.state_dict().items()}, getattr(module, "begun", None), found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -31,7 +32,6 @@ from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.exact.step.step_state import StepState
 from lightning_autopar.state.checkpoint import whole_optimizer_state, whole_state_dict
-from lightning_autopar.state.snapshot import GRADIENTS, load_snapshot
 from lightning_autopar.strategies.base import measure, resume
 from lightning_autopar.strategies.base.loaders import Dropped, exact_loader
 from lightning_autopar.strategies.base.measure import Meter
@@ -513,10 +513,10 @@ class EngineMixin(Strategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a snapshot, or a checkpoint of Lightning's."""
-        snapshot = self.run_plan.from_snapshot
+        snapshot: Any = import_module("lightning_autopar.state.snapshot") if self.run_plan.from_snapshot else None  # slow to import
         weights_only = self.run_plan.weights_only if weights_only is None else weights_only
-        checkpoint = load_snapshot(self, checkpoint_path) if snapshot else super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved_gradients = checkpoint.pop(GRADIENTS, {}) if snapshot else {}
+        checkpoint = snapshot.load_snapshot(self, checkpoint_path) if snapshot else super().load_checkpoint(checkpoint_path, weights_only)
+        self._saved_gradients = checkpoint.pop(snapshot.GRADIENTS, {}) if snapshot else {}
         self._resumption = resume.take_up(checkpoint)
         return checkpoint
 

@@ -24,7 +24,7 @@ from lightning_autopar._lightning_compat import SIGTERMException, TrainerFn, run
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.runs.display import RunDisplay
 from lightning_autopar.sharing.runs.status import Request
-from lightning_autopar.state.snapshot import is_snapshot
+from lightning_autopar.state.snapshot_folder import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.elastic.agent import Agent
 from lightning_autopar.strategies.elastic.kept_leases import Promises

@@ -15,7 +15,7 @@ from lightning_autopar.strategies.processes.protocol import Ask, GenerationFiles
 #: How fast a snapshot is written and read, as long as none was measured: pickled, through shared memory.
 COPY_BYTES_PER_SECOND = 1e9
 #: Seconds that writing a snapshot takes, however few its bytes.
-_SAVE_SECONDS = 0.1
+SAVE_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class SnapshotSettings:
 
 def save_seconds(state_bytes: int) -> float:
     """The predicted seconds to write a snapshot, as long as none was measured."""
-    return _SAVE_SECONDS + state_bytes / COPY_BYTES_PER_SECOND
+    return SAVE_SECONDS + state_bytes / COPY_BYTES_PER_SECOND
 
 
 class Saver:

@@ -122,6 +122,10 @@ class FSDP(Engine):
         """A step that gathers each unit's parameters while the unit before computes, and reduces its gradients afterwards."""
         return FSDPStep(footprint, plan, inventory, precision, rates, self.wire)
 
+    def import_early(self) -> None:
+        """FSDP2, with what shards and gathers tensors."""
+        import lightning_autopar.strategies.fsdp.rehearsal  # noqa: F401
+
     def strategy(self, run: Any, *, forked: bool) -> Any:
         """Lightning's ``ModelParallelStrategy`` with the mixin."""
         from lightning_autopar.strategies.fsdp.strategy import FSDPEngine

@@ -187,6 +187,11 @@ class Pipeline(Engine):
         """The step as its schedule plays it."""
         return PipelineStep(footprint, plan, inventory, precision, rates)
 
+    def import_early(self) -> None:
+        """Torch's schedules, and what records stages."""
+        import lightning_autopar.strategies.pipeline.rehearsal.stage_probe
+        import lightning_autopar.strategies.pipeline.strategy  # noqa: F401
+
     def strategy(self, run: Any, *, forked: bool) -> Any:
         """Stages recorded from the user's step, in a strategy with the mixin."""
         from lightning_autopar.strategies.pipeline.strategy import PipelineEngine

@@ -329,9 +329,13 @@ def _averaging(plan: Plan, stages: dict[int, _Stage]) -> dict[str, int]:
     }
 
 
+#: Bytes of the optimizer's temporaries.
+_FIXED: FootprintCache[int] = FootprintCache(4)
+
+
 def _stepping(footprint: Footprint, stages: dict[int, _Stage], on_cpu: bool) -> dict[str, int]:
     """The optimizer's step: all gradients, and its temporaries, of one parameter or of all of them, as traced."""
-    fixed = max((moment.fixed_bytes for moment in footprint.moments if moment.phase == "optimizer"), default=0)
+    fixed = _FIXED.get(footprint, None, lambda: max((one.fixed_bytes for one in footprint.moments if one.phase == "optimizer"), default=0))
     gradients = sum(stage.gradients for stage in stages.values())
     if fixed <= 4 * footprint.largest_parameter_bytes and footprint.largest_parameter_bytes:
         scratch = fixed * max(stage.largest for stage in stages.values()) // footprint.largest_parameter_bytes

@@ -9,7 +9,7 @@ over blocks, in the manner of PipeDream (https://arxiv.org/abs/1806.03377). Arit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ def partition(seconds: Sequence[Table], cuttable: Sequence[bool] | None = None) 
         allowed[1:blocks] = np.asarray(cuttable, dtype=bool)[1:]
     barred = np.where(allowed, 0.0, np.inf)
     later = np.where(np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1), 0.0, np.inf)
-    added = {id(table): table + later for table in seconds}  # equal stages share a table
+    added = {id(table): table + later for table in {id(table): table for table in seconds}.values()}  # equal stages share a table
     tables = [added[id(table)] for table in seconds]
     slowest = np.full(blocks + 1, np.inf)
     slowest[0] = 0.0
@@ -108,6 +108,7 @@ class StageTables:
         peak: at the fullest moment of a forward or a backward, complete gradients not counted.
         passed: what is received and sent of a micro-batch, by the first block and the one after the last.
         input: the batch of a replica.
+        known: what :meth:`needs` has worked out, by shards.
     """
 
     states: Table
@@ -117,6 +118,7 @@ class StageTables:
     peak: Table
     passed: Table
     input: float
+    known: dict[int, Table] = field(default_factory=dict)
 
     def needs(self, flight: int, shards: int = 1) -> Table:
         """Bytes of a stage at a place of a schedule.
@@ -125,7 +127,14 @@ class StageTables:
             flight: how many micro-batches it holds at once (:func:`in_flight`).
             shards: over how many replicas its states are cut.
         """
-        return self.holding(shards) + (flight - 1) * self.held + np.maximum(self.peak - self.held, 0) + self.passed
+        found: Table = self._once(shards) + (flight - 1) * self.held
+        return found
+
+    def _once(self, shards: int) -> Table:
+        """Bytes of a stage that holds one micro-batch at once, worked out once."""
+        if shards not in self.known:
+            self.known[shards] = self.holding(shards) + np.maximum(self.peak - self.held, 0) + self.passed
+        return self.known[shards]
 
     def holding(self, shards: int = 1) -> Table:
         """The part of that which a stage holds between a single micro-batch's forward and its backward."""

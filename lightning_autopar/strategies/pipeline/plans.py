@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,11 @@ from lightning_autopar.planning.remedies import without_recompute
 from lightning_autopar.planning.timing import part_seconds
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
 from lightning_autopar.strategies.pipeline.partition import Partition, StageTables, Table, in_flight, partition, stage_seconds, stage_tables
+from lightning_autopar.strategies.pipeline.timing import averaging_seconds
+from lightning_autopar.timing.collectives import topology
 from lightning_autopar.timing.data_sheet import DATA_SHEET
 from lightning_autopar.timing.rates import Rates
+from lightning_autopar.timing.roofline import Layer, layout_of
 
 #: The most stages: more would mostly wait.
 _MOST_RANKS = 64
@@ -35,8 +39,8 @@ _CORRECTIONS = 3
 _CERTAIN = 0.97
 #: Sizes are rounded for each micro-batch, so their sum may be smaller than the whole batch's size by this share.
 _ROUNDED = 1e-6
-#: How often cuts of a pipeline are moved.
-_MOVES = 100
+#: How often cuts of a pipeline are moved; less often where stages times blocks are more than this, as each move takes longer then.
+_MOVES, _MOVED_FREELY = 100, 4000
 #: How much slower cuts may be that are moved. With several stages a rank, the programme's slowest stage isn't the slowest rank's.
 _GAINED = 1.1
 #: What the engine does.
@@ -133,6 +137,8 @@ class PipelineMaker:
         self._seconds: dict[tuple[object, ...], Table] = {}
         self._of_parts: dict[tuple[float, float, bool], list[float]] = {}
         self._totals: dict[float, float] = {}
+        self._after: dict[tuple[int, bool], float] = {}
+        self._paces: dict[float, float] = {}
         self.fastest = max(devices, key=lambda device: (speed[device.id], device.id))
 
     def best(self, schedule: Schedule, limit: Callable[[], float]) -> Plan | None:
@@ -164,9 +170,8 @@ class PipelineMaker:
         return plan if plan is not None else self._anyhow(list(self._shapes(schedule))[-1])
 
     def _lacks(self, shape: _Shape) -> bool:
-        """Whether the tables show that no cut of it fits, as none fitted of a shape that takes no more memory. With fewer, larger
-        micro-batches, a stage that holds as many at once takes no less. Under GPipe it holds all: the activations of the replica's whole
-        batch, whatever their number.
+        """Whether no cut of it fits, as none fitted of a shape that takes no more memory. With fewer, larger micro-batches, a stage that
+        holds as many at once takes no less. Under GPipe it holds all: the activations of the replica's whole batch, whatever their number.
         """
         family = replace(shape, micro_batches=1)
         if shape.schedule == "gpipe":
@@ -177,8 +182,8 @@ class PipelineMaker:
                 ]
                 least = np.minimum.reduce(held)
                 fits = [np.where(least * (1 - _ROUNDED) <= cap, 0.0, np.inf) for cap in self._caps(shape)]
-                self._lacking[family] = 0 if partition(fits, self.cuttable) is not None else shape.micro_batches
-            return self._lacking[family] > 0
+                self._lacking[family] = 0 if partition(fits, self.cuttable) is not None else max(1, self.footprint.batch_size)
+            return shape.micro_batches <= self._lacking[family]
 
         def flight(parts: int) -> int:
             return in_flight(shape.schedule, 0, shape.stages, shape.ranks, parts)
@@ -192,15 +197,76 @@ class PipelineMaker:
 
     def _promising(self, schedule: Schedule) -> list[tuple[float, _Shape]]:
         """Shapes with their lower bounds of seconds, the fastest first."""
-        found = [(shape.least_seconds(self._total_seconds(shape)), shape) for shape in self._shapes(schedule)]
+        found = [
+            (max(shape.least_seconds(self._total_seconds(shape)), self._least_with_averaging(shape)), shape)
+            for shape in self._shapes(schedule)
+        ]
         return sorted(found, key=lambda one: one[0])
+
+    def _least_with_averaging(self, shape: _Shape) -> float:
+        """A lower bound for every cut where replicas average gradients: some rank has its even part of the blocks' gradients or more. It
+        computes these blocks for every micro-batch, and then averages their gradients.
+        """
+        gradients, parameters = self._trained
+        if shape.replicas == 1 or not gradients:
+            return 0.0
+        key = shape.ranks, shape.sharded
+        if key not in self._after:
+            own = [part // shape.ranks for part in (gradients, parameters)]
+            self._after[key] = min(self._averaging_seconds(shape, rank, *own) for rank in range(shape.ranks))
+        share = self._share(shape)
+        if share not in self._paces:
+            seconds = self._seconds_of_parts(self.fastest, share, recompute=False)
+            self._paces[share] = min(seconds[number] / size for number, size in self._block_gradients.items())
+        return self._average_size(shape) * shape.micro_batches * self._paces[share] * gradients / shape.ranks + self._after[key]
+
+    @cached_property
+    def _layers(self) -> tuple[Layer, ...]:
+        return layout_of(self.footprint, self.appraiser.constraints.precision).layers
+
+    @cached_property
+    def _block_gradients(self) -> dict[int, int]:
+        """Bytes of gradients of each layer that is a block and has some."""
+        sizes = {number: sum(layer.gradients) for number, layer in enumerate(self._layers) if layer.fqn is not None}
+        return {number: size for number, size in sizes.items() if size}
+
+    @cached_property
+    def _trained(self) -> tuple[int, int]:
+        """Bytes of all blocks' gradients, and of as many of their parameters as a rank with an even part of the former has at least."""
+        gradients = self._block_gradients
+        least = min((self._layers[number].parameters / size for number, size in gradients.items()), default=0.0)
+        return sum(gradients.values()), int(sum(gradients.values()) * least)
+
+    def _averaging_seconds(self, shape: _Shape, rank: int, gradients: int, parameters: int) -> float:
+        """What a rank's replicas take to average so many bytes of gradients."""
+        _, rates, _ = topology(self.appraiser.inventory).crew(
+            tuple(device.id for device in self.devices), self.rates or DATA_SHEET, self.appraiser.inventory
+        )
+        return averaging_seconds(
+            rates, self._groups(shape)[rank], self.appraiser.inventory, gradients, parameters if shape.sharded else None
+        )
+
+    def _first_averages(self, shape: _Shape, starts: Sequence[int]) -> float:
+        """The seconds in which the first rank's replicas average its gradients, with stages that begin with these blocks. The first rank is
+        the last to end its last backward.
+        """
+        if shape.replicas == 1:
+            return 0.0
+        places = [0, *(2 * start + 1 for start in starts[1:]), len(self._layers)]
+        own = [layer for stage in range(0, shape.stages, shape.ranks) for layer in self._layers[places[stage] : places[stage + 1]]]
+        return self._averaging_seconds(shape, 0, sum(sum(layer.gradients) for layer in own), sum(layer.parameters for layer in own))
 
     def _total_seconds(self, shape: _Shape) -> float:
         """Of all of a micro-batch's forwards and backwards, on the fastest device; no more than one of average size takes."""
-        share, rows = self._share(shape), -(-self.footprint.batch_size // shape.replicas)
+        share = self._share(shape)
         if share not in self._totals:
             self._totals[share] = sum(self._seconds_of_parts(self.fastest, share, recompute=False))
-        return self._totals[share] * rows / shape.micro_batches / max(1, -(-rows // shape.micro_batches))
+        return self._totals[share] * self._average_size(shape)
+
+    def _average_size(self, shape: _Shape) -> float:
+        """The size of a micro-batch on the average, as a part of the largest."""
+        rows = -(-self.footprint.batch_size // shape.replicas)
+        return rows / shape.micro_batches / max(1, -(-rows // shape.micro_batches))
 
     def _shapes(self, schedule: Schedule) -> Iterator[_Shape]:
         """Numbers of ranks and replicas that use all devices, and of micro-batches; those that save memory last. A batch that isn't split
@@ -277,14 +343,17 @@ class PipelineMaker:
     def _affordable(self, shape: _Shape, stage: int, cap: float, plain: Table, again: Table) -> Table:
         """Seconds of a stage with as few recomputed blocks, to a fraction, as keep it below a cap; infinite where all don't."""
         needs = self._needs(shape, stage, recompute=False)
-        found = np.where(needs <= cap, plain, np.inf)
+        short = needs > cap
         if not self.again:
-            return found
+            return np.where(short, np.inf, plain)
         fewest = self._needs(shape, stage, recompute=True)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            part = np.clip((needs - cap) / (needs - fewest), 0.0, 1.0)
-            partly = np.where((fewest <= cap) & (needs > cap), plain + part * (again - plain), np.inf)
-        return np.minimum(found, partly)
+        partly = np.flatnonzero(short & (fewest <= cap))
+        found: Table = np.where(short, np.inf, plain)
+        lack = needs.ravel()[partly]
+        part = (lack - cap) / (lack - fewest.ravel()[partly])
+        without = plain.ravel()[partly]
+        found.ravel()[partly] = without + part * (again.ravel()[partly] - without)
+        return found
 
     def _share(self, shape: _Shape) -> float:
         """A micro-batch's part of the batch."""
@@ -323,10 +392,11 @@ class PipelineMaker:
         caps, room, best, seconds = whole, self._even_room(shape, whole), None, limit
         for turn in range(_CORRECTIONS):
             cut = self._cut(shape, room)
-            if cut is None and not turn:
+            # Where a rank has several stages, room that was shared out anew isn't all that a stage may take.
+            if cut is None and (not turn or shape.local == 1) and best is None:
                 family = replace(shape, micro_batches=1)
                 self._lacking[family] = max(shape.micro_batches, self._lacking.get(family, 0))
-            if cut is None or shape.seconds(cut) * _CERTAIN >= seconds:
+            if cut is None or shape.seconds(cut) * _CERTAIN + self._first_averages(shape, cut.starts) >= seconds:
                 break
             bare = self._plan(shape, cut.starts)
             most = with_recompute(bare, self.footprint, self.again)
@@ -335,7 +405,7 @@ class PipelineMaker:
                 best, seconds = plan, exact
                 if any_will_do:
                     break
-            off = [max(self._beyond(shape, cut, one, rank, groups[rank]) for one in {bare, most}) for rank in range(shape.ranks)]
+            off = [max(beyond) for beyond in zip(*(self._beyond(shape, cut, one, groups) for one in {bare, most}), strict=True)]
             caps = [cap - more / margin for cap, more in zip(whole, off, strict=True)]
             before, room = room, self._shared_room(shape, cut, caps)
             if all(abs(cap - old) <= 0.01 * old for cap, old in zip(room, before, strict=True)):
@@ -354,15 +424,13 @@ class PipelineMaker:
         beyond = [(cap - sum(needs[rank :: shape.ranks])) / shape.local for rank, cap in enumerate(caps)]
         return [need + beyond[stage % shape.ranks] for stage, need in enumerate(needs)]
 
-    def _beyond(self, shape: _Shape, cut: Partition, plan: Plan, rank: int, group: Sequence[Device]) -> float:
-        """By how many bytes a rank needs more than the tables say."""
+    def _beyond(self, shape: _Shape, cut: Partition, plan: Plan, groups: Sequence[Sequence[Device]]) -> list[float]:
+        """By how many bytes each rank needs more than the tables say."""
         ends = [*cut.starts[1:], len(self.footprint.blocks)]
-        told = sum(
-            self._needs(shape, stage, recompute=bool(plan.recompute))[cut.starts[stage], ends[stage]]
-            for stage in range(rank, shape.stages, shape.ranks)
-        )
+        again, margin = bool(plan.recompute), 1 + self.footprint.margin
+        told = [float(self._needs(shape, stage, again)[cut.starts[stage], ends[stage]]) for stage in range(shape.stages)]
         needs = self.appraiser.needs(plan)
-        return max(needs[device.id] for device in group) - float(told) * (1 + self.footprint.margin)
+        return [max(needs[device.id] for device in group) - sum(told[rank :: shape.ranks]) * margin for rank, group in enumerate(groups)]
 
     def _relieved(self, plan: Plan, groups: Sequence[Sequence[Device]]) -> Plan | None:
         """The plan with only as many recomputed blocks of each rank as it needs to fit: the first ones, whose activations it keeps longest.
@@ -399,10 +467,11 @@ class PipelineMaker:
         ranks = plan.devices_per_replica
         groups = [[self.appraiser.device[device] for device in plan.devices[rank::ranks]] for rank in range(ranks)]
         seconds = self.appraiser.step_seconds(plan)
+        most = max(1, min(_MOVES, _MOVES * _MOVED_FREELY // (plan.stages * len(names))))
         tries = itertools.count()
         while True:
             for starts in self._moves([names.index(fqn) for fqn in plan.cuts], groups):
-                if next(tries) == _MOVES:
+                if next(tries) == most:
                     return plan
                 trial: Plan | None = replace(plan, cuts=tuple(names[start] for start in starts))
                 assert trial is not None

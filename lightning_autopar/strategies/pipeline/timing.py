@@ -11,10 +11,12 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.allocator.play import parts_of
 from lightning_autopar.plans import Schedule
 from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
 from lightning_autopar.timing.rank import LaneSpan, RankWork, work_of
+from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step import Seconds, Step
 
 #: With more actions than this, a schedule is played for fewer micro-batches, and extrapolated at its pace.
@@ -173,6 +175,18 @@ def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
     return out
 
 
+def averaging_seconds(
+    rates: Rates, replicas: Sequence[Device], inventory: Inventory, gradient_bytes: int, parameter_bytes: int | None = None
+) -> float:
+    """Seconds in which a rank's replicas average their gradients; with ``parameter_bytes``, for stages whose states are sharded."""
+    if len(replicas) < 2 or not gradient_bytes:
+        return 0.0
+    if parameter_bytes is None:
+        return rates.collective_seconds("all_reduce", gradient_bytes, replicas, inventory)
+    gathered = rates.collective_seconds("all_gather", parameter_bytes, replicas, inventory)
+    return gathered + rates.collective_seconds("reduce_scatter", gradient_bytes, replicas, inventory)
+
+
 #: torch interprets some schedules action by action (``_PipelineScheduleRuntime``): 1.33 ms an action where 1F1B took 0.89 (a module with
 #: hardly any operations on two CPU devices, two and four stages).
 _INTERPRETED = {"interleaved_1f1b": 1.5}
@@ -276,15 +290,9 @@ class PipelineStep(Step):
         layers = self.stage_layers()
         own = [layers[stage] for stage in range(position, plan.stages, count)]
         gradients = sum(sum(self.layout.layers[number].gradients) for part in own for number in part)
-        seconds = 0.0
-        if plan.replicas > 1 and gradients:
-            group = self.devices[position::count]
-            if plan.shard:
-                parameters = sum(self.layout.layers[number].parameters for part in own for number in part)
-                seconds += self.rates.collective_seconds("all_gather", parameters, group, self.inventory)
-                seconds += self.rates.collective_seconds("reduce_scatter", gradients, group, self.inventory)
-            else:
-                seconds += self.rates.collective_seconds("all_reduce", gradients, group, self.inventory)
+        parameters = sum(self.layout.layers[number].parameters for part in own for number in part)
+        group = self.devices[position::count]
+        seconds = averaging_seconds(self.rates, group, self.inventory, gradients, parameters if plan.shard else None)
         pairs: dict[tuple[str, int, int], int] = {}
         for index, name, _, size_bytes, _ in self.footprint.also_uses:
             holder, user = (self._stage_of(part, layers) % count for part in (self.footprint.holders.get(name, 0), 2 * index))

@@ -29,7 +29,7 @@ from lightning_autopar.plans import Engine, Plan, all_engines
 from lightning_autopar.report.report import Report
 from lightning_autopar.sharing.turn import Turn
 from lightning_autopar.state.pretrained import check_values
-from lightning_autopar.state.snapshot import is_snapshot
+from lightning_autopar.state.snapshot_folder import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.calibration.calibration import calibrate, calibrated, is_calibrated, things_of
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,8 +48,10 @@ log = logging.getLogger(__name__)
 
 #: How long tracing and probing together may take; after that the estimate is coarse, and the report says so.
 TRACE_SECONDS = 600.0
-#: If the probe of the first batch takes longer, other batches aren't probed: the run's first step waits for the probes.
-QUICK_SECONDS = 0.4
+#: Other batches than the first are probed where a step has no more floating-point operations, bytes moved and operations than this, with
+#: which its probe takes some 0.4 s on a core: the run's first step waits for the probes. Seconds would differ from run to run, and the
+#: verdict with them.
+QUICK_FLOPS, QUICK_BYTES, QUICK_OPERATIONS = 10**10, 15 * 10**8, 5000
 #: Finds out what a split of a batch changes.
 Split = Callable[[FirstBatch], tuple[SplitFinding, DrawPlan]]
 _OWN_DRAWS = (
@@ -130,7 +131,8 @@ def find_out(trainer: Trainer, questions: Questions) -> Findings:
         RuntimeError: if not even the first batch can be loaded.
     """
     try:
-        findings = run_clean(_find, trainer, questions, timeout_seconds=TRACE_SECONDS)
+        early = partial(_import_early, questions.engines)
+        findings = run_clean(_find, trainer, questions, timeout_seconds=TRACE_SECONDS, meanwhile=early)
         if findings is None or (isinstance(findings, Findings) and findings.split is not None and findings.split.raised):
             findings = failure_of_step(trainer, questions.target) or findings
         if findings is None:
@@ -220,7 +222,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
             others = [_marked(each, validating[0], loadings) for each in _two(looked[len(own)])]
         whole, rowless = (_whole_of((batch, *more), stage, collates=collates) for collates in (True, False))
     if probe and stage == "fit":
-        began, cut = time.monotonic(), batch.cut
+        cut = batch.cut
         split_one = partial(_split, module, trainer, footprint=footprint, despite=questions.despite)
         batch, split, draws = _split_as_made(split_one, batch)
         if cut and batch.samples is not None and not batch.cut:
@@ -233,7 +235,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
             split = replace(split, splittable=False, reason=f"{unmade}, in another batch than the first")
         # Other batches decide what the first leaves open (a count that is 0 in it may be a mean or a sum), however long that takes.
         is_open = any(len(ways) > 1 for ways in split.log_rules.values())
-        if split.probed and (is_open or time.monotonic() - began < QUICK_SECONDS):
+        if split.probed and (is_open or _is_quick(footprint)):
             split, draws = _on_others(split_one, module, more, split, draws)
     if probe and stage != "predict":
         evaluated = [validation, *others] if stage == "fit" else [batch, *more]
@@ -261,6 +263,12 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
         together=(*batch.together, *(() if validation is None else validation.together)),
         untraced=untraced,
     )
+
+
+def _import_early(names: Iterable[str]) -> None:
+    """While a child traces the step, import what these engines' trials and workers need, if another core is there for it."""
+    for name in names if (os.cpu_count() or 1) > 1 else ():
+        engines.named(name).import_early()
 
 
 def _looks(questions: Questions, first: FirstStep) -> dict[str, Finding]:
@@ -312,7 +320,8 @@ def _looked_at(trainer: Trainer, questions: Questions, batch: FirstBatch, valida
     then runs for real in another process.
     """
     try:
-        return run_forked(_traced, trainer, questions, batch, validation), None
+        early = partial(_import_early, questions.engines)
+        return run_forked(_traced, trainer, questions, batch, validation, meanwhile=early), None
     except ChildFailed as error:
         log.debug("the step can't be traced", exc_info=True)
         failed_by = error
@@ -347,6 +356,12 @@ def _two(looked: Sequence[FirstBatch]) -> list[FirstBatch]:
     last = more[0] if more else None  # see `some_batches`
     uncut = next((batch for batch in more if batch.samples is None and why_whole(batch.batch) is not None), None)
     return list({id(batch): batch for batch in (largest, last, uncut) if batch is not None}.values())
+
+
+def _is_quick(footprint: Footprint) -> bool:
+    """Whether the step is small enough to be probed on several batches, by what was counted in it."""
+    works = (work for part in (*footprint.blocks, *footprint.outer) for work in (*part.work, *part.backward_work))
+    return footprint.flops <= QUICK_FLOPS and footprint.moved_bytes <= QUICK_BYTES and sum(work.count for work in works) <= QUICK_OPERATIONS
 
 
 def _split_as_made(split_one: Split, batch: FirstBatch) -> tuple[FirstBatch, SplitFinding, DrawPlan]:

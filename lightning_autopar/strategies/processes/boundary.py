@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core import rank_zero
-from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_autopar._lightning import ProgressBar, get_filesystem
 from lightning_autopar._lightning_compat import latest_metrics, mute_hooks, no_hyperparameters
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import batches_left
-from lightning_autopar.state.snapshot import save_snapshot
 from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, read_objects, write_objects
 from lightning_autopar.strategies.processes.protocol import BEGIN, GenerationFiles
 
@@ -193,6 +191,8 @@ class Boundary:
 
     def _save(self, target: Path) -> bool:
         """Write a snapshot, all ranks together; False on every rank if one rank failed."""
+        from lightning_autopar.state.snapshot import save_snapshot  # takes long to import, and most runs write none
+
         trainer, engine = self._trainer, self._trainer.strategy
 
         def bring() -> None:
@@ -211,6 +211,8 @@ class Boundary:
 
     def _do_together(self, part: Callable[[], None]) -> bool:
         """Do a part of the saving; False on every rank if one rank failed."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
         failure: BaseException | None = None
         try:
             part()
