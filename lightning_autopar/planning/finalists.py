@@ -93,11 +93,7 @@ class Finalists:
 
     def replays(self, plan: Plan) -> bool:
         """Whether a plan's step was taped, one rank stands for all, and its allocator caches freed memory."""
-        return (
-            self.footprint.tape is not None
-            and engines.of(plan).replays
-            and self.inventory.device(plan.devices[0]).kind != "cpu"
-        )
+        return self.footprint.tape is not None and engines.of(plan).replays and self.inventory.device(plan.devices[0]).kind != "cpu"
 
     def check(self, candidate: Candidate, shortage: Shortage) -> Candidate:
         """The candidate with the bytes that the allocator would hold for it, and whether they fit. It needs the larger of the two
