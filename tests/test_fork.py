@@ -38,6 +38,7 @@ def test_result_comes_back_and_the_parent_is_untouched() -> None:
 def test_this_process_does_something_meanwhile() -> None:
     reader, writer = os.pipe()
     done: list[int] = []
+    others = psutil.Process().children()
 
     def meanwhile() -> None:
         done.append(os.getpid())
@@ -47,7 +48,7 @@ def test_this_process_does_something_meanwhile() -> None:
     assert done == [os.getpid()]
     with pytest.raises(ZeroDivisionError):
         run_forked(lambda: os.read(reader, 1), timeout_seconds=20, meanwhile=lambda: 1 // 0)  # type: ignore[arg-type,return-value]
-    assert not psutil.Process().children(), "the child was ended"
+    assert {*psutil.Process().children()} <= {*others}, "the child was ended"
     os.close(reader)
     os.close(writer)
 

@@ -312,7 +312,7 @@ def test_a_smaller_validation_batch_is_advised_where_validation_is_in_the_way() 
 def test_validation_is_found_behind_a_plan_that_has_a_remedy_for_its_step() -> None:
     """The whole batch doesn't fit, micro-batches would, but for validation: the search shows neither, and offloads."""
     step = fixed(footprint(blocks=4, parameter_bytes=256 * MIB, activation_bytes=4 * GIB, flops=10**12))
-    slow = replace(step, evaluation_bytes=19 * GIB)
+    slow = replace(step, evaluation_bytes=18 * GIB)
     report = make_report(slow, parse_spec("RTX4090"), Constraints(allow=("single", "fsdp")))
     assert report.best is not None
     assert report.best.offload

@@ -125,7 +125,7 @@ class EngineMixin(Strategy):
         """Do what needs neither the module's state nor the user's code: the process group, the device's context."""
         module = self.lightning_module
         assert module is not None
-        self.connect(module)
+        super().connect(module)  # the run's own call tells the loggers
         self.setup_environment()
         if self.root_device.type == "cuda":
             torch.empty(1, device=self.root_device)
@@ -212,7 +212,7 @@ class EngineMixin(Strategy):
     # -- the step ----------------------------------------------------------------------------------------------------------------------
 
     def connect(self, model: Any) -> None:
-        """The first call of a run: from here on, the loggers of a training run get the plan along with the hyperparameters."""
+        """The run's call: from here on, the loggers of a training run get the plan along with the hyperparameters."""
         super().connect(model)
         rehearses = model._trainer is None  # a rehearsal runs a step before there is a run
         if not rehearses and self._trainer.state.fn == TrainerFn.FITTING:
