@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 
 #: The most bytes of buffers that are copied before a step.
 COPIED_BYTES = 16 << 20
+#: Of every tensor, whatever a subclass makes of the name.
+GRAD: Any = torch._C.TensorBase.__dict__["grad"]
+
+
+def own_gradient(parameter: Tensor) -> Tensor | None:
+    """The gradient that lies in the parameter itself. One that FSDP2 has gathered shows its shard's in whole, for which all ranks meet."""
+    gradient: Tensor | None = GRAD.__get__(parameter)
+    return gradient
 
 
 class StepState:
@@ -153,7 +161,7 @@ class StepState:
 
     def note_gradients(self) -> None:
         """A backward pass begins. Until :meth:`drop` the gradients are held that there are."""
-        found = [parameter.grad for parameter in self._parameters]
+        found = [own_gradient(parameter) for parameter in self._parameters]
         self._gradients = [(each, 0 if each is None else each._version) for each in found]
 
     def unfinished(self) -> tuple[list[Parameter], bool]:
@@ -162,7 +170,7 @@ class StepState:
         """
         left, shared = [], False
         for parameter, (before, version) in zip(self._parameters, self._gradients, strict=True):
-            now = parameter.grad
+            now = own_gradient(parameter)
             shared = shared or (before is not None and before._is_view())
             if parameter.requires_grad and now is before and (now is None or now._version == version):
                 left.append(parameter)

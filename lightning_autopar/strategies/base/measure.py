@@ -20,6 +20,7 @@ from lightning_autopar._temporary import Exits, without_noise
 from lightning_autopar.devices.host import thread_times, waited_share
 from lightning_autopar.devices.nvml import NvmlUnavailable, read_devices
 from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.step.step_state import own_gradient
 from lightning_autopar.memory.allocation_recorder import HOST, AllocationRecorder
 from lightning_autopar.memory.storages import storage_sizes
 
@@ -80,8 +81,8 @@ def held_gradients(strategy: Any) -> Iterator[Tensor]:
     assert module is not None
     groups = chain.from_iterable(bare_optimizer(optimizer).param_groups for optimizer in strategy.optimizers)
     for parameter in chain(chain.from_iterable(group["params"] for group in groups), module.parameters()):
-        if not is_absent(parameter) and parameter.grad is not None:
-            yield parameter.grad
+        if not is_absent(parameter) and (gradient := own_gradient(parameter)) is not None:
+            yield gradient
 
 
 def here(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_autopar.exact.step.step_state import GRAD, own_gradient
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 from lightning_autopar.strategies.fsdp.whole_results import part_of
 
@@ -136,7 +137,7 @@ class _Gathered(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        own: Tensor | None = _GRAD.__get__(self)
+        own = own_gradient(self)
         if own is not None or (shard := self._shard()) is None or shard.grad is None:
             return own
         self.take_over_gradient()
@@ -153,7 +154,7 @@ class _Gathered(nn.Parameter):
                     "make it, or run with allow=['single']"
                 )
             shard.grad = None
-        _GRAD.__set__(self, value)
+        GRAD.__set__(self, value)
 
     def take_over_gradient(self) -> None:
         """If the gradient was shown in whole and written to, copy the rank's part into the shard's."""
@@ -179,7 +180,6 @@ class _Gathered(nn.Parameter):
 
 
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
-_GRAD: Any = torch._C.TensorBase.__dict__["grad"]
 
 
 def _keep_writes(units: Iterable[FSDPModule]) -> None:

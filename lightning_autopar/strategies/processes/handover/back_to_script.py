@@ -244,6 +244,10 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     names: dict[int, Any] = {id(engine): before.strategy}
     for name, tensor in _tensors(module):
         names[id(tensor)] = before.tensors.get(name, name)
+    for optimizer in optimizers:  # its tensors are in the file; the module may hold the optimizer, too
+        for state in optimizer.state.values():
+            state.clear()
+        optimizer.state.clear()
     if rank != 0:
         results.changes = before.survey.changes(names, {}, under=_MODULE)
         return results
@@ -251,7 +255,6 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     results.progress = _on_cpu(progress_of(trainer))
     results.random = rng.capture({}, cuda=False)
     for optimizer in optimizers:
-        optimizer.state.clear()  # its tensors are in the file
         for index, group in enumerate(optimizer.param_groups):
             for option in [option for option, value in group.items() if option != "params" and not before.survey.travels(value, names)]:
                 del group[option]  # otherwise the whole optimizer would be lost
