@@ -159,8 +159,8 @@ class DDPEngine(SplitMixin, DDPStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        refuse_new(module, lambda _, parameter: id(parameter) in self._known, "DDP")
         if any(parameter.requires_grad and id(parameter) not in self._trained for parameter in module.parameters()):
+            refuse_new(module, lambda _, parameter: id(parameter) in self._known, "DDP")
             self._views.close()
             if isinstance(self.model, DistributedDataParallel):
                 self.model._remove_autograd_hooks()
