@@ -166,6 +166,8 @@ class _Probe:
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.metrics = MetricTrial(module)
         self.backwards = Backwards(list(module.parameters()))
+        #: How the step fails on two samples, where it picks some by their values; empty where it doesn't.
+        self.fails_on_two = ""
         self.part_reason: str | None = None
         #: The values before the step; empty until they are known.
         self.buffers: dict[str, Tensor] = {}
@@ -423,6 +425,9 @@ class _Probe:
             difference = min(difference, self._compare_in_double(size, observed))
         if difference <= _EQUAL and not observed.draws.seeded:
             difference = self._among_few(size)
+        if self.fails_on_two:
+            reason = f"it picks samples by their values, and fails on two samples: {self.fails_on_two}"
+            return SplitFinding(probed=False, reason=reason, part_reason=self.part_reason), observed.draws
         draws = observed.draws
         uneven = self.batches.uneven(shares_of(self.batches.count, size))
         if difference <= _EQUAL:
@@ -448,7 +453,7 @@ class _Probe:
 
     def _among_few(self, size: int) -> float:
         """By how much the loss differs in parts of two samples, where the step picks samples by their values (the hardest half of a batch):
-        large parts may pick the same ones by chance. 0 where it picks none, or fails on such parts.
+        large parts may pick the same ones by chance. 0 where it picks none, or fails on such parts; the latter is noted.
         """
         step, pairs = self.module.training_step, self.batches.count // 2
         if pairs <= size or not mentions([step, self.module.forward], self.module, lambda name: name in _PICKS):
@@ -459,8 +464,9 @@ class _Probe:
             if difference > _EQUAL:
                 with self._in_double():
                     difference = difference_of(self._observed(self.losses, shares), shares)
-        except Exception:  # more are picked than there are
+        except Exception as error:  # more are picked than there are
             _LOG.debug("the step can't be run on two samples", exc_info=True)
+            self.fails_on_two = _words(error)
             return 0.0
         return difference
 

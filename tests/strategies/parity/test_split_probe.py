@@ -216,6 +216,13 @@ class Hardest(Base):
         return errors.topk(max(1, len(x) // 2)).values.mean() + 0 * self.layer.bias.sum()
 
 
+class HardestThree(Base):
+    """Of samples that are all equally hard, so that parts agree by chance; two samples have no three."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.layer(x * 0) + 1).square().mean(1).topk(3).values.mean()
+
+
 class ByHand(Base):
     """Manual optimization."""
 
@@ -318,6 +325,13 @@ def test_samples_that_are_picked_by_their_values() -> None:
     x = [torch.full((4,), float(value)) for value in (0, 1, 2, 3, 0, 1, 2, 3)]  # each half has the two largest
     found, _ = probe_split(Hardest(), None, first_of(x))
     assert found.difference > 1e-2
+
+
+def test_samples_that_are_picked_cant_be_tried_on_two() -> None:
+    """That isn't taken for parts that give the same."""
+    found, _ = probe_split(HardestThree(), None, first_of(samples(8)))
+    assert not found.probed
+    assert (found.reason or "").startswith("it picks samples by their values, and fails on two samples: ")
 
 
 def test_a_loss_that_stays_may_have_another_gradient() -> None:
