@@ -276,15 +276,13 @@ class FSDPPlayer(Player):
         for key in gradients:
             machine.drop(key)
         shard = ("gradient", unit)
-        self._reduced.add(unit)
         added = shard in machine  # to an earlier micro-batch's gradients
         key = (shard, "added") if added else shard
         machine.hold(key, self._sizes[unit].shard_bytes, "gradients", REDUCE)
-        if self.offloads:  # the copy to the host is on the same stream
+        if added or self.offloads:  # the copy to the host is on the same stream
             machine.drop(key)
-            self._reduced.discard(unit)
-        if added:
-            machine.drop(key)
+        if not self.offloads:
+            self._reduced.add(unit)
 
     def _end_of_backward(self) -> None:
         """Reduce what no unit's own backward has reduced: the root's gradients, and units without a backward. Useless gathers are freed."""

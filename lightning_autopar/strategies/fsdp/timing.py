@@ -49,14 +49,19 @@ class FSDPStep(Step):
         if not (self.training and self.on_cpu):
             return 0
         looped = 0 if self.one_pass() else sum(work.count for work in self.layout.optimizer)
-        parameters = sum(len(layer.gradients) for layer in self.layout.layers)
-        return fsdp_calls(parameters=parameters, units=self.units) + SHARDED_OPERATION * looped
+        return fsdp_calls(parameters=self._parameters, units=self.units) + SHARDED_OPERATION * looped
 
     def beside(self, run: RankWork) -> float:
         """Also what offloading a parameter from a GPU takes."""
-        offloaded = not self.on_cpu and "parameters" in self.plan.offload
-        parameters = sum(len(layer.gradients) for layer in self.layout.layers) if offloaded else 0
-        return super().beside(run) + run.parts * parameters * OFFLOADED_PARAMETER * self.rates.issue_seconds(run.device)
+        seconds = super().beside(run)
+        if self.on_cpu or "parameters" not in self.plan.offload:
+            return seconds
+        return seconds + run.parts * self._parameters * OFFLOADED_PARAMETER * self.rates.issue_seconds(run.device)
+
+    @property
+    def _parameters(self) -> int:
+        """How many learn."""
+        return sum(len(layer.gradients) for layer in self.layout.layers)
 
     def offload(self, run: RankWork) -> float:
         """Also adding up the gradients of a batch's parts in a GPU's host memory."""

@@ -136,7 +136,7 @@ def _fit(module: Net, folder: Path, schedule: Schedule) -> HookCounter:
 
 
 def _fails(kind: type[BaseException], module: Net, fault: Fault, folder: Path, schedule: Schedule = "1f1b") -> BaseException:
-    """Fit, and expect to fail, with no process left. Who waited for a lost peer would do so for half an hour."""
+    """Fit, and expect to fail, with no process left. A rank that waited for a lost peer would wait half an hour."""
     before = descendants()
     with pytest.raises(kind) as raised:
         _fit(module, folder, schedule)

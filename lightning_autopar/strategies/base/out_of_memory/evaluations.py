@@ -61,7 +61,9 @@ class Evaluations:
                 return step(*args, **kwargs)
         if not engine.reruns_batches:
             return self._run_with_peers(step, args, kwargs)
-        found = self._states.setdefault(hook, StepState(engine._trainer, run_plan.kept_rules.get(hook, {})))
+        if hook not in self._states:
+            self._states[hook] = StepState(engine._trainer, run_plan.kept_rules.get(hook, {}))
+        found = self._states[hook]
         found.note(engine._logging, engine._draws)
         while True:
             try:
