@@ -166,8 +166,6 @@ class _Probe:
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.metrics = MetricTrial(module)
         self.backwards = Backwards(list(module.parameters()))
-        #: How the step fails on two samples, where it picks some by their values; empty where it doesn't.
-        self.fails_on_two = ""
         self.part_reason: str | None = None
         #: The values before the step; empty until they are known.
         self.buffers: dict[str, Tensor] = {}
@@ -345,9 +343,7 @@ class _Probe:
         self.buffers, self._prepared = {name: buffer.clone() for name, buffer in module.named_buffers()}, True
 
     def losses(self, batch: Any) -> list[Tensor]:
-        """The losses of one step: under manual optimization those of each backward pass, and what tells of its gradients; else the one that
-        the step returns.
-        """
+        """The losses of one step: by hand each backward pass's, with what tells of its gradients; else the returned one."""
         return self._steps([batch])
 
     def _steps(self, batches: Sequence[Any], *, random: rng.RngState | None = None) -> list[Tensor]:
@@ -424,10 +420,10 @@ class _Probe:
         if _EQUAL < difference < math.inf:  # this may still be rounding, where large terms cancel
             difference = min(difference, self._compare_in_double(size, observed))
         if difference <= _EQUAL and not observed.draws.seeded:
-            difference = self._among_few(size)
-        if self.fails_on_two:
-            reason = f"it picks samples by their values, and fails on two samples: {self.fails_on_two}"
-            return SplitFinding(probed=False, reason=reason, part_reason=self.part_reason), observed.draws
+            difference, failed = self._among_few(size)
+            if failed:
+                reason = f"it picks samples by their values, and fails on two samples: {failed}"
+                return SplitFinding(probed=False, reason=reason, part_reason=self.part_reason), observed.draws
         draws = observed.draws
         uneven = self.batches.uneven(shares_of(self.batches.count, size))
         if difference <= _EQUAL:
@@ -445,19 +441,18 @@ class _Probe:
         elif self.drawn_apart:
             reason = f"each part makes its own draws of {', '.join(self.drawn_apart)}"
         else:
-            manual = not self.module.automatic_optimization
-            reason = f"it {'or its gradient ' if manual else ''}is no mean over the samples"
+            reason = f"it {'' if self.module.automatic_optimization else 'or its gradient '}is no mean over the samples"
         return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason), replace(
             draws, seeded=draws.seeded or uneven
         )
 
-    def _among_few(self, size: int) -> float:
+    def _among_few(self, size: int) -> tuple[float, str]:
         """By how much the loss differs in parts of two samples, where the step picks samples by their values (the hardest half of a batch):
-        large parts may pick the same ones by chance. 0 where it picks none, or fails on such parts; the latter is noted.
+        large parts may pick the same ones by chance. 0 where it picks none. And how it fails on such parts, if it does.
         """
         step, pairs = self.module.training_step, self.batches.count // 2
         if pairs <= size or not mentions([step, self.module.forward], self.module, lambda name: name in _PICKS):
-            return 0.0
+            return 0.0, ""
         shares = shares_of(self.batches.count, pairs)
         try:
             difference = difference_of(self._observed(self.losses, shares), shares)
@@ -466,9 +461,8 @@ class _Probe:
                     difference = difference_of(self._observed(self.losses, shares), shares)
         except Exception as error:  # more are picked than there are
             _LOG.debug("the step can't be run on two samples", exc_info=True)
-            self.fails_on_two = _words(error)
-            return 0.0
-        return difference
+            return 0.0, _words(error)
+        return difference, ""
 
     def _refuses(self, name: str, reason: str) -> bool:
         """Whether a reason against a split isn't overruled."""
