@@ -198,6 +198,8 @@ class Stage:
                 self.finish()  # it was struck, and the old workers waited for that: they may be at the run's end
                 self.moving = None
                 return None
+            if run._run.elastic.rendezvous.progress().boundaries == 0:
+                return None  # its own workers, forked anew after an earlier fault, would be struck instead
             self.arm(action, action.plan.world_size if action.where != "during_preparation" else ranks)
             if action.where == "during_preparation":
                 self._kill_soon(action)
