@@ -75,7 +75,7 @@ FIRST = (
     (_checks("seconds", 75),),
     (Part(name="plans", command=("benchmarks/plans_gpu.py", "--json", "{json}", "--seconds", "100"), seconds=140),),
 )
-MEMORY = ((Part(name="memory", command=("benchmarks/memory_gpu.py", "--seconds", "150", "--json", "{json}"), seconds=240),),)
+MEMORY = ((Part(name="memory", command=("benchmarks/memory_gpu.py", "--seconds", "270", "--json", "{json}"), seconds=400),),)
 OFFLOAD = ((Part(name="offload", command=("benchmarks/offload_gpu.py", "--seconds", "500", "--json", "{json}"), seconds=530),),)
 GROUPS = {"first": FIRST, "memory": MEMORY, "offload": OFFLOAD}
 

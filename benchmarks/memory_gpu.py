@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -87,31 +88,41 @@ class Benchmark:
         self.ranks: list[dict[str, Any]] = []
         self.failed: list[dict[str, Any]] = []
         self.left_out = 0
+        self.context_bytes: int | None = None
         self.predictions: dict[Task, Predicted] = {}
         cores = len(os.sched_getaffinity(0))
         context = multiprocessing.get_context("spawn")
         self.predictors = ProcessPoolExecutor(max(1, cores - 4 if on_gpu else cores - 1), context, _blind)
         self.meters = ProcessPoolExecutor(4 if on_gpu else 1, context)
 
-    def run(self) -> dict[str, Any]:
-        """Everything, then the summary."""
-        context = None
+    def run(self, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Everything, then the summary.
+
+        Args:
+            keep: is given the result after each part, so that who ends this too early has what was found.
+        """
         if self.on_gpu:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-                context = alone.submit(gpu_job.context_bytes).result()
+                self.context_bytes = alone.submit(gpu_job.context_bytes).result()
         with self.predictors, self.meters, Progress(console=Console(stderr=True)) as progress:
             bar = progress.add_task("tasks", total=2 * len(self.tasks))
             self._measure_all(lambda: progress.advance(bar))
+            keep(self.result())
             if self.on_gpu:
                 self._decide_all()
+                keep(self.result())
             self._measure_ranks()
+        return self.result()
+
+    def result(self) -> dict[str, Any]:
+        """What was found so far."""
         return {
             "benchmark": "memory_gpu",
             **machine(),
             "device": torch.cuda.get_device_name(0) if self.on_gpu else "cpu",
             "spec": self.spec,
             "goals": GOALS,
-            "context": {"measured": context, "predicted": next((row["predicted"]["context"] for row in self.rows), None)},
+            "context": {"measured": self.context_bytes, "predicted": next((row["predicted"]["context"] for row in self.rows), None)},
             "summary": self.summary(),
             "rows": self.rows,
             "ranks": self.ranks,
@@ -301,11 +312,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two precisions, one optimizer")
     options = parser.parse_args()
     on_gpu = options.device == "auto" and torch.cuda.is_available()
-    result = Benchmark(on_gpu=on_gpu, seconds=options.seconds, quick=options.quick, wanted=options.models).run()
+
+    def keep(result: dict[str, Any]) -> None:
+        if options.json is not None:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    result = Benchmark(on_gpu=on_gpu, seconds=options.seconds, quick=options.quick, wanted=options.models).run(keep)
+    keep(result)
     show(result)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
