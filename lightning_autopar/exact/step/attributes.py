@@ -1,28 +1,32 @@
-"""What steps keep on their module (sums, counts, lists of outputs) held to what one device would keep, on every rank and after every part.
+"""What steps keep (sums, counts, lists of outputs) held to what one device would keep, on every rank and after every part.
 
-Before a step the attributes that are known to change are noted. When it is over, ranks and parts of a batch tell each other what they left,
+A step keeps it in attributes of its module, or in variables of the user's: globals, those of closures, attributes of classes. Before a
+step those that are known to change are noted. When it is over, ranks and parts of a batch tell each other what they left,
 and each puts the whole batch's in its place. Knows modules, shares of a batch and a process group; not which engine runs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_autopar._lightning import LightningModule, rank_zero_warn
 from lightning_autopar._root import PYTORCH
 from lightning_autopar.exact.data.rank_share import BatchShare
+from lightning_autopar.exact.reached import Reached
 from lightning_autopar.exact.step.attribute_rules import (
     MISSING,
     Before,
+    Evidence,
     KeptRules,
     Path,
     PathRules,
@@ -33,22 +37,51 @@ from lightning_autopar.exact.step.attribute_rules import (
     slots,
     taken,
 )
+from lightning_autopar.text import format_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _LOG = logging.getLogger(__name__)
 
+#: Rows larger than this that a step keeps of every batch, or of the last one, aren't sent between ranks.
+_ROW_BYTES, _LAST_ROW_BYTES = 16 << 20, 1 << 20
+
 #: Packages whose modules' attributes aren't looked at.
 _OTHERS = ("torch.", "torchmetrics.", "transformers.", *PYTORCH)
 _NOT_KEPT = frozenset((*vars(LightningModule()), "trainer", "log", "log_dict", "print", "all_gather", "manual_backward", "optimizers",
                        "lr_schedulers"))  # fmt: skip
+#: A namespace, of which ``get``, ``[]`` and ``pop`` count, and a name in it.
+Place = tuple[dict[str, Any], str]
 
 
-def attributes(module: LightningModule) -> dict[str, tuple[nn.Module, str]]:
+def variables(module: LightningModule) -> dict[str, Place]:
+    """The user's variables that functions of the module reach, by their names in sentences, which no attribute has."""
+    return Reached({type(each): each for each in module.modules()}.values()).places()
+
+
+def places_of(module: LightningModule, names: Iterable[str]) -> dict[str, Place]:
+    """The places of names that are among :func:`attributes` or :func:`variables`."""
+    found: dict[str, Place] = {}
+    outside = variables(module) if any(map(is_variable, names)) else {}
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        if not is_variable(name):
+            found[name] = vars(module.get_submodule(owner)), attribute
+        elif name in outside:  # else the user's code has removed it
+            found[name] = outside[name]
+    return found
+
+
+def is_variable(name: str) -> bool:
+    """Whether it names one of :func:`variables` rather than an attribute."""
+    return " " in name
+
+
+def attributes(module: LightningModule) -> dict[str, Place]:
     """The attributes in which a user's step may keep something, by dotted name: those of the user's modules, without metrics."""
     return {
-        f"{prefix}.{name}".lstrip("."): (child, name)
+        f"{prefix}.{name}".lstrip("."): (vars(child), name)
         for prefix, child in module.named_modules()
         if not isinstance(child, Metric) and (child is module or not f"{type(child).__module__}.".startswith(_OTHERS))
         for name in vars(child)
@@ -56,9 +89,22 @@ def attributes(module: LightningModule) -> dict[str, tuple[nn.Module, str]]:
     }
 
 
+def settled(evidence: Evidence) -> tuple[dict[Path, Any], dict[Path, str]]:
+    """The rules for what a step keeps, and why other paths have none."""
+    rules, unknown = evidence.settled()
+    without = dict.fromkeys(unknown, "is no sum, mean, maximum, minimum or list over the parts of a batch")
+    for path, size_bytes in evidence.row_bytes.items():
+        # What a submodule keeps only of the last batch is for inspection.
+        of_submodule = "." in path[0] and not is_variable(path[0])
+        most_bytes = _ROW_BYTES if "+" in path else 0 if of_submodule else _LAST_ROW_BYTES
+        if rules.get(path) == "rows" and size_bytes > most_bytes:
+            without[path] = f"has {format_bytes(size_bytes)} of a batch"
+    return {path: rule for path, rule in rules.items() if path not in without}, without
+
+
 def title(module: LightningModule, name: str) -> str:
-    """An attribute, by the name of the module's class."""
-    return f"{type(module).__name__}.{name}"
+    """An attribute, by the name of the module's class; or a variable."""
+    return f"the {name}" if is_variable(name) else f"{type(module).__name__}.{name}"
 
 
 @dataclass(kw_only=True)
@@ -89,6 +135,7 @@ class KeptSteps:
         self._rules = {hook: {path: rule for path, rule in by.items() if parts or rule != "same"} for hook, by in rules.items()}
         self._device = device
         self._group = group
+        self._found: dict[str, dict[str, Place]] = {}
         self._before: dict[str, Any] = {}
         self._parts: list[_Part] = []
         self._slots: list[Slot] = []
@@ -97,9 +144,12 @@ class KeptSteps:
     @property
     def _now(self) -> PathRules:
         """The rules for the step that runs."""
+        return self._rules.get(self._hook, {})
+
+    @property
+    def _hook(self) -> str:
         trainer = self._trainer
-        hook = "training_step" if trainer.training else "test_step" if trainer.testing else "validation_step"
-        return self._rules.get(hook, {})
+        return "training_step" if trainer.training else "test_step" if trainer.testing else "validation_step"
 
     @contextmanager
     def step(self, share: BatchShare | None) -> Iterator[None]:
@@ -108,10 +158,9 @@ class KeptSteps:
         if not rules or share is None:
             yield
             return
-        self._before = {path[0]: None for path in rules}
-        for name in self._before:
-            owner, attribute = self._owner(name)
-            self._before[name] = taken(vars(owner)[attribute], (name,), rules) if attribute in vars(owner) else MISSING
+        for name, (space, key) in self._places(rules).items():
+            found = space.get(key, MISSING)
+            self._before[name] = MISSING if found is MISSING else taken(found, (name,), rules)
         self._parts = []
         yield
         if not self._parts:
@@ -126,31 +175,28 @@ class KeptSteps:
         if not rules or not self._before:
             yield
             return
-        for name, before in self._before.items() if self._parts else ():
-            owner, attribute = self._owner(name)
-            if before is MISSING:
-                vars(owner).pop(attribute, None)
+        for name, (space, key) in self._places(rules).items() if self._parts else ():
+            if self._before[name] is MISSING:
+                space.pop(key, None)
             else:
-                vars(owner)[attribute] = restored(before)
+                space[key] = restored(self._before[name])
         yield
         self._note(share, rules)
 
-    def _owner(self, name: str) -> tuple[Any, str]:
-        owner, _, attribute = name.rpartition(".")
-        return self._trainer.lightning_module.get_submodule(owner), attribute
+    def _places(self, rules: PathRules) -> dict[str, Place]:
+        """The places of what the running step keeps; found once, as functions don't change within a run."""
+        hook = self._hook
+        if hook not in self._found:
+            self._found[hook] = places_of(self._trainer.lightning_module, tuple(dict.fromkeys(path[0] for path in rules)))
+        return self._found[hook]
 
     def _note(self, share: BatchShare, rules: PathRules) -> None:
         """Record what the step has left."""
         self._slots = []
-        for name, before in self._before.items():
-            owner, attribute = self._owner(name)
-            if attribute in vars(owner):
-                put = vars(owner).__setitem__
-
-                def put_attribute(new: Any, put: Any = put, attribute: str = attribute) -> None:
-                    put(attribute, new)
-
-                self._slots += slots((name,), before, vars(owner)[attribute], rules, put_attribute)
+        for name, (space, key) in self._places(rules).items():
+            value = space.get(key, MISSING)
+            if value is not MISSING:
+                self._slots += slots((name,), self._before[name], value, rules, partial(space.__setitem__, key))
         self._slots = [slot for slot in self._slots if rules[slot.path] != "same"]
         values = [plain(taken(slot.value, slot.path)) for slot in self._slots]
         self._parts.append(_Part(share=share, paths=tuple(slot.path for slot in self._slots), values=values))

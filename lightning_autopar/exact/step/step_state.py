@@ -9,7 +9,6 @@ which engine runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.exact.step.attribute_rules import MISSING, PathRules, restored, taken
+from lightning_autopar.exact.step.attributes import Place, places_of
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class StepState:
 
     Args:
         trainer: whose module is trained.
-        rules: of the attributes that a training step changes.
+        rules: of the attributes and variables that a training step changes.
     """
 
     def __init__(self, trainer: Trainer, rules: PathRules) -> None:
@@ -52,6 +52,7 @@ class StepState:
         self._rules = rules
         self._names = tuple(dict.fromkeys(path[0] for path in rules))
         self._looked = False
+        self._kept: dict[str, Place] = {}
         self._metrics: list[Metric] = []
         self._collections: list[MetricCollection] = []
         self._parameters: list[Parameter] = []
@@ -89,7 +90,7 @@ class StepState:
             "logging": None if logging is None else logging.noted(),
             "metrics": [(metric, dict(metric.__dict__), _states(metric)) for metric in self._metrics],
             "groups": [(each, dict(each._groups), each._groups_checked, each._state_is_copy) for each in self._collections],
-            "attributes": [(owner, name, self._taken(owner, name, path)) for path, owner, name in self._owners()],
+            "kept": [(place, self._taken(place, name)) for name, place in self._kept.items()],
             "versions": sum(parameter._version for parameter in self._parameters),
         }
         found = [held.get(name) for held, name in self._places]
@@ -139,11 +140,11 @@ class StepState:
                     state.data.copy_(copy)
         for collection, groups, checked, is_copy in noted["groups"]:
             collection._groups, collection._groups_checked, collection._state_is_copy = groups, checked, is_copy
-        for owner, name, before in noted["attributes"]:
+        for (space, name), before in noted["kept"]:
             if before is MISSING:
-                vars(owner).pop(name, None)
+                space.pop(name, None)
             else:
-                vars(owner)[name] = restored(before)
+                space[name] = restored(before)
         for (held, name), (before, version, copy) in zip(self._places, self._buffers, strict=True):
             held[name] = before
             if before is not None and _changed(before, version):
@@ -184,6 +185,7 @@ class StepState:
         self._collections = [each for each in module.modules() if isinstance(each, MetricCollection)]
         self._parameters = [parameter for parameter in module.parameters() if not parameter.is_inference()]
         self.generators = rng.find_generators(module.named_modules())
+        self._kept = places_of(module, self._names)
         places = [(child._buffers, name) for child in module.modules() if not isinstance(child, Metric) for name in child._buffers]
         # One that was made in inference mode can't be written to in a training step.
         self._places = [(held, name) for held, name in places if held[name] is None or not _of(held[name]).is_inference()]
@@ -191,13 +193,10 @@ class StepState:
         sizes = sum(_of(held[name]).nbytes for held, name in self._places if held[name] is not None)
         self._copies_all = sizes <= COPIED_BYTES
 
-    def _owners(self) -> Iterable[tuple[str, Any, str]]:
-        for path in self._names:
-            owner, _, name = path.rpartition(".")
-            yield path, self._trainer.lightning_module.get_submodule(owner), name
-
-    def _taken(self, owner: Any, name: str, path: str) -> Any:
-        return taken(vars(owner)[name], (path,), self._rules) if name in vars(owner) else MISSING
+    def _taken(self, place: Place, name: str) -> Any:
+        space, key = place
+        found = space.get(key, MISSING)
+        return MISSING if found is MISSING else taken(found, (name,), self._rules)
 
 
 def _collectives() -> int:

@@ -7,5 +7,4 @@ Modules, in reading order:
     pickles    pickles in which shared objects are numbers
     packing    changed objects packed; the places where they were found
     unpacking  and unpacked in another process
-    reached    what the user's functions reach: closures, globals, lists on classes
 """

@@ -26,8 +26,8 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.logs.hooks import mentions
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
-from lightning_autopar.exact.step.attribute_rules import Evidence, Path, taken
-from lightning_autopar.exact.step.attributes import attributes, title
+from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, taken
+from lightning_autopar.exact.step.attributes import attributes, settled, title, variables
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory.footprint import Conduct
@@ -39,7 +39,6 @@ from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.losses import Backwards, difference_of, groups_first_of
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
 from lightning_autopar.strategies.parity.undo import StepEffects, changing_buffers, check_room, same_values, undone, uneven
-from lightning_autopar.text import format_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -50,8 +49,6 @@ _T = TypeVar("_T")
 
 #: Relative difference up to which losses count as equal: rounding of float32 sums taken in another order.
 _EQUAL = 1e-5
-#: Rows larger than this that a step keeps of every batch, or of the last one, aren't sent between ranks.
-_ROW_BYTES, _LAST_ROW_BYTES = 16 << 20, 1 << 20
 #: How often a step that shuffles samples at random is compared again.
 _ORDERS = 4
 #: Names of what picks samples by their values.
@@ -179,7 +176,9 @@ class _Probe:
         self.uneven_calls: tuple[str, ...] = ()
         self.counted: tuple[str, ...] = ()
         self.logged = LogComparison()
-        #: The attributes that are compared, and their values after each run; and whether a run's effects are kept.
+        #: Variables outside of the module in which its step may keep something.
+        self.variables = variables(module)
+        #: The attributes and variables that are compared, and their values after each run; and whether a run's effects are kept.
         self.watched: tuple[str, ...] = ()
         self.left: list[dict[str, Any]] = []
         self.lasting = False
@@ -237,19 +236,20 @@ class _Probe:
     @contextmanager
     def _harmless(self) -> Iterator[StepEffects]:
         """The context of a run; afterwards the module is as before."""
-        with nullcontext(StepEffects()) if self.lasting else undone(self.module, self.writes) as effects:
+        with nullcontext(StepEffects()) if self.lasting else undone(self.module, self.writes, self.variables) as effects:
             yield effects
             self.left.append(self._watched())
             self.ends.append(rng.capture(rng.find_generators(self.module.named_modules())))
         self.effects.append(effects)
 
     def _watched(self) -> dict[str, Any]:
-        places = attributes(self.module)
-        return {name: taken(vars(places[name][0])[places[name][1]]) for name in self.watched if name in places}
+        places = attributes(self.module) | self.variables
+        found = {name: places[name][0].get(places[name][1], MISSING) for name in self.watched if name in places}
+        return {name: taken(value) for name, value in found.items() if value is not MISSING}
 
     def _with_kept(self, finding: SplitFinding, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> SplitFinding:
         """The finding, with how the values that the step keeps of a batch's parts combine into those of the whole batch."""
-        places = attributes(self.module)
+        places = attributes(self.module) | self.variables
         self.watched = tuple(dict.fromkeys(name for effects in self.effects for name in effects.kept if name in places))
         if not self.watched:
             return finding
@@ -280,23 +280,17 @@ class _Probe:
             evidence.see(before, self.left[0], self.left[1:], shares)
 
         see(size)
-        with undone(self.module, self.writes):
+        with undone(self.module, self.writes, self.variables):
             self.lasting = True
             try:
-                step(self.batches.part(shares_of(self.batches.count, size)[0]))
+                # On the whole batch: then the least of all losses is changed by one part and not by another, and is no mean of theirs.
+                step(self.batches.part(everything(self.batches.count)))
             finally:
                 self.lasting = False
             see(size)
             if self.batches.count > size:
                 see(size + 1)
-        rules, unknown = evidence.settled()
-        without = dict.fromkeys(unknown, "is no sum, mean, maximum, minimum or list over the parts of a batch")
-        for path, size_bytes in evidence.row_bytes.items():
-            # What a submodule keeps only of the last batch is for inspection.
-            most_bytes = _ROW_BYTES if "+" in path else _LAST_ROW_BYTES if "." not in path[0] else 0
-            if rules.get(path) == "rows" and size_bytes > most_bytes:
-                without[path] = f"has {format_bytes(size_bytes)} of a batch"
-        return {path: rule for path, rule in rules.items() if path not in without}, without
+        return settled(evidence)
 
     def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> LogComparison:
         """Compare what a step logs on the whole batch with what it logs on ``size`` parts."""

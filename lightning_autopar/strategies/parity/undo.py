@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.step.attribute_rules import MISSING
+from lightning_autopar.exact.step.attributes import Place
 from lightning_autopar.text import format_bytes
 
 try:
@@ -43,7 +45,7 @@ class StepEffects:
     Args:
         written: name → new value of each parameter that the step wrote to.
         calls: how often each submodule was called, by name.
-        kept: names of attributes that the step changed, or whose contents it changed.
+        kept: names of attributes and variables that the step changed, or whose contents it changed.
     """
 
     written: dict[str, Tensor] = field(default_factory=dict)
@@ -52,13 +54,14 @@ class StepEffects:
 
 
 @contextmanager
-def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator[StepEffects]:
+def undone(module: nn.Module, writes: Collection[str] | None = None, outside: Mapping[str, Place] | None = None) -> Iterator[StepEffects]:
     """The context of a step: afterwards the module's parameters and the attributes of its submodules, with their contents, are as before.
     Buffers keep what was written to them, but are the same tensors as before.
 
     Args:
         module: the root.
         writes: names of the parameters that the step writes to, where its trace has shown them; if None, all are compared.
+        outside: variables that are to be as before, too; see :func:`.attributes.variables`.
 
     Raises:
         MemoryError: if the host has no room for a copy of these parameters.
@@ -69,7 +72,8 @@ def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator
     check_room(size_bytes, "a copy of parameters, to see whether the step writes to them,")
     copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in module.modules()]
-    put_back = _held_by(module)
+    values = {name: space.get(key, MISSING) for name, (space, key) in (outside or {}).items()}
+    put_back = _held_by(module, values)
     # As each part of a batch finds them in a run.
     generators = rng.find_generators(module.named_modules())
     drawn = {name: rng.get_generator(generator) for name, generator in generators.items()}
@@ -89,13 +93,20 @@ def undone(module: nn.Module, writes: Collection[str] | None = None) -> Iterator
         finally:
             replaced = [
                 f"{name}.{attribute}".lstrip(".")
-                for (name, child), (_, values, buffers) in zip(module.named_modules(), attributes, strict=False)
+                for (name, child), (_, held, buffers) in zip(module.named_modules(), attributes, strict=False)
                 for attribute, value in (*child.__dict__.items(), *child._buffers.items())
-                if attribute not in _TORCHS and {**values, **buffers}.get(attribute, effects) is not value
+                if attribute not in _TORCHS and {**held, **buffers}.get(attribute, effects) is not value
             ]
-            for child, values, buffers in attributes:
+            for name, (space, key) in (outside or {}).items():
+                if space.get(key, MISSING) is not values[name]:
+                    replaced.append(name)
+                    if values[name] is MISSING:
+                        space.pop(key)
+                    else:
+                        space[key] = values[name]
+            for child, held, buffers in attributes:
                 child.__dict__.clear()
-                child.__dict__.update(values)
+                child.__dict__.update(held)
                 child._buffers.clear()
                 child._buffers.update(buffers)
             rng.restore(drawn, generators)
@@ -119,13 +130,14 @@ def check_room(size_bytes: int, what: str) -> None:
         raise MemoryError(f"{what} takes {sizes}")
 
 
-def _held_by(module: nn.Module) -> list[tuple[str, Callable[[], bool]]]:
-    """For each container, tensor or object of the user's in an attribute: the attribute's name, and a function that restores the contents
+def _held_by(module: nn.Module, outside: Mapping[str, Any]) -> list[tuple[str, Callable[[], bool]]]:
+    """For each container, tensor or object of the user's in an attribute or a variable: its name, and a function that restores the contents
     and says whether they changed.
     """
     undo: list[tuple[str, Callable[[], bool]]] = []
     seen = {id(child) for child in module.modules()} | {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    left = [
+    left = list(outside.items())  # attributes first, as items are taken from the end
+    left += [
         (f"{name}.{attribute}".lstrip("."), value)
         for name, child in module.named_modules()
         for attribute, value in child.__dict__.items()

@@ -148,14 +148,14 @@ class Pipeline(Engine):
 
         kept, trainer = stage_probe.kept_apart(first), first.trainer
         if not first.several or "multi" in first.excluded:
-            return Finding(refusals={self.name: kept})
+            return Finding(refusals=kept)
         if first.untried is not None:
             found = stage_probe.refused(not_made(first.untried).reason if first.fakes else first.untried)
         else:
             told: Any = {"precision": stage_probe.precision_of(str(trainer.precision)), "flops": first.footprint.flops}
             batches = stage_probe.batches_of(first)
             found = stage_probe.probe_stages(trainer.lightning_module, trainer, batches, first.stage, **told)
-        return replace(found, refusals={self.name: found.value.refusal or kept})
+        return replace(found, refusals=kept if found.value.refusal is None else {**kept, self.name: found.value.refusal})
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
         """Compares the stages of these cuts with the whole module."""

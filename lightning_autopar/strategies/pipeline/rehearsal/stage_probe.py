@@ -20,7 +20,7 @@ from torch.optim import LBFGS
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar.engines import Finding, FirstStep
-from lightning_autopar.exact.step.attributes import title
+from lightning_autopar.exact.step.attributes import is_variable, title
 from lightning_autopar.exact.step.micro_batches import take_part
 from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
@@ -153,13 +153,19 @@ def confirm_stages(
     return Finding(value=Staging(hooks=recordings, refusal=words))
 
 
-def kept_apart(first: FirstStep) -> str | None:
-    """Why stages can't keep what a step keeps on the module; None where nothing kept depends on its samples."""
-    if first.split is None or not first.split.kept_rules:
-        return None
-    hook, rules = next(iter(first.split.kept_rules.items()))
-    name = title(first.trainer.lightning_module, next(iter(rules))[0])
-    return f"{hook} keeps {name}, which the ranks of a pipeline would have of their own stages alone"
+def kept_apart(first: FirstStep) -> dict[str, str]:
+    """Why stages can't keep what a step keeps: on the module no pipeline can, and in variables none that runs a batch in parts. Empty where
+    nothing kept depends on its samples.
+    """
+    found: dict[str, str] = {}
+    for hook, rules in () if first.split is None else first.split.kept_rules.items():
+        for name, *_ in rules:
+            words = f"{hook} keeps {title(first.trainer.lightning_module, name)}, which"
+            if is_variable(name):
+                found.setdefault("pipeline_parts", f"{words} each part of a batch would change by itself")
+            else:
+                found.setdefault("pipeline", f"{words} the ranks of a pipeline would have of their own stages alone")
+    return found
 
 
 def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) -> Check:

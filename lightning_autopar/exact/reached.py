@@ -19,14 +19,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, get_items
-
 _LIBRARIES = frozenset({"lightning_autopar", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics"})
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _INSTALLED = ("site-packages", "dist-packages")
 #: The most functions and classes to look into; a program has some hundreds. And the most items of an attribute.
 _MOST_LOOKED_INTO, _MOST_ITEMS = 10_000, 1_000
 _DATA = (Dataset, DataLoader)
+#: Classes of objects without code of the user's.
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, list, dict, set, tuple, frozenset})
 
 
 class Variables:
@@ -66,6 +66,30 @@ class _ClassNamespace(dict[str, Any]):
         return value
 
 
+class _CellNamespace(dict[str, Any]):
+    """A variable that functions close over, as the one entry of a dictionary."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dictionary's."""
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # nothing was assigned yet
+            return default
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cell.cell_contents = value
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        """As a dictionary's."""
+        value = self.get(name, default)
+        del self.cell.cell_contents
+        return value
+
+
 class Reached:
     """What functions reach from ``starts``.
 
@@ -101,9 +125,27 @@ class Reached:
             return namespace.data()
         return {name: namespace[name] for name in self._names[id(namespace)][1] if name in namespace}
 
+    def places(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """The places of the variables that hold data, by their names in sentences: a namespace, of which ``get``, ``[]`` and ``pop`` count,
+        and the name in it.
+        """
+        found: dict[str, tuple[dict[str, Any], str]] = {}
+        for title, root in self.roots:
+            kind, _, home = title.partition(" ")
+            if isinstance(root, types.CellType):
+                cell = _CellNamespace(root)
+                if _is_data(cell.get(home)):
+                    found[_free(title, found)] = (cell, home)
+                continue
+            prefix = "class attribute " + home + "." if kind == "class" else "global " + ("" if home == "__main__" else home + ".")
+            for name, value in self.variables(root).items():
+                if _is_data(value):
+                    found[_free(prefix + name, found)] = (vars(root), name)
+        return found
+
     def _look_at(self, value: Any) -> None:
         """Record an object with the user's code, to be looked into."""
-        if type(value) in ATOMS or type(value) in CONTAINERS or isinstance(value, (Tensor, *_DATA)):
+        if type(value) in _PLAIN or isinstance(value, (Tensor, *_DATA)):
             return
         while isinstance(value, (staticmethod, classmethod, functools.partial, functools.partialmethod, types.MethodType)):
             if isinstance(value, types.MethodType):
@@ -132,8 +174,7 @@ class Reached:
             for name, cell in zip(target.__code__.co_freevars, target.__closure__ or (), strict=True):
                 if name != "__class__" and id(cell) not in self._seen:
                     self._seen.add(id(cell))
-                    for value in get_items(cell):
-                        self._look_at(value)
+                    self._look_at(_CellNamespace(cell).get(name))
                     if users:
                         self.roots.append((f"variable {name}", cell))
             self._look_at(getattr(target, "__wrapped__", None))  # the function inside of a decorator
@@ -173,6 +214,11 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 def _is_data(value: Any) -> bool:
     """Whether a class's attribute is something that instances share and change, rather than code."""
     return not callable(value) and not hasattr(type(value), "__get__") and not isinstance(value, (types.ModuleType, *_DATA))
+
+
+def _free(name: str, taken: Mapping[str, Any]) -> str:
+    """The name, with a number if it is taken."""
+    return next(each for each in (name, *(f"{name} ({number})" for number in range(2, len(taken) + 3))) if each not in taken)
 
 
 def _module_of(namespace: Mapping[str, Any]) -> str:
