@@ -49,8 +49,8 @@ from lightning_autopar.strategies.calibration.calibration import calibrate
 _WARM_UP, _STEPS = 4, 8
 #: How many other ways run beside the one that was chosen.
 _RIVALS = 3
-#: How many are made ready side by side, and the longest that a wave waits for its last. With 16, two of 14 were killed: each of them holds a
-#: model and its optimizer in the host's memory.
+#: How many are made ready side by side, and the longest that a wave waits for its last. Of 16 two were killed: each holds a model and its
+#: optimizer in the host's memory.
 _WAVE, _READY_SECONDS = 8, 45.0
 _MOST_SECONDS = 90.0
 GIB = 1 << 30

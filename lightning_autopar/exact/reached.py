@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 
 _LIBRARIES = frozenset({"lightning_autopar", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics"})
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+#: Modules whose classes hold what is put into them.
+_DATAS = frozenset({"builtins", "collections", "numpy", "types"})
 _INSTALLED = ("site-packages", "dist-packages")
 #: The most functions and classes to look into; a program has some hundreds. And the most items of an attribute.
 _MOST_LOOKED_INTO, _MOST_ITEMS = 10_000, 1_000
@@ -134,12 +136,12 @@ class Reached:
             kind, _, home = title.partition(" ")
             if isinstance(root, types.CellType):
                 cell = _CellNamespace(root)
-                if _is_data(cell.get(home)):
+                if _is_followed(cell.get(home)):
                     found[_free(title, found)] = (cell, home)
                 continue
             prefix = "class attribute " + home + "." if kind == "class" else "global " + ("" if home == "__main__" else home + ".")
             for name, value in self.variables(root).items():
-                if _is_data(value):
+                if _is_followed(value):
                     found[_free(prefix + name, found)] = (vars(root), name)
         return found
 
@@ -214,6 +216,14 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 def _is_data(value: Any) -> bool:
     """Whether a class's attribute is something that instances share and change, rather than code."""
     return not callable(value) and not hasattr(type(value), "__get__") and not isinstance(value, (types.ModuleType, *_DATA))
+
+
+def _is_followed(value: Any) -> bool:
+    """Whether a variable's value is one that a step may keep something in: a progress bar or a logger of others' counts for itself."""
+    kind = type(value)
+    root = kind.__module__.partition(".")[0]
+    home = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {"__name__": kind.__module__}
+    return _is_data(value) and (root in _DATAS or isinstance(value, Tensor) or _is_users(home))
 
 
 def _free(name: str, taken: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
+from tqdm import tqdm
 
 from lightning_autopar import AutoParallelStrategy, Plan
 from lightning_autopar.exact.step.attributes import variables
@@ -22,6 +23,7 @@ ORDER: list[tuple[str, float]] = []
 METER = Meter()
 SUMS = {"targets": 0.0}
 SEEN, BEST = 0, float("inf")
+BAR = tqdm(disable=True)
 CPUS = ("cpu:0", "cpu:1")
 PLANS = {
     "ddp": Plan(engine="ddp", devices=CPUS),
@@ -50,6 +52,7 @@ class Noting(pl.LightningModule):
         METER.update(loss.item(), len(error))
         SUMS["targets"] += float(batch[1].sum())
         self.sizes.append(1)
+        BAR.update()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -132,3 +135,4 @@ def test_the_names_of_variables_are_no_attributes_and_each_ones_own() -> None:
     assert space.get(key) is curve
     assert {f"global {__name__}.LOSSES", f"global {__name__}.SEEN", "class attribute Noting.sizes"} <= set(places)
     assert not any(callable(space.get(key)) for space, key in places.values())
+    assert f"global {__name__}.BAR" not in places
