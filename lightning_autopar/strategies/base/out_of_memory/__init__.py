@@ -6,5 +6,6 @@ Modules, in reading order:
     longer_batches  says where a batch is longer than planned for
     rerun           a training batch that ran out of memory, run again in more parts
     evaluations     the same for a batch of a validation or a test
+    predictions     the same for a batch of a prediction
     running_step    where a rank is in a batch, and its step undone
 """
