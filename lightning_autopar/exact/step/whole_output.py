@@ -28,13 +28,7 @@ def lists_of_samples(outputs: Sequence[Any], rows: Sequence[int], path: Path = (
         return set()
     if isinstance(first, list) and all(len(each) == max(count, 1) for each, count in zip(outputs, rows, strict=True)):
         return {path}
-    names: Sequence[Any] = list(first) if isinstance(first, Mapping) else range(min(map(len, outputs)))
-    inner = [
-        (name, [each[name] for each in outputs])
-        for name in names
-        if not isinstance(first, Mapping) or all(name in each for each in outputs)
-    ]
-    return {place for name, values in inner for place in lists_of_samples(values, rows, (*path, name))}
+    return {found for key in _keys(outputs) or () for found in lists_of_samples([each[key] for each in outputs], rows, (*path, key))}
 
 
 def whole_output(outputs: Sequence[Any], rows: Sequence[int], lists: Container[Path], path: Path = ()) -> Any:
@@ -78,6 +72,12 @@ def whole_output(outputs: Sequence[Any], rows: Sequence[int], lists: Container[P
     return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
 
 
+def _keys(outputs: Sequence[Any]) -> Sequence[Any] | None:
+    """What dictionaries, or positions in sequences, are asked by; None where they differ."""
+    found = [list(each) if isinstance(each, Mapping) else list(range(len(each))) for each in outputs]
+    return found[0] if all(set(each) == set(found[0]) for each in found) else None
+
+
 def same_output(one: Any, other: Any, tolerance: float) -> bool:
     """Whether two outputs are the same but for rounding.
 
@@ -119,5 +119,5 @@ def _deal(place: Callable[[slice, Any], None], parts: Sequence[Any], rows: Seque
 
 
 def _is_model_output(value: Any) -> bool:
-    """transformers' outputs are dictionaries with attributes, whose constructors take them by name."""
+    """Outputs of transformers are dictionaries with attributes, whose constructors take them by name."""
     return any(each.__name__ == "ModelOutput" for each in type(value).__mro__)

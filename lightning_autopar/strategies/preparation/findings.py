@@ -198,7 +198,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
     footprint, untraced = _looked_at(trainer, questions, batch, seen.validation)
     footprint = at_lengths(partial(run_forked, _traced, trainer, questions), batch, footprint, seen)
     torch.set_num_threads(idle_threads())  # the trace counts what the run's own threads take
-    if stage == "fit" and footprint.conduct is None and not guessing:
+    if (footprint.conduct if stage == "fit" else footprint.tape) is None and not footprint.traced and not guessing:
         return None
     room_bytes = questions.room_bytes
     full = room_bytes is not None and step_bytes(footprint) > room_bytes

@@ -104,9 +104,7 @@ def same(make: Callable[[], Any], under: Plan, call: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("under", "rank"), [(SINGLE, 0), (DDP, 1), (FSDP, 1), (PIPELINE, 0)], ids=lambda each: getattr(each, "engine", each)
-)
+@pytest.mark.parametrize(("under", "rank"), [(SINGLE, 0), (DDP, 1), (FSDP, 1), (PIPELINE, 0)], ids=["single", "ddp", "fsdp", "pipeline"])
 def test_a_batch_of_a_prediction_is_run_again_in_more_parts(under: Plan, rank: int) -> None:
     ours, theirs = (run(lambda: Predicts(2, rank), each, "predict") for each in (under, None))
     assert [len(each["guesses"]) for each in ours] == [8, 8, 8, 2]
