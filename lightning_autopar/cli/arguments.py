@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_autopar.constraints import check_allow, check_memory_limit
 from lightning_autopar.devices.discover import DEVICES_VARIABLE
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.strategies.processes.script import Script
 
 #: Values that Lightning's Trainer takes as devices, and that aren't a spec.
@@ -112,9 +113,15 @@ def option_words(options: argparse.Namespace) -> list[str]:
 
 
 def split_devices(devices: str | None) -> tuple[str | None, str | None]:
-    """``--devices`` as a spec, and as the Trainer's argument; one of them, or none."""
+    """``--devices`` as a spec, and as the Trainer's argument; one of them, or none.
+
+    Raises:
+        ValueError: if it is a malformed spec.
+    """
     if devices is not None and _TRAINER_DEVICES.fullmatch(devices.strip()):
         return None, devices.strip()
+    if devices is not None:
+        parse_spec(devices)
     return devices, None
 
 

@@ -1,9 +1,9 @@
 """An optimizer's first step on the only device: where it runs out of memory, it is undone and done again with less.
 
 The gradients are complete then, so that more parts of the batch don't help. An optimizer's first step is its largest: it makes the state,
-and holds as many temporary tensors as any later one. So parameters and state are copied into host memory before it, and put back. The second
-try has the memory that lay about in pieces, and updates one tensor after the other (``foreach=False``). Several ranks don't do so alone:
-their parameters would differ by a rounding. Knows torch's optimizers; not how gradients came about.
+and holds as many temporary tensors as any later one. So parameters and state are copied into host memory before it, and put back. The
+second try has the memory that lay about in pieces, and updates one tensor after the other (``foreach=False``). Several ranks don't do so
+alone: their parameters would differ by a rounding. Knows torch's optimizers; not how gradients came about.
 """
 
 from __future__ import annotations
