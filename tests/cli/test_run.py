@@ -167,6 +167,7 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path, capsys: pytest.Captur
             ["--memory-limit", "20", "here.py"],
             "memory_limit='20' is 20 bytes, and less than 1 MiB is of no use; write the unit, such as '20GiB'",
         ),
+        (["--devices", "3xFOO", "here.py"], "in the device spec '3xFOO', '3xFOO': there is no device 'FOO' in the catalogue"),
         (["--picture", "run.svg", "here.py"], "there is nothing to draw into 'run.svg': the script ran no Trainer"),
         (["--picture", "run.png", "here.py"], "choose '.svg' for a picture or '.html' for a page"),
     ],
@@ -177,6 +178,13 @@ def test_what_cannot_be_started_is_said_in_a_sentence(
     _script(tmp_path, "pass", "here.py")
     assert main(["run", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_options_of_the_script_in_front_of_it_are_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--lr", "0.1", "train.py"])
+    assert f"{command} has no option --lr; options of the script go behind it, as in {command} train.py" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["run", "plan"])
