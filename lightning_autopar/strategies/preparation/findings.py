@@ -205,6 +205,8 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
     # A batch that is longer than any that was seen may run out of memory, and is run again in parts where that gives its loss.
     unsure = room_bytes is not None and questions.target != "cpu" and footprint.lengths is not None and footprint.lengths.open
     probe = questions.split or (stage == "fit" and (full or unsure))
+    # So that a batch of an evaluation can be run again in parts; its trial has no backward passes.
+    probe = probe or (stage in ("validate", "test") and _is_quick(footprint))
     as_drawn = batch, validation
     # An evaluation has no loss to train on; its draws are told by their shapes.
     split, draws = None, DrawPlan() if footprint.random_draws else None
