@@ -118,7 +118,11 @@ def test_the_strategys_own_settings_give_way_to_the_command_lines(tmp_path: Path
         ("sys.exit('it needs an argument')", 1, "it needs an argument\n"),
         ("def deep():\n    raise KeyError('no such dataset')\ndeep()", 1, "KeyError: 'no such dataset'\n"),
         ("raise ValueError('of its own')", 1, "ValueError: of its own\n"),
-        ("print('no Trainer')", 0, "train.py created no Trainer of Lightning, and called train of no Trainer of transformers; it ran unchanged"),
+        (
+            "print('no Trainer')",
+            0,
+            "train.py created no Trainer of Lightning, and called train of no Trainer of transformers; it ran unchanged",
+        ),
     ],
 )
 def test_the_script_ends_as_under_python(

@@ -40,7 +40,7 @@ from lightning_autopar.strategies.base.out_of_memory.gpu_limit import GpuLimit
 from lightning_autopar.strategies.base.out_of_memory.longer_batches import LongerBatches
 from lightning_autopar.strategies.base.out_of_memory.predictions import Predictions
 from lightning_autopar.strategies.base.out_of_memory.rerun import Reruns
-from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, PREDICTION, TEST, VALIDATION, RunningStep
+from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, RunningStep
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
 from lightning_autopar.strategies.base.run_plan import RunPlan
 
@@ -422,17 +422,14 @@ class EngineMixin(Strategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``validation_step`` on this rank's share."""
-        self.running.place = VALIDATION
         return self._evaluate(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``test_step`` on this rank's share."""
-        self.running.place = TEST
         return self._evaluate(super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``predict_step`` on a whole batch; ``batch_idx`` is its index among all ranks' batches."""
-        self.running.place = PREDICTION
         if self._share is None:
             return self._predictions.run(super().predict_step, args, kwargs)
         share, self._share = self._share, None  # the batch is whole: nothing in it is split

@@ -53,7 +53,7 @@ class Evaluations:
     def run(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the user's ``validation_step`` or ``test_step``, named by ``step``; returns its output."""
         engine, hook = self._engine, step.__name__
-        run_plan = engine.run_plan
+        run_plan, engine.running.place = engine.run_plan, "the validation" if hook == "validation_step" else "the test"
         plan = run_plan.plan
         staged = plan.data_ranks < plan.world_size
         if not (staged or engine.splits or run_plan.undivided is None):

@@ -7,7 +7,6 @@ runs in parts shows it, by one of its parts and that part's halves. Knows an eng
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,17 +18,16 @@ from torchmetrics import Metric
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.step.micro_batches import take_part, whole_share
+from lightning_autopar.exact.step.micro_batches import take_part
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.whole_output import lists_of_samples, same_output, whole_output
+from lightning_autopar.strategies.base.out_of_memory.evaluations import Evaluations
 from lightning_autopar.strategies.base.out_of_memory.rerun import free_memory
 from lightning_autopar.strategies.base.worker_exception import EVALUATED, out_of_memory
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.mixin import EngineMixin
 
-#: No warning: one that somebody has turned into an exception would end the run.
-_LOG = logging.getLogger(__name__)
 #: By which share of the largest value a sample's predictions may differ: as other kernels round; in half precision.
 _TOLERANCE, _HALF_TOLERANCE = 2e-3, 5e-2
 #: How attributes begin that aren't the user's, but torch's or DeepSpeed's.
@@ -39,7 +37,7 @@ _IN_PARTS = "for want of memory a batch of predict_step runs in parts"
 _INSTEAD = "take a smaller batch for predict()"
 
 
-class Predictions:
+class Predictions(Evaluations):
     """Runs a rank's batches of predictions.
 
     Args:
@@ -47,27 +45,29 @@ class Predictions:
     """
 
     def __init__(self, engine: EngineMixin) -> None:
-        self._engine: Any = engine
-        #: Into how many parts each batch is cut, where it has as many samples.
-        self.parts: int = engine.run_plan.evaluation_parts
+        super().__init__(engine)
         #: Whether a batch has shown that a sample's prediction is the same in a part.
         self._tried = False
+        self._own: dict[str, Any] | None = None
         #: Where in its output a list has an entry for each sample.
         self._lists: Container[Any] = ()
 
     def run(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the user's ``predict_step``; returns its output for the whole batch."""
         engine, module = self._engine, self._engine.lightning_module
-        own = rng.find_generators(module.named_modules())
+        engine.running.place = "the prediction"
+        if self._own is None:
+            self._own = rng.find_generators(module.named_modules())
+        own = self._own
         state, kept = rng.capture(own, kept=False), _kept(module)
         while True:
             try:
-                return self._run(step, args, kwargs, own)
+                return self._predict(step, args, kwargs, own)
             except Exception as error:  # several classes say that memory ran out; the others are raised
                 if not isinstance(error, (RuntimeError, MemoryError)) or isinstance(error, dist.DistError) or not out_of_memory(error):
                     raise
                 changed = self._changed(kept) if engine.reruns_batches else None  # else new processes begin anew
-                why = f"the failed try has changed {changed!r} of the module" if changed else self._why_not(args[0])
+                why = f"the failed try has changed {changed!r} of the module" if changed else self._why_in_one(args[0])
                 if why is not None:
                     error.add_note(f"autopar: the batch wasn't run again in more parts: {why}")
                     raise
@@ -77,9 +77,9 @@ class Predictions:
             # Outside of the handler, as the exception holds the failed step's tensors.
             rng.restore(state, own)
             free_memory()
-            self._go_on(self._whole(args[0]).fed)
+            self._go_on("predict_step", self._whole(args[0]).fed)
 
-    def _run(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+    def _predict(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
         if self.parts == 1:
             return step(*args, **kwargs)
         whole = self._whole(args[0])
@@ -148,10 +148,7 @@ class Predictions:
         with GlobalDraws(engine._share_for_draws, engine.run_plan.draws) as draws, patched(engine, "_draws", draws):
             yield
 
-    def _whole(self, batch: Any) -> BatchShare:
-        return whole_share(batch, self._engine._samples)
-
-    def _why_not(self, batch: Any) -> str | None:
+    def _why_in_one(self, batch: Any) -> str | None:
         try:
             samples = self._whole(batch).fed
         except ValueError as error:
@@ -159,16 +156,6 @@ class Predictions:
         if self.parts < samples:
             return None
         return "it has one sample on this device" if samples == 1 else f"one of its {samples} samples alone takes more"
-
-    def _go_on(self, samples: int) -> None:
-        engine, before = self._engine, self.parts
-        self.parts, plan = min(2 * before, samples), engine.run_plan.plan
-        rank = f" of rank {engine._rank}" if plan.world_size > 1 else ""
-        _LOG.warning(
-            f"autopar: {plan.devices[engine._rank]}{rank} ran out of memory in predict_step, on a batch whose {samples} samples ran in "
-            f"{'one piece' if before == 1 else f'{before} parts'}. The batch is run again, with the same samples and the same random "
-            f"numbers, in {self.parts} parts, and so are all that follow"
-        )
 
 
 def _kept(module: Any) -> dict[str, Any]:
