@@ -10,10 +10,13 @@ from typing import Any
 
 from lightning_autopar.constraints import check_allow, check_memory_limit
 from lightning_autopar.devices.discover import DEVICES_VARIABLE
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.strategies.processes.script import Script
 
 #: Values that Lightning's Trainer takes as devices, and that aren't a spec.
 _TRAINER_DEVICES = re.compile(r"auto|-1|\d+|\d+(,\d+)*,?")
+#: Programs that users write in front of a script.
+_STARTERS = re.compile(r"accelerate|deepspeed|torchrun|mpirun|srun|python[\d.]*")
 #: Options of ``plan`` and ``run`` that users may write after the script by mistake.
 _OPTIONS = {"--allow", "--batch", "--devices", "--exact", "--json", "--memory-limit", "--memory-margin", "--objective", "--picture"}
 _OPTIONS |= {"--plan", "--priority", "--wait"}
@@ -61,13 +64,18 @@ def script_of(options: argparse.Namespace) -> Script:
     """The named script.
 
     Raises:
-        ValueError: if none was, or there is no such file.
+        ValueError: if none was, or a program that starts scripts.
     """
     words = options.module or options.script
     if words[:1] == ["--"]:
         words = words[1:]
     if not words:
         raise ValueError("no script is named; give the path of the Python file that calls fit, or -m and a module")
+    if not options.module and _STARTERS.fullmatch(Path(words[0]).name) and not words[0].endswith(".py"):
+        raise ValueError(
+            f"{words[0]!r} starts scripts and is none; name the training script itself, as in {options.command} train.py: autopar starts "
+            "its processes"
+        )
     return Script(target=words[0], arguments=tuple(words[1:]), is_module=bool(options.module))
 
 
@@ -112,9 +120,15 @@ def option_words(options: argparse.Namespace) -> list[str]:
 
 
 def split_devices(devices: str | None) -> tuple[str | None, str | None]:
-    """``--devices`` as a spec, and as the Trainer's argument; one of them, or none."""
+    """``--devices`` as a spec, and as the Trainer's argument; one of them, or none.
+
+    Raises:
+        ValueError: if it is a malformed spec.
+    """
     if devices is not None and _TRAINER_DEVICES.fullmatch(devices.strip()):
         return None, devices.strip()
+    if devices is not None:
+        parse_spec(devices)
     return devices, None
 
 

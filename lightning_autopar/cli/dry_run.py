@@ -7,6 +7,7 @@ it, nor of how a report is shown.
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
         except Exception as error:
             failure = error
     if not found:
-        if isinstance(failure, ValueError):
+        if isinstance(failure, ValueError) and _is_ours(failure):
             raise failure
         how = f"failed ({type(failure).__name__}: {failure})" if failure is not None else "ended"
         raise ScriptFailed(
@@ -104,6 +105,12 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
 
         rank_zero_warn(f"autopar: {script.name} failed after {found[-1].function}, which returned nothing ({failure!r})")
     return found[-1]
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package has raised it, rather than the script or what it calls."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "lightning_autopar"
 
 
 def _plan_for_train(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None], trainer: Any) -> None:

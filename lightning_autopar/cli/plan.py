@@ -76,7 +76,11 @@ def plan_script(options: argparse.Namespace) -> int:
             found = dry_run(script, wanted, on_plan=lambda function: show(f"tracing a step of {function}, and planning"))
         except ScriptFailed as error:
             if error.__cause__ is not None and not isinstance(error.__cause__, SystemExit):
-                logging.getLogger(__name__).error("the script's own traceback:", exc_info=error.__cause__)
+                from lightning_autopar.strategies.base.users_traceback import users_part
+
+                own = error.__cause__
+                shown = users_part(own.__traceback__) or own.__traceback__
+                logging.getLogger(__name__).error("the script's own traceback:", exc_info=own.with_traceback(shown))
             print(f"lightning-autopar: {error}", file=sys.stderr)
             if isinstance(error.__cause__, SystemExit) and (hint := misplaced_options(script)) is not None:
                 print(hint, file=sys.stderr)

@@ -35,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: those of the command line, without the program's name; ``sys.argv``'s by default.
     """
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        own = (
+            f"; options of the script go behind it, as in {options.command} train.py --lr 0.1" if options.command in ("plan", "run") else ""
+        )
+        parser.error(f"{options.command} has no option {unknown[0]}{own}")
     try:
         if options.command == "devices":
             return devices.show_devices(options.devices, as_json=options.json)

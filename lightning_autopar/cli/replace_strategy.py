@@ -23,6 +23,7 @@ from lightning_autopar._lightning_compat import requests_changed
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar.cli.first_trainer import Wanted, remembered_arguments
 from lightning_autopar.strategies.auto import AutoParallelStrategy
+from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
 
 #: Arguments of strategies that belong to the run, not to its distribution: the Trainer gets them instead.
 _PASSED_ON = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
@@ -113,6 +114,8 @@ def strategies_replaced(
     """
 
     def change(request: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(request.get("strategy"), IdleStrategy):  # a measurement's own Trainer
+            return request
         changed, replacement = _replaced(request, wanted)
         built.append(replacement)
         on_replace(replacement)

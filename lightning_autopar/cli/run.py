@@ -111,7 +111,10 @@ def run_script(options: argparse.Namespace) -> int:
         until_the_end.enter_context(started_by([*start_again, *what]))
         code = _run(script)
     if not built and not ran and code == 0:
-        print(f"autopar: {script.name} never created a Trainer of Lightning or transformers; it ran unchanged", file=sys.stderr)
+        print(
+            f"autopar: {script.name} created no Trainer of Lightning, and called train of no Trainer of transformers; it ran unchanged",
+            file=sys.stderr,
+        )
     if _is_first_rank():
         if options.summary is not None:
             _write_summary(options.summary, script, built, ran, code)

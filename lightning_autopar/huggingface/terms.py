@@ -97,7 +97,7 @@ def notes(trainer: Any) -> tuple[str, ...]:
         own = f"{type(trainer).__name__} has a training_step of its own"
         found.append(f"{own}: the prediction is of its compute_loss and a backward pass, and not of what else it does")
     if trainer.compute_metrics is not None and evaluates:
-        found.append("compute_metrics: an evaluation collects all predictions, which isn't part of the prediction")
+        found.append("compute_metrics: an evaluation keeps the model's outputs for all samples; the predicted memory leaves them out")
     return (*found, *(f"{name}={getattr(args, name)}: {words}" for name, words in _UNCOUNTED.items() if getattr(args, name, None)))
 
 

@@ -126,7 +126,7 @@ class Lengths:
         told = f"{self.looked:,} of {self.of:,} {self.unit}" if some else f"all {self.looked:,} {self.unit}"
         if not self.longest:
             return f"there was only time to look at {told}, which have one size" if some and self.looked < ENOUGH else ""
-        longest = f"{told} were looked at, and the longest batch has {self.size(1.0)} ({self.label})"
+        longest = f"{told} were looked at, and the longest batch has size {self.size(1.0)} (of {self.label})"
         if self.timed:
             longest += f", a usual one {self.usual_size()}"
         if self.uncounted is not None:
@@ -138,7 +138,7 @@ class Lengths:
             return f"{longest}. The plan's memory is for the longest{why}; times are for {timed}"
         why = "as the dataset draws other samples in each epoch" if self.drawn else "as not all were looked at"
         more = f"{(self.reach - 1) * 100:.0f} % more, {why}"
-        return f"{longest}. The plan's memory is for {self.size(self.reach)}, {more}; times are for {timed}"
+        return f"{longest}. The plan's memory is for size {self.size(self.reach)}, {more}; times are for {timed}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -117,8 +117,7 @@ class ReportTable:
             on_host = [f"host memory {candidate.host.words()}"] if candidate.host else []
             occasion = [f"fullest {words}"] if (words := occasion_words(self.report, candidate)) else []
             words = "\n".join((f"{title} on {devices}", *on_host, *occasion, *([why] if why else [])))
-            sizes, share = fullest_words(self.report, candidate)
-            return rank, words, share or sizes, step
+            return rank, words, fullest_words(self.report, candidate)[0] or "–", step
         memory = " ".join(fullest_words(self.report, candidate)).strip()
         if when := occasion_words(self.report, candidate):
             memory += f"\n{when}"

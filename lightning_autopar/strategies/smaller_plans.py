@@ -1,8 +1,8 @@
 """A run whose user has asked for no snapshots goes on after a worker ran out of memory, under a plan that takes less.
 
 It goes on from the batch at which all ranks have left its step, if they could; else from the latest snapshot, which it has its workers
-write now and then, as often as that costs at most 1 % of the time; else from the beginning. Knows the generations' jobs and outcomes; not
-how a worker leaves a step.
+write now and then, as often as that costs at most 1 % of the time; else from the beginning, as ``validate``, ``test`` and ``predict`` do.
+Knows the generations' jobs and outcomes; not how a worker leaves a step.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class SmallerPlans:
         #: How many samples a rank can run at once, after more ran out of memory; None before that.
         self._samples_at_once: int | None = None
         self._generations = 0
-        self._goes_on = trainer.state.fn == TrainerFn.FITTING and first.look is not None and first.run_plan.batch == "global"
+        self._goes_on = first.look is not None and first.run_plan.batch == "global"
+        self._fits = trainer.state.fn == TrainerFn.FITTING
         footprint = first.report.footprint
         self._state_bytes = footprint.parameter_bytes + footprint.optimizer_bytes
         store: Any = LatestSnapshot(folder)
@@ -117,6 +118,8 @@ class SmallerPlans:
         own = self._folder / f"g{self._generations}"
         own.mkdir()
         world_size = job.run_plan.plan.world_size
+        if not self._fits:
+            return replace(job, folder=own, shortage=ShortageRendezvous(world_size))
         rendezvous = SnapshotRendezvous(world_size)
         rendezvous.final = True  # any other failure ends the run
         self._files = GenerationFiles(rendezvous=rendezvous, begin=get_context("fork").Event(), folder=own)
@@ -142,11 +145,9 @@ class SmallerPlans:
             job: the generation's.
             decision: its plan.
         """
-        if self._files is None or outcome.error is None:
-            return None
-        self._saver.give_up(self._files)
-        assert job.shortage is not None, "made with the files"
-        if outcome.interrupted or not job.shortage.noted:
+        if self._files is not None:
+            self._saver.give_up(self._files)
+        if outcome.error is None or outcome.interrupted or job.shortage is None or not job.shortage.noted:
             return None
         left = left_step(job.folder)
         if left is not None:
@@ -160,17 +161,20 @@ class SmallerPlans:
             return None
         learn_shortage(decision.report, error)
         run_plan = less.run_plan
-        evaluated = f", with validations in {run_plan.evaluation_parts} parts a batch" if run_plan.evaluation_parts > 1 else ""
+        what = "validations" if self._fits else "each batch"
+        evaluated = f", with {what} in {run_plan.evaluation_parts} parts{' a batch' * self._fits}" if run_plan.evaluation_parts > 1 else ""
         known = f"; {run_plan.unknown}" if run_plan.unknown else ""
         _LOG.warning(
             f"autopar: {getattr(error, WHERE)} ({type(error).__name__}: {error}). {self._goes_on_from(error, left is not None)} under the "
             f"plan {run_plan.plan.title()!r}{evaluated}{known}"
         )
-        if self.snapshot is None:  # before anybody looks for the last checkpoint
+        if self.snapshot is None and self._fits:  # before anybody looks for the last checkpoint
             CheckpointJournal(self._folder / BEGIN).undo(self._trainer.strategy.remove_checkpoint)
         return less
 
     def _goes_on_from(self, error: BaseException, left: bool) -> str:
+        if not self._fits:
+            return f"{self._trainer.state.fn.value}() begins again, with the same samples and the same random numbers,"
         if left:
             return "The batch is run again, with the same samples and the same random numbers, and the run goes on"
         if self.snapshot is not None:
@@ -181,9 +185,8 @@ class SmallerPlans:
 
     def _with_less(self, decision: Decision, error: BaseException) -> Decision | None:
         inventory = self._strategy.inventory(fewer=True)[0]
-        assert self._files is not None, "asked before"
-        known = [each for each in (self._samples_at_once, self._files.rendezvous.samples_at_once()) if each is not None]
-        self._samples_at_once = min(known, default=None)
+        fitted = None if self._files is None else self._files.rendezvous.samples_at_once()
+        self._samples_at_once = min([each for each in (self._samples_at_once, fitted) if each is not None], default=None)
         found = in_more_parts(self._trainer, decision, inventory) if getattr(error, IN_STEP, False) else None
         if found is not None:
             self._samples_at_once = samples_at_once(found)
@@ -204,9 +207,8 @@ class SmallerPlans:
 
     def _again(self, decision: Decision) -> Decision | None:
         """No plan takes less: the same one again, once at each step, as new processes have no memory in pieces."""
-        assert self._files is not None, "asked before"
         self._avoided.lift()
-        step = self._files.rendezvous.furthest_step()
+        step = 0 if self._files is None else self._files.rendezvous.furthest_step()
         if step in self._tried:
             return None
         self._tried.add(step)

@@ -161,6 +161,7 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ("body", "says"),
     [
         ("raise KeyError('no such dataset')", "train.py failed (KeyError: 'no such dataset') before it called fit"),
+        ("raise ValueError('no such column')", "train.py failed (ValueError: no such column) before it called fit"),
         ("sys.exit('needs an argument')", "before it called fit"),
         ("pass", "train.py ended before it called fit"),
         ("L.Trainer(accelerator='nonsense').fit(Net(), data())", "nonsense"),

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from lightning_autopar.cli.replace_strategy import Replaced, Replacement, Wanted, strategies_replaced
 from lightning_autopar.sharing.turn import Turn
 from lightning_autopar.strategies.auto import AutoParallelStrategy
+from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
 
 
 class Own(DDPStrategy):
@@ -126,3 +127,13 @@ def test_devices_of_the_command_line_count_more() -> None:
     assert trainer.strategy._requested == "2"
     trainer, _ = built("ddp", Wanted(devices="3xcpu:1GiB"), accelerator="gpu", devices=8, num_nodes=4)
     assert len(trainer.strategy.inventory()[0].devices) == 3
+
+
+def test_a_measurements_own_trainer_keeps_its_strategy() -> None:
+    """``lightning-autopar plan`` measures the machine where nobody has yet."""
+    found: list[Replacement] = []
+    strategy = IdleStrategy()
+    with strategies_replaced(found, Wanted()):
+        trainer = Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    assert trainer.strategy is strategy
+    assert not found

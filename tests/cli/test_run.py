@@ -118,7 +118,11 @@ def test_the_strategys_own_settings_give_way_to_the_command_lines(tmp_path: Path
         ("sys.exit('it needs an argument')", 1, "it needs an argument\n"),
         ("def deep():\n    raise KeyError('no such dataset')\ndeep()", 1, "KeyError: 'no such dataset'\n"),
         ("raise ValueError('of its own')", 1, "ValueError: of its own\n"),
-        ("print('no Trainer')", 0, "train.py never created a Trainer of Lightning or transformers; it ran unchanged"),
+        (
+            "print('no Trainer')",
+            0,
+            "train.py created no Trainer of Lightning, and called train of no Trainer of transformers; it ran unchanged",
+        ),
     ],
 )
 def test_the_script_ends_as_under_python(
@@ -167,6 +171,11 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path, capsys: pytest.Captur
             ["--memory-limit", "20", "here.py"],
             "memory_limit='20' is 20 bytes, and less than 1 MiB is of no use; write the unit, such as '20GiB'",
         ),
+        (["--devices", "3xFOO", "here.py"], "in the device spec '3xFOO', '3xFOO': there is no device 'FOO' in the catalogue"),
+        (
+            ["accelerate", "launch", "here.py"],
+            "'accelerate' starts scripts and is none; name the training script itself, as in run train.py",
+        ),
         (["--picture", "run.svg", "here.py"], "there is nothing to draw into 'run.svg': the script ran no Trainer"),
         (["--picture", "run.png", "here.py"], "choose '.svg' for a picture or '.html' for a page"),
     ],
@@ -177,6 +186,13 @@ def test_what_cannot_be_started_is_said_in_a_sentence(
     _script(tmp_path, "pass", "here.py")
     assert main(["run", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_options_of_the_script_in_front_of_it_are_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--lr", "0.1", "train.py"])
+    assert f"{command} has no option --lr; options of the script go behind it, as in {command} train.py" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["run", "plan"])

@@ -10,6 +10,7 @@ Modules, in reading order:
     initial_weights   initial weights drawn on the device, as plain Lightning draws them
     attribute_rules   how what a step keeps on its module grows with the samples
     attributes        what steps keep on their module, held to what one device would keep
+    whole_output      a batch's output, made of its parts'
     step_state        what a step changes, put back where it fails half-way
     own_backward      backward passes that the user's code begins itself
     gradient_hooks    the user's hooks on parameters, called with the whole batch's gradient

@@ -38,8 +38,9 @@ from lightning_autopar.strategies.base.measure import Meter
 from lightning_autopar.strategies.base.out_of_memory.evaluations import Evaluations
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import GpuLimit
 from lightning_autopar.strategies.base.out_of_memory.longer_batches import LongerBatches
+from lightning_autopar.strategies.base.out_of_memory.predictions import Predictions
 from lightning_autopar.strategies.base.out_of_memory.rerun import Reruns
-from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, VALIDATION, RunningStep
+from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, RunningStep
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
 from lightning_autopar.strategies.base.run_plan import RunPlan
 
@@ -79,7 +80,7 @@ class EngineMixin(Strategy):
         #: The state in which the running step began; None where no batch is run again.
         self._found: StepState | None = None
         self._reruns: Reruns | None = None
-        self._evaluations = Evaluations(self)
+        self._evaluations, self._predictions = Evaluations(self), Predictions(self)
         self.running = RunningStep(self)
         #: Whether this rank runs its batches in more parts than planned, and so than others may.
         self._alone = False
@@ -421,7 +422,6 @@ class EngineMixin(Strategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``validation_step`` on this rank's share."""
-        self.running.place = VALIDATION
         return self._evaluate(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -431,11 +431,11 @@ class EngineMixin(Strategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``predict_step`` on a whole batch; ``batch_idx`` is its index among all ranks' batches."""
         if self._share is None:
-            return super().predict_step(*args, **kwargs)
+            return self._predictions.run(super().predict_step, args, kwargs)
         share, self._share = self._share, None  # the batch is whole: nothing in it is split
         loader, plan = args[2] if len(args) > 2 else 0, self.run_plan.plan
         index = self._positions[loader] * plan.data_ranks + plan.data_rank(self._rank)
-        output = super().predict_step(args[0], *([index] if len(args) > 1 else []), *args[2:], **kwargs)
+        output = self._predictions.run(super().predict_step, (args[0], *([index] if len(args) > 1 else []), *args[2:]), kwargs)
         return output if share.rows and index < self._prediction_limits[loader] else Dropped()
 
     def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -39,7 +39,6 @@ from lightning_autopar.state.pretrained import check_values, shapes_only
 from lightning_autopar.strategies.base.host_optimizers import on_host, why_not
 from lightning_autopar.strategies.base.mixin import SplitMixin
 from lightning_autopar.strategies.base.new_parameters import refuse_new
-from lightning_autopar.strategies.base.out_of_memory.running_step import VALIDATION
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, groups_of
@@ -248,7 +247,6 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        self.running.place = VALIDATION  # type: ignore[attr-defined]  # of EngineMixin
         return self._evaluation(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:

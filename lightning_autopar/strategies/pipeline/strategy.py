@@ -29,7 +29,7 @@ from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.state.checkpoint import own_optimizer_state, own_state_dict
 from lightning_autopar.strategies.base.mixin import EngineMixin
 from lightning_autopar.strategies.base.new_parameters import refuse_new
-from lightning_autopar.strategies.base.out_of_memory.running_step import BOTH, VALIDATION
+from lightning_autopar.strategies.base.out_of_memory.running_step import BOTH
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.pipeline.run.agreement import agree_on_overflow
@@ -140,7 +140,6 @@ class _StagedStrategy(StagedState, ParallelStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        self.running.place = VALIDATION  # type: ignore[attr-defined]  # of EngineMixin
         return self._evaluation("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +151,9 @@ class _StagedStrategy(StagedState, ParallelStrategy):
         return self._evaluation("predict_step", args, kwargs)
 
     def _evaluation(self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._staged.evaluate(hook, args, kwargs, self.whole_or_share(args[0]))
+        evaluations, share = self._evaluations, self.whole_or_share(args[0])  # type: ignore[attr-defined]  # of EngineMixin
+        parts = 1 if hook == "predict_step" else evaluations.parts  # which takes a batch's parts one by one
+        return self._staged.evaluate(hook, args, kwargs, share, parts, evaluations.put_together)
 
     def whole_or_share(self, batch: Any) -> BatchShare:
         """The replica's share of the current batch; for a batch without countable samples, a share of one."""

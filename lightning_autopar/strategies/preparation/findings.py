@@ -198,13 +198,15 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
     footprint, untraced = _looked_at(trainer, questions, batch, seen.validation)
     footprint = at_lengths(partial(run_forked, _traced, trainer, questions), batch, footprint, seen)
     torch.set_num_threads(idle_threads())  # the trace counts what the run's own threads take
-    if stage == "fit" and footprint.conduct is None and not guessing:
+    if (footprint.conduct if stage == "fit" else footprint.tape) is None and not footprint.traced and not guessing:
         return None
     room_bytes = questions.room_bytes
     full = room_bytes is not None and step_bytes(footprint) > room_bytes
     # A batch that is longer than any that was seen may run out of memory, and is run again in parts where that gives its loss.
     unsure = room_bytes is not None and questions.target != "cpu" and footprint.lengths is not None and footprint.lengths.open
     probe = questions.split or (stage == "fit" and (full or unsure))
+    # So that a batch of an evaluation can be run again in parts; its trial has no backward passes.
+    probe = probe or (stage in ("validate", "test") and _is_quick(footprint))
     as_drawn = batch, validation
     # An evaluation has no loss to train on; its draws are told by their shapes.
     split, draws = None, DrawPlan() if footprint.random_draws else None

@@ -18,7 +18,7 @@ import torch
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar._lightning import Callback, DummyLogger, SingleDeviceStrategy
-from lightning_autopar._lightning_compat import installed, is_overridden, run_attached
+from lightning_autopar._lightning_compat import TrainerFn, installed, is_overridden, run_attached
 from lightning_autopar.exact.logs.hooks import overridden
 from lightning_autopar.memory.trace.first_batch import RAISED
 from lightning_autopar.memory.trace.trace import module_bytes
@@ -35,12 +35,15 @@ log = logging.getLogger(__name__)
 #: A larger module isn't run, nor for longer: a bug shows itself early.
 _MOST_BYTES, _SECONDS = 2 << 30, 20.0
 #: A frame of one of these names is in the traceback of what the user's step raises, or Lightning's call of it.
-_STEPS = ("training_step", "validation_step", "backward", "configure_optimizers")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step", "backward", "configure_optimizers")
 #: Hooks of a callback that run before the first batch has ended, so that the step may need what they did.
 _EARLY = (
     *("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start"),
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_before_optimizer_step"),
 )
+#: The same in the other loops.
+_EARLY_ELSEWHERE = ("setup", "on_{0}_start", "on_{0}_epoch_start", "on_{0}_batch_start")
+_LOOPS = {TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
 #: Exceptions that a bug in Python raises on every device. Others may come from an operator of torch that fails on the CPU alone.
 _ANYWHERE = (AttributeError, IndexError, KeyError, NameError, TypeError)
 #: Where the run is on CPUs, these are the user's bug, too. An OSError (a file, a lock, a port) may be of this process alone.
@@ -60,11 +63,13 @@ def failure_of_step(trainer: Trainer, target: Target, *, batches: int = 1, last_
     Args:
         trainer: in a function, with module and data attached; it stays as it is.
         target: the kind of device that will run it.
-        batches: how many of training.
+        batches: how many of training; of another loop, one.
         last_resort: whether there will be no run that would show it: then what the user's code raises by itself counts, too.
     """
     module = trainer.lightning_module
-    if any(each is not module for each, _ in overridden(trainer, _EARLY)):
+    loop = _LOOPS.get(trainer.state.fn)
+    early = _EARLY if loop is None else tuple(hook.format(loop) for hook in _EARLY_ELSEWHERE)
+    if any(each is not module for each, _ in overridden(trainer, early)):
         return None  # it may write files or talk to a server, and the step may need it
     if is_overridden("on_load_checkpoint", module) or module_bytes(module) > _MOST_BYTES:
         return None
@@ -88,6 +93,15 @@ class _Stop(Callback):
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self._left -= 1
         if not self._left:
+            raise _Enough
+
+    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        raise _Enough
+
+    on_predict_batch_end = on_test_batch_end
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.state.fn == TrainerFn.VALIDATING:
             raise _Enough
 
 

@@ -115,7 +115,7 @@ def test_memory_is_the_longest_batchs_and_time_the_usual_ones(tmp_path: Path, mo
     varied = planned(tmp_path, monkeypatch, texts())
     assert need(varied) == need(planned(tmp_path, monkeypatch, fixed(LONG)))
     assert varied.footprint.flops == planned(tmp_path, monkeypatch, fixed(SHORT)).footprint.flops
-    assert "the longest batch has 160 (the batch's dimension 1), a usual one 16." in " ".join(str(varied).split())
+    assert "the longest batch has size 160 (of the batch's dimension 1), a usual one 16." in " ".join(str(varied).split())
 
 
 def test_what_fits_with_the_first_batch_alone_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

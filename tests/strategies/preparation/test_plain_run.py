@@ -203,3 +203,18 @@ def test_a_step_that_needs_its_logger_is_run(tmp_path: Path) -> None:
     logs.mkdir(parents=True)
     fit(Net(writes), tmp_path, logger=CSVLogger(tmp_path, "logs/net", version=0))
     assert (logs / "step").exists()
+
+
+@pytest.mark.parametrize("call", ["predict", "test", "validate"])
+def test_a_bug_in_another_loops_step_comes_before_the_plan(call: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Evaluates(Net):
+        def step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch)  # the loader's batch is a list
+
+        predict_step = test_step = validation_step = step
+
+    data = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4)
+    trainer = pl.Trainer(strategy=AutoParallelStrategy(devices="2xcpu:1GiB"), default_root_dir=tmp_path, accelerator="cpu", **QUIET)
+    with pytest.raises(TypeError, match="list"):
+        getattr(trainer, call)(Evaluates(right), data)
+    assert "Chosen" not in "".join(capfd.readouterr())

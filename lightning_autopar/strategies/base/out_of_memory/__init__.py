@@ -5,6 +5,8 @@ Modules, in reading order:
     gpu_limit       how much of a GPU a process may take
     longer_batches  says where a batch is longer than planned for
     rerun           a training batch that ran out of memory, run again in more parts
+    optimizer_step  the only device's optimizer's step, done again
     evaluations     the same for a batch of a validation or a test
+    predictions     the same for a batch of a prediction
     running_step    where a rank is in a batch, and its step undone
 """

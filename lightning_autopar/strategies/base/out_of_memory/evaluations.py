@@ -53,14 +53,14 @@ class Evaluations:
     def run(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the user's ``validation_step`` or ``test_step``, named by ``step``; returns its output."""
         engine, hook = self._engine, step.__name__
-        run_plan = engine.run_plan
+        run_plan, engine.running.place = engine.run_plan, "the validation" if hook == "validation_step" else "the test"
         plan = run_plan.plan
-        # A pipeline's ranks take a batch through their stages whole.
-        if not (engine.splits or run_plan.undivided is None) or plan.data_ranks < plan.world_size:
+        staged = plan.data_ranks < plan.world_size
+        if not (staged or engine.splits or run_plan.undivided is None):
             with engine._step():
                 return step(*args, **kwargs)
         if not engine.reruns_batches:
-            return self._run_with_peers(step, args, kwargs)
+            return self._run_with_peers(self._in_one if staged else self._run, step, args, kwargs)
         if hook not in self._states:
             self._states[hook] = StepState(engine._trainer, run_plan.kept_rules.get(hook, {}))
         found = self._states[hook]
@@ -79,10 +79,15 @@ class Evaluations:
             self._go_on(hook, self._whole(args[0]).fed)
             found.note(engine._logging, engine._draws, copy_all=True)
 
-    def _run_with_peers(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _in_one(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A pipeline's stages are handed the batch whole, and take it through themselves in parts."""
+        with self._engine._step():
+            return step(*args, **kwargs)
+
+    def _run_with_peers(self, run: Callable[..., Any], step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Ranks that exchange something within a step all run equally many parts of it; more than these only new processes can run."""
         try:
-            return self._run(step, args, kwargs)
+            return run(step, args, kwargs)
         except Exception as error:  # as above
             if out_of_memory(error):
                 vars(error)[EVALUATED] = -(-self._whole(args[0]).fed // self.parts)
@@ -111,7 +116,7 @@ class Evaluations:
                     outputs.append(step(samples, *args[1:], **kwargs))
                 rows.append(part.rows)
             engine._share = whole
-        return self._put_together(step.__name__, outputs, rows)
+        return self.put_together(step.__name__, outputs, rows)
 
     @contextmanager
     def _split(self) -> Iterator[None]:
@@ -134,7 +139,7 @@ class Evaluations:
                 stack.enter_context(patched(engine, "_draws", draws))
             yield
 
-    def _put_together(self, hook: str, outputs: Sequence[Any], rows: Sequence[int]) -> Any:
+    def put_together(self, hook: str, outputs: Sequence[Any], rows: Sequence[int]) -> Any:
         """The whole batch's output.
 
         Raises:
@@ -150,8 +155,8 @@ class Evaluations:
         read = is_overridden(reader, trainer.lightning_module) or any(is_overridden(reader, each) for each in callbacks)
         if read and any(set(whole) != set(each) for each in named):
             raise RuntimeError(
-                f"a batch of {hook} ran out of memory, and {reader} gets to see what the step returns, which can't be put together from "
-                "parts of the batch; return tensors with a row a sample, or numbers that are means over samples, or take a smaller batch"
+                f"for want of memory a batch of {hook} runs in parts, and {reader} gets to see what the step returns, which can't be put "
+                "together from them; return tensors with a row a sample, or numbers that are means over samples, or take a smaller batch"
             )
         return whole.get("") if not isinstance(outputs[0], Mapping) else {**outputs[-1], **whole}
 

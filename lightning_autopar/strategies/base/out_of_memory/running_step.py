@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from lightning_autopar.strategies.base.mixin import EngineMixin
 
 #: All parts of a batch but the last run their backward where Lightning runs the forward, and a pipeline all of them: ``BOTH``.
-FORWARD, BACKWARD, BOTH, OPTIMIZER, VALIDATION = (
-    "the forward", "the backward", "the forward and the backward", "the optimizer's step", "the validation",
+FORWARD, BACKWARD, BOTH, OPTIMIZER = (
+    "the forward", "the backward", "the forward and the backward", "the optimizer's step",
 )  # fmt: skip
 
 

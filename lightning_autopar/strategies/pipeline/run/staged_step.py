@@ -171,11 +171,34 @@ class StagedStep:
             self._go(run, idle, goes_back=goes_back)
         return self._output(run, [part.rows for part in parts], self._logging.loss)
 
-    def evaluate(self, hook: str, args: Sequence[Any], kwargs: Mapping[str, Any], share: BatchShare) -> Any:
-        """Run the user's ``validation_step``, ``test_step`` or ``predict_step`` on the whole batch; returns its output on every rank."""
-        run = _Run(hook=hook, args=args, kwargs=kwargs, share=share, number=1)
+    def evaluate(
+        self,
+        hook: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        share: BatchShare,
+        parts: int,
+        put_together: Callable[[str, Sequence[Any], Sequence[int]], Any],
+    ) -> Any:
+        """Run the user's ``validation_step``, ``test_step`` or ``predict_step`` on the whole batch; returns its output on every rank.
+
+        Args:
+            hook: which of them.
+            args: the step's, the batch first.
+            kwargs: the step's.
+            share: the replica's of the whole batch.
+            parts: in how many parts, where it has as many samples.
+            put_together: makes the whole batch's output of the parts', and of how many samples these have.
+        """
+        number = min(parts, max(1, share.rows if share.world_size == 1 else max(self._plan.rows(share.of))))
+        run = _Run(hook=hook, args=args, kwargs=kwargs, share=share, number=number)
         self._go(run, frozenset(), goes_back=False)
-        return self._told(run.outputs.get(0)) if self._watched(hook) else None
+        found = run.outputs.get(0)
+        if number > 1 and run.outputs:
+            found = put_together(
+                hook, [run.outputs[part] for part in range(number)], [share.part(part, number).rows for part in range(number)]
+            )
+        return self._told(found) if self._watched(hook) else None
 
     def _go(self, run: _Run, idle: frozenset[int], *, goes_back: bool) -> None:
         signatures = self._signatures(run)

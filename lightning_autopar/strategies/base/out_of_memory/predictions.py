@@ -1,0 +1,173 @@
+"""A batch of a prediction that ran out of memory, run again in more parts, and all that follow as well.
+
+A rank has a prediction's batches whole, so that others notice nothing unless they exchange something within a step; then all of them run as
+many parts as the run plan says. Nobody has tried beforehand whether a sample's prediction is the same in a part: so the first batch that
+runs in parts shows it, by one of its parts and that part's halves. Knows an engine; not how a plan is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_autopar._temporary import patched
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.rank_share import BatchShare
+from lightning_autopar.exact.step.micro_batches import take_part
+from lightning_autopar.exact.step.random_draws import GlobalDraws
+from lightning_autopar.exact.step.whole_output import lists_of_samples, same_output, whole_output
+from lightning_autopar.strategies.base.out_of_memory.evaluations import Evaluations
+from lightning_autopar.strategies.base.out_of_memory.rerun import free_memory
+from lightning_autopar.strategies.base.worker_exception import EVALUATED, out_of_memory
+
+if TYPE_CHECKING:
+    from lightning_autopar.strategies.base.mixin import EngineMixin
+
+#: By which share of the largest value a sample's predictions may differ: as other kernels round; in half precision.
+_TOLERANCE, _HALF_TOLERANCE = 2e-3, 5e-2
+#: How attributes begin that aren't the user's, but torch's or DeepSpeed's.
+_NOT_KEPT = ("_", "ds_", "applied_pre_backward")
+#: Not in the words of an exception that says that memory ran out: that would be run again.
+_IN_PARTS = "for want of memory a batch of predict_step runs in parts"
+_INSTEAD = "take a smaller batch for predict()"
+
+
+class Predictions(Evaluations):
+    """Runs a rank's batches of predictions.
+
+    Args:
+        engine: the rank's.
+    """
+
+    def __init__(self, engine: EngineMixin) -> None:
+        super().__init__(engine)
+        #: Whether a batch has shown that a sample's prediction is the same in a part.
+        self._tried = False
+        self._own: dict[str, Any] | None = None
+        #: Where in its output a list has an entry for each sample.
+        self._lists: Container[Any] = ()
+
+    def run(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the user's ``predict_step``; returns its output for the whole batch."""
+        engine, module = self._engine, self._engine.lightning_module
+        engine.running.place = "the prediction"
+        if self._own is None:
+            self._own = rng.find_generators(module.named_modules())
+        own = self._own
+        state, kept = rng.capture(own, kept=False), _kept(module)
+        while True:
+            try:
+                return self._predict(step, args, kwargs, own)
+            except Exception as error:  # several classes say that memory ran out; the others are raised
+                if not isinstance(error, (RuntimeError, MemoryError)) or isinstance(error, dist.DistError) or not out_of_memory(error):
+                    raise
+                changed = self._changed(kept) if engine.reruns_batches else None  # else new processes begin anew
+                why = f"the failed try has changed {changed!r} of the module" if changed else self._why_in_one(args[0])
+                if why is not None:
+                    error.add_note(f"autopar: the batch wasn't run again in more parts: {why}")
+                    raise
+                if not engine.reruns_batches:
+                    vars(error)[EVALUATED] = -(-self._whole(args[0]).fed // self.parts)
+                    raise
+            # Outside of the handler, as the exception holds the failed step's tensors.
+            rng.restore(state, own)
+            free_memory()
+            self._go_on("predict_step", self._whole(args[0]).fed)
+
+    def _predict(self, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+        if self.parts == 1:
+            return step(*args, **kwargs)
+        whole = self._whole(args[0])
+        number = min(self.parts, whole.fed) if self._engine.reruns_batches else self.parts
+        kept = _kept(self._engine.lightning_module)
+        with self._draws():
+            began = rng.capture(own, kept=False), 0 if self._engine._draws is None else self._engine._draws.place
+
+            def run(index: int, of: int) -> tuple[Any, int]:
+                return self._part(step, args, kwargs, whole.part(index, of), (index, of), (began, own))
+
+            ran = [run(index, number) for index in range(number)]
+            halves = [] if self._tried else [run(0, 2 * number), run(number, 2 * number)]
+        self._refuse_kept(kept)
+        if halves:
+            if ran[0][1] < 2:
+                raise RuntimeError(
+                    f"{_IN_PARTS} of one sample each, so that nothing shows whether a sample's prediction is the same without the others; "
+                    f"{_INSTEAD}"
+                )
+            self._lists = lists_of_samples(*zip(*ran, *halves, strict=True))
+            self._compare(ran[0][0], self._put_together(halves))
+        return self._put_together(ran)
+
+    def _put_together(self, ran: Sequence[tuple[Any, int]]) -> Any:
+        outputs, rows = zip(*ran, strict=True)
+        try:
+            return whole_output(outputs, rows, self._lists)
+        except ValueError as error:
+            raise RuntimeError(f"{_IN_PARTS}, and its output can't be made of theirs: {error}; {_INSTEAD}") from None
+
+    def _part(self, step: Any, args: Sequence[Any], kwargs: Any, share: BatchShare, place: tuple[int, int], began: Any) -> tuple[Any, int]:
+        """The output of a part of the batch, with the draws that its samples have in the whole one, and how many samples it has."""
+        engine, ((state, draw), own) = self._engine, began
+        rng.restore(state, own)
+        if engine._draws is not None:
+            engine._draws.begin(draw)
+        samples = take_part(args[0], *place, self._whole(args[0]).fed, collates=True)
+        with patched(engine, "_share", share), patched(engine, "_drawing", True):
+            return step(samples, *args[1:], **kwargs), share.rows
+
+    def _refuse_kept(self, before: Mapping[str, Any]) -> None:
+        """Raises RuntimeError where the parts have left something on the module: nobody knows what the whole batch would have left."""
+        changed = self._changed(before)
+        if changed is not None:
+            raise RuntimeError(f"{_IN_PARTS}, and the step keeps what it has found in {changed!r} of the module; {_INSTEAD}")
+
+    def _changed(self, before: Mapping[str, Any]) -> str | None:
+        now = _kept(self._engine.lightning_module)
+        return next((name for name in now if before.get(name) != now[name]), None)
+
+    def _compare(self, output: Any, halves: Any) -> None:
+        """Raises RuntimeError where a sample's prediction isn't the same in a part."""
+        half = "16" in str(self._engine.precision_plugin.precision)
+        if not same_output(output, halves, _HALF_TOLERANCE if half else _TOLERANCE):
+            raise RuntimeError(f"{_IN_PARTS}, and a sample's prediction depends on the others of its batch; {_INSTEAD}")
+        self._tried = True
+
+    @contextmanager
+    def _draws(self) -> Iterator[None]:
+        """While open, what a part draws is what its samples have in the whole batch."""
+        engine = self._engine
+        if engine._draws is not None or engine.run_plan.draws is None:
+            yield
+            return
+        with GlobalDraws(engine._share_for_draws, engine.run_plan.draws) as draws, patched(engine, "_draws", draws):
+            yield
+
+    def _why_in_one(self, batch: Any) -> str | None:
+        try:
+            samples = self._whole(batch).fed
+        except ValueError as error:
+            return str(error)
+        if self.parts < samples:
+            return None
+        return "it has one sample on this device" if samples == 1 else f"one of its {samples} samples alone takes more"
+
+
+def _kept(module: Any) -> dict[str, Any]:
+    """What a step may have changed on the module: which objects its attributes are, how long, and how often metrics were updated."""
+    found: dict[str, Any] = {
+        name: (id(value), _state(value)) for name, value in vars(module).items() if not name.startswith(_NOT_KEPT) and not callable(value)
+    }
+    found |= {name: child._update_count for name, child in module.named_modules() if isinstance(child, Metric)}
+    return found
+
+
+def _state(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
+    return len(value) if isinstance(value, (list, dict, set)) else value if isinstance(value, (int, float)) else None
