@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import inspect
 import types
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 from torchmetrics import Metric, MetricCollection
@@ -20,15 +21,24 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _HOOKS = tuple(f"on_{stage}_batch_{point}" for stage in ("train", "validation", "test") for point in ("start", "end"))
+#: Of a prediction, which returns what it finds: nobody has tried what it keeps.
+_PREDICTING = ("predict_step", "on_predict_batch_start", "on_predict_batch_end")
 _STORES = frozenset(("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR"))
+_LOADS = frozenset(("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "BINARY_SUBSCR"))
 _METHODS = frozenset(("add", "append", "appendleft", "extend", "insert", "setdefault", "update"))
 
 
-def keeping_hooks(trainer: Trainer) -> tuple[str, ...]:
-    """A sentence on each hook of a batch whose code uses the batch or the step's outputs, and stores something."""
+def keeping_hooks(trainer: Trainer, *, predicting: bool = False) -> tuple[str, ...]:
+    """A sentence on each hook of a batch whose code uses the batch or the step's outputs, and stores something.
+
+    Args:
+        trainer: with its module and callbacks.
+        predicting: whether the hooks of a prediction count, rather than those of the other loops.
+    """
+    own = "on each rank is that of its own batches" if predicting else "on each rank and in each part is that of its own samples"
     return tuple(
-        f"{_title(each)} may keep what {hook} gets of a batch, which on each rank and in each part is that of its own samples"
-        for each, hook in overridden(trainer, _HOOKS)
+        f"{_title(each)} may keep what {hook} gets of a batch, which {own}"
+        for each, hook in overridden(trainer, _PREDICTING if predicting else _HOOKS)
         if _keeps(getattr(each, hook), each, trainer.lightning_module)
     )
 
@@ -49,11 +59,27 @@ def _keeps(hook: Any, owner: Any, module: LightningModule) -> bool:
     for code, names, holder in reached([(function, owner)], module, lambda each: str(each.__module__).partition(".")[0] != home):
         # A metric's states are the whole batch's wherever they are: ranks exchange them.
         held = {**getattr(holder, "__dict__", {}), **getattr(holder, "_modules", {})}  # no property of the user's is called
-        metrics = any(isinstance(held.get(name), (Metric, MetricCollection)) for name in names)
-        stores = code is not None and any(each.opname in _STORES for each in dis.get_instructions(code))
-        if stores or names & (_METHODS - {"update"} if metrics else _METHODS):
+        metrics = {name for name, value in held.items() if isinstance(value, (Metric, MetricCollection))}
+        if code is not None and _stores(code, _METHODS - {"update"} if metrics & names else _METHODS):
             return True
     return False
+
+
+def _stores(code: types.CodeType, methods: Set[str]) -> bool:
+    """Whether code assigns to something else than its own variables, or calls one of these methods of something else."""
+    outside = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])  # variables that may hold what others have
+    before: Any = None
+    for each in dis.get_instructions(code):
+        if each.opname in _STORES:
+            return True
+        if each.opname == "STORE_FAST" and before is not None and before.opname in _LOADS:
+            outside.add(each.argval)
+        if each.argval in methods and each.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            loaded = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
+            if not before.opname.startswith("LOAD_FAST") or loaded in outside:
+                return True
+        before = each
+    return any(_stores(inner, methods) for inner in code.co_consts if isinstance(inner, types.CodeType))
 
 
 def _uses_batch(code: types.CodeType, hook: str, *, after: int) -> bool:

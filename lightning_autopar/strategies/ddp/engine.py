@@ -84,7 +84,8 @@ class DDP(Engine):
 
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """One plan; uneven shares are a remedy."""
-        return (build_plan(question, devices, self.name, "a replica on each device: gradients alone are communicated"),)
+        sent = "gradients alone are communicated" if question.footprint.training else "each takes its share of the samples"
+        return (build_plan(question, devices, self.name, f"a replica on each device: {sent}"),)
 
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
         """All of the state and of the step; DDP's buckets hold the gradients."""

@@ -243,6 +243,8 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
         evaluated = [validation, *others] if stage == "fit" else [batch, *more]
         split = _with_evaluation(split or SplitFinding(), module, trainer, [each for each in evaluated if each is not None], stage)
         split = replace(split, notes=(*split.notes, *keeping_hooks(trainer)))
+    if questions.several and stage == "predict" and (kept := keeping_hooks(trainer, predicting=True)):
+        split = replace(split or SplitFinding(), notes=kept)
     told: Any = {"batch": as_drawn[0], "validation": lambda: as_drawn[1], "footprint": footprint, "split": split}
     # What a long look finds of buffers, the probe of a split batch finds as well.
     waits = questions.later and len(questions.engines) > 1 and split is not None and split.probed

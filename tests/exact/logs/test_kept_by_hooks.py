@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -77,6 +77,31 @@ def test_a_callback_is_judged_by_what_it_does_with_a_batch(callback: Any, hook: 
     assert [sentence.split(" of a batch")[0] for sentence in said] == (
         [] if hook is None else [f"the callback {callback.__name__} may keep what {hook} gets"]
     )
+
+
+class Predicts(pl.LightningModule):
+    found: ClassVar[list[Any]] = []
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        found = self.found
+        found.append(batch)
+        return batch
+
+
+class Returns(pl.LightningModule):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        rows: list[Any] = []
+        for row in batch:
+            rows.append(row)
+        return rows
+
+
+@pytest.mark.parametrize(("module", "keeps"), [(Predicts(), True), (Returns(), False)])
+def test_a_predictions_step_is_judged_where_it_is_planned_for(module: Any, keeps: bool) -> None:
+    trainer: Any = SimpleNamespace(lightning_module=module, callbacks=[])
+    said = "the module may keep what predict_step gets of a batch, which on each rank is that of its own batches"
+    assert keeping_hooks(trainer, predicting=True) == ((said,) if keeps else ())
+    assert keeping_hooks(trainer) == ()
 
 
 class StopsEarly(pl.callbacks.EarlyStopping):
