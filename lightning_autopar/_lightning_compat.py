@@ -9,7 +9,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -345,6 +345,49 @@ def _data_loops(trainer: Trainer) -> dict[str, Any]:
 
 
 @contextmanager
+def _of_one_device(trainer: Trainer, around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """While open, neither torch nor the trainer shows other ranks."""
+    said = {"world_size": 1, "global_rank": 0, "local_rank": 0, "num_nodes": 1, "num_devices": 1}
+    kind: Any = type(trainer)
+    own = {name: kind.__dict__[name] for name in said if name in kind.__dict__}
+    with around():
+        for name, value in said.items():
+            setattr(kind, name, value)
+        try:
+            yield
+        finally:
+            for name in said:
+                delattr(kind, name)
+            for name, described in own.items():
+                setattr(kind, name, described)
+
+
+@contextmanager
+def data_of_one_device(trainer: Trainer, around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """The DataModule's next ``setup`` sees no other ranks: one that keeps a rank's part of the data would leave the others to nobody.
+
+    Args:
+        trainer: whose DataModule it is.
+        around: makes the context manager around the call.
+    """
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    held = {} if datamodule is None else vars(datamodule)
+
+    def setup(*args: Any, **kwargs: Any) -> Any:
+        del held["setup"]  # before anybody looks at the DataModule's attributes
+        with _of_one_device(trainer, around):
+            return datamodule.setup(*args, **kwargs)
+
+    if datamodule is not None and "setup" not in held:
+        held["setup"] = setup
+    try:
+        yield
+    finally:
+        if held.get("setup") is setup:
+            del held["setup"]
+
+
+@contextmanager
 def loaders_of_one_device(trainer: Trainer, around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """While open, the user's hooks for loaders see no other ranks, neither through torch nor through the trainer.
 
@@ -352,23 +395,10 @@ def loaders_of_one_device(trainer: Trainer, around: Callable[[], AbstractContext
         trainer: whose hooks they are.
         around: makes the context manager around each call of a hook.
     """
-    said = {"world_size": 1, "global_rank": 0, "local_rank": 0, "num_nodes": 1, "num_devices": 1}
-    kind: Any = type(trainer)
 
     def dataloader(source: Any) -> Any:
-        if not source.is_module():
+        with _of_one_device(trainer, around) if source.is_module() else nullcontext():
             return type(source).dataloader(source)
-        own = {name: kind.__dict__[name] for name in said if name in kind.__dict__}
-        with around():
-            for name, value in said.items():
-                setattr(kind, name, value)
-            try:
-                return type(source).dataloader(source)
-            finally:
-                for name in said:
-                    delattr(kind, name)
-                for name, described in own.items():
-                    setattr(kind, name, described)
 
     sources = [loop._data_source for loop in _data_loops(trainer).values()]
     for source in sources:

@@ -9,6 +9,7 @@ after they are made. A sampler or dataset that dealt samples out by rank itself 
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -33,19 +34,34 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+#: The variables by which launchers tell a process of the others, as Python's copy of the environment has them.
+_TOLD = tuple(
+    os.fsencode(name)
+    for name in (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"),
+        *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+    )
+)
 
 
 @contextmanager
 def without_group() -> Iterator[None]:
-    """While open, torch sees no process group in this process and in workers that it forks. For code without collectives."""
-    if not dist.is_available() or not dist.is_initialized():
-        yield
-        return
-    group, dist.group.WORLD = dist.group.WORLD, None
+    """While open, torch sees no process group in this process and in workers that it forks, and no variable tells of one. For code without
+    collectives.
+    """
+    # Python's copy alone: while the C library's changes, no other thread may read it, and NCCL's threads do.
+    variables: Any = os.environ._data  # type: ignore[attr-defined]
+    known = {name: variables.pop(name) for name in _TOLD if name in variables}
+    grouped = dist.is_available() and dist.is_initialized()
+    group = dist.group.WORLD if grouped else None
+    if grouped:
+        dist.group.WORLD = None
     try:
         yield
     finally:
-        dist.group.WORLD = group
+        variables.update(known)
+        if grouped:
+            dist.group.WORLD = group
 
 
 def alone(call: Callable[..., _T], *args: Any) -> _T:

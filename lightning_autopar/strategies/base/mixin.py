@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_autopar._lightning import Strategy
-from lightning_autopar._lightning_compat import TrainerFn, combined_mode, hyperparameters_added, loaders_of_one_device
+from lightning_autopar._lightning_compat import TrainerFn, combined_mode, data_of_one_device, hyperparameters_added, loaders_of_one_device
 from lightning_autopar._temporary import Calls, Exits, patched
 from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
 from lightning_autopar.exact.data.loader_pass import without_group
@@ -213,11 +213,15 @@ class EngineMixin(Strategy):
     # -- the step ----------------------------------------------------------------------------------------------------------------------
 
     def connect(self, model: Any) -> None:
-        """The run's call: from here on, the loggers of a training run get the plan along with the hyperparameters."""
+        """The run's call: from here on, the loggers of a training run get the plan along with the hyperparameters, and the DataModule is
+        set up as on one device.
+        """
         super().connect(model)
         rehearses = model._trainer is None  # a rehearsal runs a step before there is a run
         if not rehearses and self._trainer.state.fn == TrainerFn.FITTING:
             self._exit.enter_context(hyperparameters_added(self._trainer, hyperparameters(self.run_plan)))
+        if not rehearses and self.run_plan.batch == "global" and self.run_plan.plan.world_size > 1:
+            self._exit.enter_context(data_of_one_device(self._trainer, without_group))
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare the module for split batches and recomputation, then let Lightning's strategy set it up."""
