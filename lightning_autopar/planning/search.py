@@ -341,9 +341,10 @@ class Search:
     @cached_property
     def _busy_seconds(self) -> dict[str, float]:
         """The seconds that each device would compute for the whole batch, by id."""
+        precision, factor = self.constraints.precision, self.appraiser.factors.compute
         return by_sort(
             self.inventory.devices,
-            lambda device: busy_seconds(self.footprint, device, precision=self.constraints.precision, rates=self.rates),
+            lambda device: factor * busy_seconds(self.footprint, device, precision=precision, rates=self.rates),
         )
 
     def _save_most(self, plan: Plan) -> None:

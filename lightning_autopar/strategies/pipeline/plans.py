@@ -139,6 +139,8 @@ class PipelineMaker:
         self._totals: dict[float, float] = {}
         self._after: dict[tuple[int, bool], float] = {}
         self._paces: dict[float, float] = {}
+        #: Of its uncorrected seconds, a corrected prediction has at least this share.
+        self._least_factor = min(appraiser.factors.compute, appraiser.factors.links)
         self.fastest = max(devices, key=lambda device: (speed[device.id], device.id))
 
     def best(self, schedule: Schedule, limit: Callable[[], float]) -> Plan | None:
@@ -197,8 +199,9 @@ class PipelineMaker:
 
     def _promising(self, schedule: Schedule) -> list[tuple[float, _Shape]]:
         """Shapes with their lower bounds of seconds, the fastest first."""
+        factor = self._least_factor
         found = [
-            (max(shape.least_seconds(self._total_seconds(shape)), self._least_with_averaging(shape)), shape)
+            (factor * max(shape.least_seconds(self._total_seconds(shape)), self._least_with_averaging(shape)), shape)
             for shape in self._shapes(schedule)
         ]
         return sorted(found, key=lambda one: one[0])
@@ -239,12 +242,14 @@ class PipelineMaker:
 
     def _averaging_seconds(self, shape: _Shape, rank: int, gradients: int, parameters: int) -> float:
         """What a rank's replicas take to average so many bytes of gradients."""
-        _, rates, _ = topology(self.appraiser.inventory).crew(
-            tuple(device.id for device in self.devices), self.rates or DATA_SHEET, self.appraiser.inventory
-        )
-        return averaging_seconds(
-            rates, self._groups(shape)[rank], self.appraiser.inventory, gradients, parameters if shape.sharded else None
-        )
+        here, sharded = self.appraiser.inventory, parameters if shape.sharded else None
+        return averaging_seconds(self._crew_rates, self._groups(shape)[rank], here, gradients, sharded)
+
+    @cached_property
+    def _crew_rates(self) -> Rates:
+        """The rates of these devices together."""
+        ids, here = tuple(device.id for device in self.devices), self.appraiser.inventory
+        return topology(here).crew(ids, self.rates or DATA_SHEET, here)[1]
 
     def _first_averages(self, shape: _Shape, starts: Sequence[int]) -> float:
         """The seconds in which the first rank's replicas average its gradients, with stages that begin with these blocks. The first rank is
@@ -396,7 +401,7 @@ class PipelineMaker:
             if cut is None and (not turn or shape.local == 1) and best is None:
                 family = replace(shape, micro_batches=1)
                 self._lacking[family] = max(shape.micro_batches, self._lacking.get(family, 0))
-            if cut is None or shape.seconds(cut) * _CERTAIN + self._first_averages(shape, cut.starts) >= seconds:
+            if cut is None or self._least_factor * (shape.seconds(cut) * _CERTAIN + self._first_averages(shape, cut.starts)) >= seconds:
                 break
             bare = self._plan(shape, cut.starts)
             most = with_recompute(bare, self.footprint, self.again)
