@@ -141,22 +141,27 @@ def test_interleaved_stages_may_have_fewer_micro_batches_than_ranks_and_be_shard
     assert chosen.step_seconds <= seconds, chosen.plan.title()
 
 
-def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failed replay a search assumes its loss for all plans of that sort; but with nine blocks this allocator loses nothing."""
+@pytest.mark.parametrize(("enough", "events"), [((9, 10, 11, 12), 1_000), ((7, 8), 40_000)])
+def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_save(
+    monkeypatch: pytest.MonkeyPatch, enough: tuple[int, ...], events: int
+) -> None:
+    """After a failed replay a search assumes its loss for all plans of that sort; but with so many blocks this allocator loses nothing. Then
+    the most that may win are tried, and half of them, even where failed replays have used up what a search may replay.
+    """
     step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",))
     here = Referee(step, parse_spec("1xRTX4090"), constraints).cut_to(0.5, samples=60)
     search = Search(step, here, constraints)
     monkeypatch.setattr(search.finalists, "replayed", lambda candidate, rank, limit: played(candidate.plan, limit))
 
     def played(plan: Plan, limit: int) -> Replayed:
-        loses = plan.micro_batches > 1 or len(plan.recompute) < 9
-        search.finalists._events += 1_000
+        loses = plan.micro_batches > 1 or len(plan.recompute) not in enough
+        search.finalists._events_left -= events
         missing = 4 << 30 if loses else 0
         return Replayed(reserved_peak_bytes=limit, allocated_peak_bytes=limit, fits=not loses, missing_bytes=missing)
 
     best = search.first()
     assert best is not None
-    assert (best.plan.engine, len(best.plan.recompute), best.plan.micro_batches) == ("single", 9, 1)
+    assert (best.plan.engine, len(best.plan.recompute), best.plan.micro_batches) == ("single", min(enough), 1)
 
 
 def test_cuts_are_moved_first_where_they_relieve_the_busiest_rank() -> None:

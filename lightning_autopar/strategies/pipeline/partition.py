@@ -101,7 +101,8 @@ class StageTables:
     """The bytes of stages, by their first block (row) and the one after their last (column); activations are those of a micro-batch.
 
     Args:
-        states: parameters and the optimizer's state, tied copies included.
+        parameters: of the module, tied copies included.
+        states: these and the optimizer's state.
         gradients: complete ones.
         buffers: the module's.
         held: between a micro-batch's forward and its backward, with what the stage received.
@@ -111,6 +112,7 @@ class StageTables:
         known: what :meth:`needs` has worked out, by shards.
     """
 
+    parameters: Table
     states: Table
     gradients: Table
     buffers: Table
@@ -139,7 +141,7 @@ class StageTables:
     def holding(self, shards: int = 1) -> Table:
         """The part of that which a stage holds between a single micro-batch's forward and its backward."""
         found: Table = self.states / shards + self.gradients + self.buffers + self.held + self.input
-        return found if shards == 1 else found + self.states  # parameters stay gathered during the step
+        return found if shards == 1 else found + self.parameters  # they stay gathered during the step
 
 
 def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recompute: bool) -> StageTables:
@@ -172,9 +174,10 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
     peak[:-1, 1:] = np.triu(np.maximum.accumulate(later, axis=1)[:, edges[1:] - 1])
     received = np.array([0.0, *(sum(one.size.at(share) for one in parts[edge].crossing) for edge in edges[1:-1]), 0.0])
     anew = np.array([0.0, *(parts[edge].anew.at(share) for edge in edges[1:-1]), 0.0])
-    states = np.array([layer.parameter_bytes + layer.optimizer_bytes for layer in layers]) + also[0] + also[2]
+    parameters = np.array([layer.parameter_bytes for layer in layers]) + also[0]
     return StageTables(
-        states=between(states),
+        parameters=between(parameters),
+        states=between(parameters + [layer.optimizer_bytes for layer in layers] + also[2]),
         gradients=between(np.array([layer.gradient_bytes for layer in layers]) + also[1]),
         buffers=between([layer.buffer_bytes for layer in layers]),
         held=between(kept) + anew[:, None] + received[:, None],

@@ -55,6 +55,16 @@ def test_tables_say_what_stages_take(gpt: Footprint, schedule: Any, most: float,
         assert told == pytest.approx(pipeline_bytes(gpt, plan, rank).allocated, rel=most)
 
 
+def test_tables_of_sharded_stages_hold_gathered_parameters_and_no_gathered_optimizer_state(gpt: Footprint) -> None:
+    """Shapes that don't fit by the tables are passed over: these had the optimizer's state twice, once of them whole."""
+    plan = make_plan("1f1b", 4, 8, 8, replicas=2, shard=True)
+    tables = stage_tables(gpt, 1 / 8 / 2, 1 / 2, recompute=False)
+    assert gpt.optimizer_bytes > gpt.parameter_bytes
+    for rank in range(4):
+        told = tables.needs(in_flight("1f1b", rank, 4, 4, 8), shards=2)[2 * rank, 2 * rank + 2]
+        assert told == pytest.approx(pipeline_bytes(gpt, plan, rank).allocated, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("schedule", "stage", "flight"),
     [("gpipe", 0, 8), ("1f1b", 0, 4), ("1f1b", 3, 1)],
