@@ -109,7 +109,7 @@ class StageTables:
         peak: at the fullest moment of a forward or a backward, complete gradients not counted.
         passed: what is received and sent of a micro-batch, by the first block and the one after the last.
         input: the batch of a replica.
-        known: what :meth:`needs` has worked out, by shards.
+        known: what :meth:`needs` has worked out, by its arguments but the first.
     """
 
     parameters: Table
@@ -120,23 +120,27 @@ class StageTables:
     peak: Table
     passed: Table
     input: float
-    known: dict[int, Table] = field(default_factory=dict)
+    known: dict[tuple[int, bool], Table] = field(default_factory=dict)
 
-    def needs(self, flight: int, shards: int = 1) -> Table:
+    def needs(self, flight: int, shards: int = 1, *, whole: bool = False) -> Table:
         """Bytes of a stage at a place of a schedule.
 
         Args:
             flight: how many micro-batches it holds at once (:func:`in_flight`).
             shards: over how many replicas its states are cut.
+            whole: whether the batch is a single micro-batch. Then gradients are complete as activations go, and not there before: the larger
+                of both counts, which is the least that may be.
         """
-        found: Table = self._once(shards) + (flight - 1) * self.held
+        found: Table = self._once(shards, whole) + (flight - 1) * self.held
         return found
 
-    def _once(self, shards: int) -> Table:
+    def _once(self, shards: int, whole: bool) -> Table:
         """Bytes of a stage that holds one micro-batch at once, worked out once."""
-        if shards not in self.known:
-            self.known[shards] = self.holding(shards) + np.maximum(self.peak - self.held, 0) + self.passed
-        return self.known[shards]
+        if (shards, whole) not in self.known:
+            beyond = np.maximum(self.peak - self.held, 0)
+            saved = np.minimum(self.gradients, self.held + beyond) if whole else 0
+            self.known[shards, whole] = self.holding(shards) + beyond + self.passed - saved
+        return self.known[shards, whole]
 
     def holding(self, shards: int = 1) -> Table:
         """The part of that which a stage holds between a single micro-batch's forward and its backward."""

@@ -174,7 +174,10 @@ class PipelineMaker:
     def _lacks(self, shape: _Shape) -> bool:
         """Whether no cut of it fits, as none fitted of a shape that takes no more memory. With fewer, larger micro-batches, a stage that
         holds as many at once takes no less. Under GPipe it holds all: the activations of the replica's whole batch, whatever their number.
+        Nothing follows for a batch in one part: its gradients aren't there before activations go.
         """
+        if shape.micro_batches == 1:
+            return False
         family = replace(shape, micro_batches=1)
         if shape.schedule == "gpipe":
             if family not in self._lacking:
@@ -317,7 +320,9 @@ class PipelineMaker:
     def _needs(self, shape: _Shape, stage: int, recompute: bool) -> Table:
         """Bytes of a stage at its place, by the tables."""
         flight = in_flight(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches)
-        return self._table(shape, recompute).needs(flight, shards=shape.replicas if shape.sharded else 1)
+        return self._table(shape, recompute).needs(
+            flight, shards=shape.replicas if shape.sharded else 1, whole=shape.micro_batches == 1
+        )
 
     def _table(self, shape: _Shape, recompute: bool) -> StageTables:
         rows = -(-self.footprint.batch_size // shape.replicas)
@@ -398,7 +403,7 @@ class PipelineMaker:
         for turn in range(_CORRECTIONS):
             cut = self._cut(shape, room)
             # Where a rank has several stages, room that was shared out anew isn't all that a stage may take.
-            if cut is None and (not turn or shape.local == 1) and best is None:
+            if cut is None and (not turn or shape.local == 1) and best is None and shape.micro_batches > 1:
                 family = replace(shape, micro_batches=1)
                 self._lacking[family] = max(shape.micro_batches, self._lacking.get(family, 0))
             if cut is None or self._least_factor * (shape.seconds(cut) * _CERTAIN + self._first_averages(shape, cut.starts)) >= seconds:
