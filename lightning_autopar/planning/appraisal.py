@@ -118,6 +118,8 @@ class Appraiser:
         self.rates = rates
         self.device = {device.id: device for device in inventory.devices}
         self.budget = {device.id: constraints.budget_bytes(device) for device in inventory.devices}
+        #: By what earlier runs multiply predicted seconds: a search's bounds as well, or else it passes over plans that they make faster.
+        self.factors = constraints.residuals.time_factors
         self._busy = {device.id: share for device in inventory.devices if (share := busy_share(device))}
         self._on_cpu = any(device.kind == "cpu" for device in inventory.devices)
         self._scaled: dict[int, Footprint] = {}
@@ -186,8 +188,7 @@ class Appraiser:
         if plan not in self._known_seconds:
             footprint, precision = self.footprint_of(plan), self.constraints.precision
             raw = predict_seconds(footprint, plan, self.inventory, precision=precision, rates=self.rates)
-            factors = self.constraints.residuals.time_factors
-            self._known_seconds[plan] = corrected(raw, factors) if factors.told else raw, raw, factors.told
+            self._known_seconds[plan] = corrected(raw, self.factors) if self.factors.told else raw, raw, self.factors.told
         return self._known_seconds[plan]
 
     def holds(self, plan: Plan) -> bool:

@@ -26,6 +26,8 @@ from lightning_autopar.text import format_bytes
 
 #: How many events one search may replay, counted as two steps each: some tenths of a second. The best candidate is replayed in any case.
 _MOST_EVENTS = 200_000
+#: And so many more for plans that the search passed over after failed replays, however many those were.
+_MORE_EVENTS = 100_000
 
 Order = Callable[[Candidate], tuple[object, ...]]
 #: Says where memory is missing, given the bytes needed by device; None where there is enough.
@@ -50,7 +52,7 @@ class Finalists:
         self.constraints = constraints
         self.budget = budget
         self._played: dict[tuple[object, ...], Replayed] = {}
-        self._events = 0
+        self._events_left = _MOST_EVENTS
         #: By replayed plan, what the allocator holds beyond its tensors on the tightest device; a lower bound if the replay failed.
         self.lost: dict[Plan, int] = {}
 
@@ -85,7 +87,11 @@ class Finalists:
     @property
     def is_tired(self) -> bool:
         """Whether the search has replayed as much as it may."""
-        return self._events >= _MOST_EVENTS
+        return self._events_left <= 0
+
+    def look_again(self) -> None:
+        """Let it replay some more."""
+        self._events_left = max(0, self._events_left) + _MORE_EVENTS
 
     def can_replay(self, candidate: Candidate) -> bool:
         """Whether a candidate can be replayed: :meth:`replays` says so of its plan, and its bytes are known by category."""
@@ -177,7 +183,7 @@ class Finalists:
     def _play(self, candidate: Candidate, rank: int, limit: int | None, key: tuple[object, ...]) -> Replayed:
         if key not in self._played:
             assert self.footprint.tape is not None, "asked before"
-            self._events += 2 * len(self.footprint.tape) * candidate.plan.micro_batches
+            self._events_left -= 2 * len(self.footprint.tape) * candidate.plan.micro_batches
             self._played[key] = replay(
                 self.footprint,
                 candidate.plan,

@@ -214,11 +214,14 @@ class Search:
         for one in self._found:
             if one.replayed and engines.of(one.plan).takes_remedies:
                 (fitting if one.fits else failed).setdefault(sort_of(one.plan), []).append(one.plan)
+        self.finalists.look_again()
         for key, plans in sorted(failed.items(), key=lambda item: self.appraiser.step_seconds(without_recompute(item[1][0]))):
             self._fewest_replayed(plans, fitting.get(key, ()))
 
     def _fewest_replayed(self, failed: Sequence[Plan], fitting: Sequence[Plan]) -> None:
-        """Replay plans of one sort with more recomputed blocks than those that failed: the most that may win, then half of what is left."""
+        """Replay plans of one sort with more recomputed blocks than those that failed: the most that may win, then half of what is left. More
+        blocks than fit may lack memory again.
+        """
         plain = without_recompute(failed[0])
         order = self.remedies.order(plain) if self.remedies.recompute else ()
 
@@ -235,9 +238,7 @@ class Search:
                 high = middle
             elif high:
                 low = middle
-            else:
-                return
-            middle = (low + high) // 2
+            middle = (low + (high or middle)) // 2
 
     def _options(self, sets: Sequence[Sequence[Device]] | None = None) -> list[Plan]:
         """Plain plans that can be run."""
@@ -341,9 +342,10 @@ class Search:
     @cached_property
     def _busy_seconds(self) -> dict[str, float]:
         """The seconds that each device would compute for the whole batch, by id."""
+        precision, factor = self.constraints.precision, self.appraiser.factors.compute
         return by_sort(
             self.inventory.devices,
-            lambda device: busy_seconds(self.footprint, device, precision=self.constraints.precision, rates=self.rates),
+            lambda device: factor * busy_seconds(self.footprint, device, precision=precision, rates=self.rates),
         )
 
     def _save_most(self, plan: Plan) -> None:

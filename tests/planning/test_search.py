@@ -17,6 +17,8 @@ from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.learned.corrections import Corrections
+from lightning_autopar.memory.learned.step_times import StepTime, StepTimes
 from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import with_recompute
@@ -55,6 +57,22 @@ def test_no_plan_that_a_referee_writes_down_is_faster_and_fits(devices: str, bat
     assert best is not None
     verdict = Referee(step, here, constraints, seed=1).verdict(60, best.step_seconds)
     assert best.step_seconds <= GOAL * verdict.seconds, (best.plan.title(), verdict.best and verdict.best.title())
+
+
+def test_a_run_that_was_faster_than_predicted_makes_all_plans_faster_and_changes_no_choice() -> None:
+    """Half the seconds: uncorrected bounds would then pass over plans that are faster than the first one found."""
+    step, here = scaled(step_of(1024, 12), 32), parse_spec("2xL40S")
+    here = replace(here, devices=tuple(replace(one, free_bytes=5 * 2**30) for one in here.devices))
+    ran = StepTime(
+        module="this", shape="any", devices=("GPU",), rates="data sheet", predicted=1.0, links=0.0, measured=0.5, day="2026-11-26"
+    )
+    known = Corrections(devices={one.id: "GPU" for one in here.devices}, times=StepTimes(records=(ran,), module="this"))
+    before, after = (
+        make_report(step, here, Constraints(precision=PRECISION, residuals=residuals)).best_candidate for residuals in (Corrections(), known)
+    )
+    assert before is not None and after is not None
+    assert before.plan.engine == "pipeline" and replace(after.plan, reasons=()) == replace(before.plan, reasons=())
+    assert after.step_seconds == pytest.approx(before.step_seconds / 2)
 
 
 @pytest.mark.parametrize("devices", ["1xL4", "1xRTX4090", "1xH100-80GB"])
@@ -123,22 +141,27 @@ def test_interleaved_stages_may_have_fewer_micro_batches_than_ranks_and_be_shard
     assert chosen.step_seconds <= seconds, chosen.plan.title()
 
 
-def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failed replay a search assumes its loss for all plans of that sort; but with nine blocks this allocator loses nothing."""
+@pytest.mark.parametrize(("enough", "events"), [((9, 10, 11, 12), 1_000), ((7, 8), 40_000)])
+def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_save(
+    monkeypatch: pytest.MonkeyPatch, enough: tuple[int, ...], events: int
+) -> None:
+    """After a failed replay a search assumes its loss for all plans of that sort; but with so many blocks this allocator loses nothing. Then
+    the most that may win are tried, and half of them, even where failed replays have used up what a search may replay.
+    """
     step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",))
     here = Referee(step, parse_spec("1xRTX4090"), constraints).cut_to(0.5, samples=60)
     search = Search(step, here, constraints)
     monkeypatch.setattr(search.finalists, "replayed", lambda candidate, rank, limit: played(candidate.plan, limit))
 
     def played(plan: Plan, limit: int) -> Replayed:
-        loses = plan.micro_batches > 1 or len(plan.recompute) < 9
-        search.finalists._events += 1_000
+        loses = plan.micro_batches > 1 or len(plan.recompute) not in enough
+        search.finalists._events_left -= events
         missing = 4 << 30 if loses else 0
         return Replayed(reserved_peak_bytes=limit, allocated_peak_bytes=limit, fits=not loses, missing_bytes=missing)
 
     best = search.first()
     assert best is not None
-    assert (best.plan.engine, len(best.plan.recompute), best.plan.micro_batches) == ("single", 9, 1)
+    assert (best.plan.engine, len(best.plan.recompute), best.plan.micro_batches) == ("single", min(enough), 1)
 
 
 def test_cuts_are_moved_first_where_they_relieve_the_busiest_rank() -> None:

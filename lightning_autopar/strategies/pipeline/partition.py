@@ -101,16 +101,18 @@ class StageTables:
     """The bytes of stages, by their first block (row) and the one after their last (column); activations are those of a micro-batch.
 
     Args:
-        states: parameters and the optimizer's state, tied copies included.
+        parameters: of the module, tied copies included.
+        states: these and the optimizer's state.
         gradients: complete ones.
         buffers: the module's.
         held: between a micro-batch's forward and its backward, with what the stage received.
         peak: at the fullest moment of a forward or a backward, complete gradients not counted.
         passed: what is received and sent of a micro-batch, by the first block and the one after the last.
         input: the batch of a replica.
-        known: what :meth:`needs` has worked out, by shards.
+        known: what :meth:`needs` has worked out, by its arguments but the first.
     """
 
+    parameters: Table
     states: Table
     gradients: Table
     buffers: Table
@@ -118,28 +120,32 @@ class StageTables:
     peak: Table
     passed: Table
     input: float
-    known: dict[int, Table] = field(default_factory=dict)
+    known: dict[tuple[int, bool], Table] = field(default_factory=dict)
 
-    def needs(self, flight: int, shards: int = 1) -> Table:
+    def needs(self, flight: int, shards: int = 1, *, whole: bool = False) -> Table:
         """Bytes of a stage at a place of a schedule.
 
         Args:
             flight: how many micro-batches it holds at once (:func:`in_flight`).
             shards: over how many replicas its states are cut.
+            whole: whether the batch is a single micro-batch. Then gradients are complete as activations go, and not there before: the larger
+                of both counts, which is the least that may be.
         """
-        found: Table = self._once(shards) + (flight - 1) * self.held
+        found: Table = self._once(shards, whole) + (flight - 1) * self.held
         return found
 
-    def _once(self, shards: int) -> Table:
+    def _once(self, shards: int, whole: bool) -> Table:
         """Bytes of a stage that holds one micro-batch at once, worked out once."""
-        if shards not in self.known:
-            self.known[shards] = self.holding(shards) + np.maximum(self.peak - self.held, 0) + self.passed
-        return self.known[shards]
+        if (shards, whole) not in self.known:
+            beyond = np.maximum(self.peak - self.held, 0)
+            saved = np.minimum(self.gradients, self.held + beyond) if whole else 0
+            self.known[shards, whole] = self.holding(shards) + beyond + self.passed - saved
+        return self.known[shards, whole]
 
     def holding(self, shards: int = 1) -> Table:
         """The part of that which a stage holds between a single micro-batch's forward and its backward."""
         found: Table = self.states / shards + self.gradients + self.buffers + self.held + self.input
-        return found if shards == 1 else found + self.states  # parameters stay gathered during the step
+        return found if shards == 1 else found + self.parameters  # they stay gathered during the step
 
 
 def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recompute: bool) -> StageTables:
@@ -172,9 +178,10 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
     peak[:-1, 1:] = np.triu(np.maximum.accumulate(later, axis=1)[:, edges[1:] - 1])
     received = np.array([0.0, *(sum(one.size.at(share) for one in parts[edge].crossing) for edge in edges[1:-1]), 0.0])
     anew = np.array([0.0, *(parts[edge].anew.at(share) for edge in edges[1:-1]), 0.0])
-    states = np.array([layer.parameter_bytes + layer.optimizer_bytes for layer in layers]) + also[0] + also[2]
+    parameters = np.array([layer.parameter_bytes for layer in layers]) + also[0]
     return StageTables(
-        states=between(states),
+        parameters=between(parameters),
+        states=between(parameters + [layer.optimizer_bytes for layer in layers] + also[2]),
         gradients=between(np.array([layer.gradient_bytes for layer in layers]) + also[1]),
         buffers=between([layer.buffer_bytes for layer in layers]),
         held=between(kept) + anew[:, None] + received[:, None],

@@ -139,6 +139,8 @@ class PipelineMaker:
         self._totals: dict[float, float] = {}
         self._after: dict[tuple[int, bool], float] = {}
         self._paces: dict[float, float] = {}
+        #: Of its uncorrected seconds, a corrected prediction has at least this share.
+        self._least_factor = min(appraiser.factors.compute, appraiser.factors.links)
         self.fastest = max(devices, key=lambda device: (speed[device.id], device.id))
 
     def best(self, schedule: Schedule, limit: Callable[[], float]) -> Plan | None:
@@ -172,7 +174,10 @@ class PipelineMaker:
     def _lacks(self, shape: _Shape) -> bool:
         """Whether no cut of it fits, as none fitted of a shape that takes no more memory. With fewer, larger micro-batches, a stage that
         holds as many at once takes no less. Under GPipe it holds all: the activations of the replica's whole batch, whatever their number.
+        Nothing follows for a batch in one part: its gradients aren't there before activations go.
         """
+        if shape.micro_batches == 1:
+            return False
         family = replace(shape, micro_batches=1)
         if shape.schedule == "gpipe":
             if family not in self._lacking:
@@ -197,8 +202,9 @@ class PipelineMaker:
 
     def _promising(self, schedule: Schedule) -> list[tuple[float, _Shape]]:
         """Shapes with their lower bounds of seconds, the fastest first."""
+        factor = self._least_factor
         found = [
-            (max(shape.least_seconds(self._total_seconds(shape)), self._least_with_averaging(shape)), shape)
+            (factor * max(shape.least_seconds(self._total_seconds(shape)), self._least_with_averaging(shape)), shape)
             for shape in self._shapes(schedule)
         ]
         return sorted(found, key=lambda one: one[0])
@@ -239,12 +245,14 @@ class PipelineMaker:
 
     def _averaging_seconds(self, shape: _Shape, rank: int, gradients: int, parameters: int) -> float:
         """What a rank's replicas take to average so many bytes of gradients."""
-        _, rates, _ = topology(self.appraiser.inventory).crew(
-            tuple(device.id for device in self.devices), self.rates or DATA_SHEET, self.appraiser.inventory
-        )
-        return averaging_seconds(
-            rates, self._groups(shape)[rank], self.appraiser.inventory, gradients, parameters if shape.sharded else None
-        )
+        here, sharded = self.appraiser.inventory, parameters if shape.sharded else None
+        return averaging_seconds(self._crew_rates, self._groups(shape)[rank], here, gradients, sharded)
+
+    @cached_property
+    def _crew_rates(self) -> Rates:
+        """The rates of these devices together."""
+        ids, here = tuple(device.id for device in self.devices), self.appraiser.inventory
+        return topology(here).crew(ids, self.rates or DATA_SHEET, here)[1]
 
     def _first_averages(self, shape: _Shape, starts: Sequence[int]) -> float:
         """The seconds in which the first rank's replicas average its gradients, with stages that begin with these blocks. The first rank is
@@ -312,7 +320,9 @@ class PipelineMaker:
     def _needs(self, shape: _Shape, stage: int, recompute: bool) -> Table:
         """Bytes of a stage at its place, by the tables."""
         flight = in_flight(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches)
-        return self._table(shape, recompute).needs(flight, shards=shape.replicas if shape.sharded else 1)
+        return self._table(shape, recompute).needs(
+            flight, shards=shape.replicas if shape.sharded else 1, whole=shape.micro_batches == 1
+        )
 
     def _table(self, shape: _Shape, recompute: bool) -> StageTables:
         rows = -(-self.footprint.batch_size // shape.replicas)
@@ -393,10 +403,10 @@ class PipelineMaker:
         for turn in range(_CORRECTIONS):
             cut = self._cut(shape, room)
             # Where a rank has several stages, room that was shared out anew isn't all that a stage may take.
-            if cut is None and (not turn or shape.local == 1) and best is None:
+            if cut is None and (not turn or shape.local == 1) and best is None and shape.micro_batches > 1:
                 family = replace(shape, micro_batches=1)
                 self._lacking[family] = max(shape.micro_batches, self._lacking.get(family, 0))
-            if cut is None or shape.seconds(cut) * _CERTAIN + self._first_averages(shape, cut.starts) >= seconds:
+            if cut is None or self._least_factor * (shape.seconds(cut) * _CERTAIN + self._first_averages(shape, cut.starts)) >= seconds:
                 break
             bare = self._plan(shape, cut.starts)
             most = with_recompute(bare, self.footprint, self.again)

@@ -55,6 +55,27 @@ def test_tables_say_what_stages_take(gpt: Footprint, schedule: Any, most: float,
         assert told == pytest.approx(pipeline_bytes(gpt, plan, rank).allocated, rel=most)
 
 
+def test_tables_of_sharded_stages_hold_gathered_parameters_and_no_gathered_optimizer_state(gpt: Footprint) -> None:
+    """Shapes that don't fit by the tables are passed over: these had the optimizer's state twice, once of them whole."""
+    plan = make_plan("1f1b", 4, 8, 8, replicas=2, shard=True)
+    tables = stage_tables(gpt, 1 / 8 / 2, 1 / 2, recompute=False)
+    assert gpt.optimizer_bytes > gpt.parameter_bytes
+    for rank in range(4):
+        told = tables.needs(in_flight("1f1b", rank, 4, 4, 8), shards=2)[2 * rank, 2 * rank + 2]
+        assert told == pytest.approx(pipeline_bytes(gpt, plan, rank).allocated, rel=0.01)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_batch_in_one_part_never_takes_less_than_the_tables_say(gpt: Footprint, recompute: bool) -> None:
+    """Shapes that don't fit by the tables are passed over: these had all gradients beside all activations, which are never there together."""
+    plan = make_plan("gpipe", 4, 1, 8, recompute=8 if recompute else 0)
+    tables = stage_tables(gpt, 1.0, 1.0, recompute=recompute)
+    told = [tables.needs(1, whole=True)[2 * rank, 2 * rank + 2] for rank in range(4)]
+    exact = [pipeline_bytes(gpt, plan, rank).allocated for rank in range(4)]
+    assert all(0.8 * real <= few <= 1.03 * real for few, real in zip(told, exact, strict=True)), (told, exact)
+    assert any(tables.needs(1)[2 * rank, 2 * rank + 2] > 1.03 * exact[rank] for rank in range(4))
+
+
 @pytest.mark.parametrize(
     ("schedule", "stage", "flight"),
     [("gpipe", 0, 8), ("1f1b", 0, 4), ("1f1b", 3, 1)],
