@@ -53,7 +53,7 @@ def test_each_run_has_devices_of_its_own_a_log_and_an_entry(folder: Path) -> Non
         name="s",
         runs=(
             ListedRun(name="long", words=("wait.py", "a", "1.0", "b", "c")),
-            ListedRun(name="short", words=("wait.py", "b", "0.3"), env={"COLOUR": "blue"}, log="logs/mine.txt"),
+            ListedRun(name="short", words=("wait.py", "b", "0.3"), env={"COLOUR": "blue"}),
             ListedRun(name="other", words=("wait.py", "c", "0.3"), cwd=str(folder)),
         ),
     )
@@ -67,7 +67,7 @@ def test_each_run_has_devices_of_its_own_a_log_and_an_entry(folder: Path) -> Non
         for other in on:
             assert one == other or one[0] != other[0] or one[2] <= other[1] or other[2] <= one[1], "two runs on a device"
     assert spans["b"][2] == spans["c"][2] != spans["a"][2], "the two short ones share a device, one after the other"
-    assert "said by b blue" in (folder / "logs" / "mine.txt").read_text()
+    assert "said by b blue" in (folder / "sweep-s" / "short.log").read_text()
     assert "said by a None" in (folder / "sweep-s" / "long.log").read_text()
     done = json.loads((folder / "sweep-s" / "done.json").read_text())["runs"]
     assert set(done) == {"long", "short", "other"}
