@@ -44,11 +44,7 @@ def told(code: str, *options: str, path: Path | None = None, **environment: str)
 
 #: Lightning's imports without those that nothing here needs.
 LEAN = {"PYTHONPATH": lean_path()}
-KNOWN = """
-    import json
-    from lightning.pytorch.strategies import StrategyRegistry
-    print(json.dumps("autopar" in StrategyRegistry))
-"""
+KNOWN = "'autopar' in importlib.import_module('lightning.pytorch.strategies').StrategyRegistry"
 
 HOST = """
     class Registry(dict):
@@ -118,21 +114,6 @@ class TestRealLightning:
     def test_our_code_is_not_imported_until_the_name_is_used(self, seen: dict[str, object]) -> None:
         assert seen["imported"] == ["lightning_autopar", "lightning_autopar._autoload"]
 
-    def test_off_switch(self) -> None:
-        assert told(KNOWN, **LEAN, LIGHTNING_AUTOPAR_AUTOLOAD="0") is False
-
-    def test_an_import_makes_it_known_where_torch_loads_no_backends(self) -> None:
-        without = {**LEAN, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        later = """
-            import json
-            from lightning.pytorch.strategies import StrategyRegistry
-            known = ["autopar" in StrategyRegistry]
-            import lightning_autopar
-            print(json.dumps([*known, "autopar" in StrategyRegistry]))
-        """
-        assert told(later, **without) == [False, True]
-        assert told("import lightning_autopar\n" + textwrap.dedent(KNOWN), **without) is True
-
     def test_a_trainer_takes_the_name(self, seen: dict[str, object]) -> None:
         assert seen["named"] == "lightning_autopar.strategies.auto"
 
@@ -141,6 +122,24 @@ class TestRealLightning:
 
     def test_lightning_cli_takes_the_name_and_the_class_path(self, seen: dict[str, object]) -> None:
         assert seen["by files"] == ["AutoParallelStrategy", "AutoParallelStrategy"]
+
+
+class TestTorch:
+    """The hook as torch calls it, against stand-ins for Lightning."""
+
+    @pytest.mark.parametrize(("switch", "known"), [("1", True), ("0", False)])
+    def test_off_switch(self, hosts: Path, switch: str, known: bool) -> None:
+        code = f"import importlib, json, torch; print(json.dumps({KNOWN}))"
+        assert told(code, path=hosts, LIGHTNING_AUTOPAR_AUTOLOAD=switch) is known
+
+    def test_an_import_makes_it_known_where_torch_loads_no_backends(self, hosts: Path) -> None:
+        code = f"""
+            import importlib, json, torch
+            known = [{KNOWN}]
+            import lightning_autopar
+            print(json.dumps([*known, {KNOWN}]))
+        """
+        assert told(code, path=hosts, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == [False, True]
 
 
 class TestHook:
@@ -270,7 +269,8 @@ class TestCost:
             except RuntimeError as error:
                 print(json.dumps([lightning_autopar.__file__, str(error)]))
         """
-        assert told(code, path=tmp_path) == [str(copy / "__init__.py"), "broken"]
+        path = os.pathsep.join([str(tmp_path), *LEAN["PYTHONPATH"].split(os.pathsep)])
+        assert told(code, PYTHONPATH=path) == [str(copy / "__init__.py"), "broken"]
 
     def test_the_hook_costs_two_small_modules_and_a_few_calls(self, hosts: Path) -> None:
         """A millisecond, as installed."""

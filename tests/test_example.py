@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import lean_path
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 #: What the byte frequencies of the text alone would give.
 UNIGRAM_NATS = 3.4
@@ -29,7 +31,7 @@ def test_it_trains_and_generates_text() -> None:
     options = ["--layers=1", "--width=64", "--context=64", "--batch=16", "--steps=60", "--sample=40"]
     result = subprocess.run(
         [sys.executable, str(EXAMPLE), *options],
-        env={**os.environ, "AUTOPAR_DEVICES": "2xcpu:2GiB"},
+        env={**os.environ, "AUTOPAR_DEVICES": "2xcpu:2GiB", "PYTHONPATH": lean_path()},
         capture_output=True,
         text=True,
         timeout=110,

@@ -2,7 +2,7 @@
 
 Modules, in reading order:
 
-    program           the parser of all commands; shell completion
+    program           the parser of all commands
     arguments         arguments that commands share
     plan              `plan`: a script up to `fit`
     dry_run           a script up to its first call of the trainer
@@ -16,7 +16,6 @@ Modules, in reading order:
     status            the table of runs
     sweep             `sweep`
     spinner           a spinner on a terminal
-    completion        ``lightning-autopar completion SHELL``
 """
 
 from lightning_autopar.cli.program import main

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_autopar.cli import completion, devices, doctor, plan, run, runs, sweep
+from lightning_autopar.cli import devices, doctor, plan, run, runs, sweep
 
 FAILED = 2
 _EXAMPLES = """\
@@ -55,10 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return runs.run_command(options)
         if options.command == "sweep":
             return sweep.sweep_scripts(options)
-        if options.command == "doctor":
-            return doctor.write_report(options.file)
-        assert options.command == "completion", options.command
-        return completion.print_completion(make_parser(), options.shell)
+        assert options.command == "doctor", options.command
+        return doctor.write_report(options.file)
     except ValueError as error:
         print(f"lightning-autopar: {error}", file=sys.stderr)
         return FAILED
@@ -79,5 +77,4 @@ def make_parser() -> argparse.ArgumentParser:
     sweep.add_command(commands)
     runs.add_run_commands(commands)
     doctor.add_command(commands)
-    completion.add_command(commands)
     return parser

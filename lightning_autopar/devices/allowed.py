@@ -1,8 +1,8 @@
 """Allowed devices: which of a host's devices this run may use, as a file says that somebody else writes. Knows no plan and no run.
 
 The environment variable ``AUTOPAR_DEVICES_FILE`` names the file: ids of devices, one a line; empty lines and what follows a ``#`` are
-passed over. It is read anew whenever devices are probed, so that who started the run (``lightning-autopar sweep`` does) can give devices
-to an elastic run and take them away. Whoever changes it renames a new one over it (:func:`write_allowed` does so).
+passed over. ``lightning-autopar sweep`` writes one for each run. It is read anew whenever devices are probed, so that who started an
+elastic run can give it devices and take them away. Whoever changes it renames a new one over it (:func:`write_allowed` does so).
 """
 
 from __future__ import annotations

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from tests.processes import lean_path
+
 _SCRIPT = Path(__file__).with_name("leaks.py")
 on = pytest.mark.parametrize("kind", ["cpu", pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.two_gpus])])
 
 
 def _moved(moves: int, kind: str, seconds: float) -> dict[str, Any]:
     """A run of its own process that is moved so often."""
-    environment = {**os.environ, "PYTHONPATH": str(_SCRIPT.parents[2])}
+    environment = {**os.environ, "PYTHONPATH": lean_path()}
     command = [sys.executable, str(_SCRIPT), str(moves), kind]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from lightning_autopar.strategies.calibration.calibration import Measurement
 from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.timing.curves import Curve
 from lightning_autopar.timing.measured_rates import device_key
+from tests.processes import lean_path
 
 # Lightning's own word on its default logger, once a process.
 pytestmark = pytest.mark.filterwarnings("ignore:.*tensorboardX:UserWarning")
@@ -243,7 +245,7 @@ def test_lightning_cli_as_a_program(tmp_path: Path) -> None:
     )
     program = Path(sys.executable).with_name("lightning-autopar")
     command = [program, "plan", "--json", "--devices", "2xcpu:1GiB", script, "fit", "--model.width=256", "--trainer.strategy=ddp"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": lean_path()})
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert (found["function"], found["replaced_strategy"]) == ("fit", "ddp")

@@ -166,18 +166,8 @@ def test_a_spec_of_other_hardware_is_only_planned_for(capsys: pytest.CaptureFixt
     assert "can be planned for, not run on" in shown
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab")
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    commands = ("devices", "calibrate", "plan", "run", "status", "yield", "pause", "resume", "cancel")
-    for word in (*commands, "--memory-limit", "--picture", "--watch"):
-        assert word in script
-
-
 def test_every_command_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("devices", "calibrate", "plan", "run", "status", "yield", "pause", "resume", "cancel", "completion"):
+    for command in ("devices", "calibrate", "plan", "run", "status", "yield", "pause", "resume", "cancel"):
         with pytest.raises(SystemExit) as left:
             main([command, "--help"])
         assert left.value.code == 0

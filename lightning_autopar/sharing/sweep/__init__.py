@@ -10,5 +10,4 @@ Modules, in reading order:
     keeper        a program that ends orphans; standard library alone
     dry_runs      how each run could run: plans its script
     controller    starts runs and schedules the rest anew
-    idle_devices  at a sweep's end nothing waits any more, and devices fall idle
 """

@@ -20,7 +20,6 @@ from lightning_autopar.sharing.runs.status import RunStatus
 from lightning_autopar.sharing.sweep.children import Child, Children, Signals, wait
 from lightning_autopar.sharing.sweep.dry_runs import DryRunResult, last_words
 from lightning_autopar.sharing.sweep.folder import SweepFolder
-from lightning_autopar.sharing.sweep.idle_devices import Underway, widened
 from lightning_autopar.sharing.sweep.jobs import Job, Placed, RunOption, Schedule, SweepDevice, devices_of, options_of, scaled
 from lightning_autopar.sharing.sweep.runs_file import ListedRun, ListedSweep
 from lightning_autopar.sharing.sweep.scheduler import schedule
@@ -49,8 +48,6 @@ class SweepRun:
         ways: how it may run, by prediction.
         word: where it is.
         known: whether its length is predicted, rather than taken to be that of the longest.
-        elastic: whether it takes devices that it is given later.
-        start_seconds: what it takes until its first step.
         reason: why it failed.
         plan: what runs or ran, in words.
         devices: that it has or had.
@@ -66,8 +63,6 @@ class SweepRun:
     options: tuple[RunOption, ...] = ()
     word: RunWord = "waiting"
     known: bool = True
-    elastic: bool = False
-    start_seconds: float = 0.0
     reason: str = ""
     plan: str = ""
     devices: tuple[str, ...] = ()
@@ -136,9 +131,9 @@ def prospects(sweep: ListedSweep, looked: Mapping[str, DryRunResult], folder: Sw
             run.word, run.reason = "failed", found.problem or "it can't be planned for"
             continue
         # Of simultaneous looks at one script, one is slower than the other only by chance.
-        run.start_seconds = statistics.median(looked[other.name].seconds for other in sweep.runs if _is_like(other, listed, looked))
-        run.known, run.elastic = seconds[listed.name] is not None, bool(report["run"]["elastic"])
-        run.options = options_of(report, start_seconds=run.start_seconds, unknown_seconds=longest)
+        start_seconds = statistics.median(looked[other.name].seconds for other in sweep.runs if _is_like(other, listed, looked))
+        run.known = seconds[listed.name] is not None
+        run.options = options_of(report, start_seconds=start_seconds, unknown_seconds=longest)
         if not run.options:
             run.word, run.reason = "failed", "no plan fits on the devices"
     return runs, list(devices.values())
@@ -232,12 +227,11 @@ class Controller:
         return [device for device in self.devices if device.id not in held]
 
     def _place(self) -> None:
-        """Start the runs that a schedule of the rest starts now; if nothing waits, give idle devices to runs that can take them."""
+        """Start the runs that a schedule of the rest starts now."""
         waiting = [run for run in self.runs if run.word == "waiting"]
         running = [run for run in self.runs if run.word == "running"]
         if not waiting:
             self.ends_in_seconds = max((self._left_seconds(run) for run in running), default=0.0)
-            self._widen(running)
             return
         jobs = [Job(name=run.name, options=scaled(run.options, self._pace(run)), priority=run.listed.priority) for run in waiting]
         busy = {device: self._left_seconds(run) for run in running for device in run.devices}
@@ -246,29 +240,6 @@ class Controller:
         by_name = {run.name: run for run in waiting}
         for place in found.now:
             self._start(by_name[place.job], place)
-
-    def _widen(self, running: Sequence[SweepRun]) -> None:
-        idle = self._idle()
-        able = [run for run in running if run.elastic and run.status is not None and run.status.state == "running"]
-        if not idle or not able:
-            return
-        underway = [
-            Underway(
-                job=Job(name=run.name, options=scaled(run.options, self._pace(run))),
-                devices=run.devices,
-                left_share=self._left_share(run),
-                left_seconds=self._left_seconds(run),
-                elastic=True,
-            )
-            for run in able
-        ]
-        cost = max(run.start_seconds for run in able)
-        for name, devices in widened(underway, idle, self.devices, move_seconds=cost).items():
-            run = next(run for run in able if run.name == name)
-            added = ", ".join(device for device in devices if device not in run.devices)
-            run.devices = devices
-            write_allowed(self._folder.devices(run.listed), devices)
-            self._tell(f"{name} may have {added} as well, as nothing waits for it")
 
     # -- a run's beginning and end -----------------------------------------------------------------------------------------------------
 
@@ -363,14 +334,6 @@ class Controller:
                 pace = (time.monotonic() - run.first_step[0]) / (status.step - run.first_step[1])
                 return max(_LEAST_SECONDS, pace * (status.steps - status.step))
         return max(_LEAST_SECONDS, _OVERDUE_SHARE * elapsed, run.predicted_seconds - elapsed)
-
-    def _left_share(self, run: SweepRun) -> float:
-        status = run.status
-        if status is not None and status.step is not None and status.steps:
-            return max(0.0, 1 - status.step / status.steps)
-        assert run.child is not None
-        left = self._left_seconds(run)
-        return left / (left + time.monotonic() - run.child.started_at)
 
     def _pace(self, run: SweepRun) -> float:
         """How many times longer than predicted runs of the same script took here; of any script, if none of the same has ended."""

@@ -1,6 +1,6 @@
 """How each run of a sweep could run: its script runs up to ``fit`` in a process of its own, as ``lightning-autopar plan --json`` does.
 
-It keeps what it found in the sweep's folder, and places nothing.
+It places nothing.
 """
 
 from __future__ import annotations
@@ -65,14 +65,7 @@ def look_at(
         Stopped: if a signal came.
     """
     found: dict[str, DryRunResult] = {}
-    waiting = []
-    for run in runs:
-        known = folder.known_report(run, devices)
-        if known is not None:
-            found[run.name] = DryRunResult(report=known["report"], seconds=float(known["seconds"]))
-        else:
-            waiting.append(run)
-    on: list[_Look] = []
+    waiting, on = [*runs], list[_Look]()
     count, first = len(waiting), True
     while waiting or on:
         show(f"looking at runs: {count - len(waiting) - len(on)} of {count} ({', '.join(look.run.name for look in on[:3]) or '…'})")
@@ -101,7 +94,7 @@ class _Look:
     """One script on its way to ``fit``."""
 
     def __init__(self, run: ListedRun, devices: str, folder: SweepFolder, children: Children) -> None:
-        self.run, self._devices, self._folder = run, devices, folder
+        self.run = run
         self._out, self._err = folder.plan(run).with_suffix(".out"), folder.plan(run).with_suffix(".err")
         words = [sys.executable, "-m", "lightning_autopar", "plan", "--json", f"--devices={devices}", *run.words]
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
@@ -120,7 +113,6 @@ class _Look:
             return DryRunResult(problem=f"it can't be planned for: {last_words(told) or code}; {self._err} has it all")
         if problem is not None:
             return DryRunResult(report=report, seconds=seconds, problem=problem)
-        self._folder.keep_report(self.run, self._devices, report, seconds)
         for path in (self._out, self._err):
             Path(path).unlink(missing_ok=True)
         return DryRunResult(report=report, seconds=seconds)

@@ -1,4 +1,4 @@
-"""A sweep's folder: finished runs, their plans, the devices that each run may use, and the log. One sweep at a time uses it."""
+"""A sweep's folder: finished runs, the devices that each run may use, and the logs. One sweep at a time uses it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ class SweepFolder:
         self.done: dict[str, dict[str, Any]] = _read(path / _DONE).get("runs", {})
 
     def log(self, run: ListedRun) -> Path:
-        """Its log's file, whose folder is there."""
-        path = self.path / f"{run.name}.log" if run.log is None else Path(run.cwd, run.log)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+        """Its log's file."""
+        return self.path / f"{run.name}.log"
 
     def devices(self, run: ListedRun) -> Path:
         """The file of the devices that it may use."""
@@ -40,7 +38,7 @@ class SweepFolder:
         return self._in("results", f"{run.name}.json")
 
     def plan(self, run: ListedRun) -> Path:
-        """What ``lightning-autopar plan --json`` said of it."""
+        """What ``lightning-autopar plan --json`` says of it, while it is read, and where it can't be."""
         return self._in("plans", f"{run.name}.json")
 
     def is_done(self, run: ListedRun) -> dict[str, Any] | None:
@@ -52,15 +50,6 @@ class SweepFolder:
         """Keep what came of a run."""
         self.done[run.name] = {"key": key_of(run), "command": run.command, **entry}
         write(self.path / _DONE, {"runs": self.done})
-
-    def known_report(self, run: ListedRun, devices: str) -> dict[str, Any] | None:
-        """The earlier report for this run, if its script hasn't changed."""
-        entry = _read(self.plan(run))
-        return entry if entry.get("key") == _plan_key(run, devices) and "report" in entry and "seconds" in entry else None
-
-    def keep_report(self, run: ListedRun, devices: str, report: Mapping[str, Any], seconds: float) -> None:
-        """Keep what was planned, for when the sweep is started again."""
-        write(self.plan(run), {"key": _plan_key(run, devices), "seconds": seconds, "report": report})
 
     def _in(self, folder: str, name: str) -> Path:
         (self.path / folder).mkdir(exist_ok=True)
@@ -92,7 +81,8 @@ def sweep_folder(sweep: ListedSweep, parent: str | Path = ".") -> Iterator[Sweep
 
 def key_of(run: ListedRun) -> str:
     """A run's identity: its command, its folder, and its variables."""
-    return _hash([run.words, os.path.abspath(run.cwd), sorted(run.env.items())])
+    identity = json.dumps([run.words, os.path.abspath(run.cwd), sorted(run.env.items())])
+    return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
 def write(path: Path, data: Any) -> None:
@@ -107,22 +97,6 @@ def write(path: Path, data: Any) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         raise
-
-
-def _plan_key(run: ListedRun, devices: str) -> str:
-    """What a plan depends on, except for files that the script reads: its text, the requested devices and their variables."""
-    texts = []
-    for word in run.words:
-        path = Path(run.cwd, word)
-        with contextlib.suppress(OSError):
-            if path.is_file():
-                texts.append(path.read_bytes().hex() if path.stat().st_size < 1_000_000 else str(path.stat().st_mtime_ns))
-    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("AUTOPAR_") or name == "CUDA_VISIBLE_DEVICES")
-    return _hash([key_of(run), devices, texts, variables])
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
 
 
 def _read(path: Path) -> dict[str, Any]:

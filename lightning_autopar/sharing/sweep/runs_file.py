@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _KEYS = ("devices", "runs", "name", "retries", "env", "cwd")
-_RUN_KEYS = ("command", "name", "priority", "log", "env", "cwd", "matrix")
+_RUN_KEYS = ("command", "name", "priority", "env", "cwd", "matrix")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 _LONGEST_NAME = 60
 _MOST_RUNS = 10_000
@@ -31,7 +31,6 @@ class ListedRun:
         name: its own in the sweep.
         words: what follows ``lightning-autopar run``: options, the script, its arguments.
         priority: a larger one starts first.
-        log: its log's file; None for one in the sweep's folder.
         env: variables that it gets besides this process's.
         cwd: where it runs.
     """
@@ -39,7 +38,6 @@ class ListedRun:
     name: str
     words: tuple[str, ...]
     priority: int = 0
-    log: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str = "."
 
@@ -151,7 +149,7 @@ def _runs(entry: Any, where: str, common: Mapping[str, Any]) -> list[tuple[bool,
     texts = {
         "command": entry["command"],
         "cwd": _text(entry.get("cwd", common["cwd"]), f"'cwd' of {where}"),
-        **{key: _text(entry[key], f"{key!r} of {where}") for key in ("name", "log") if key in entry},
+        **({"name": _text(entry["name"], f"'name' of {where}")} if "name" in entry else {}),
     }
     env = {**common["env"], **_env(entry.get("env"), where)}
     found = []
@@ -165,12 +163,10 @@ def _runs(entry: Any, where: str, common: Mapping[str, Any]) -> list[tuple[bool,
         if own is not None:
             _check_name(own, f"'name' of {where}")
         name = own if own is not None else _slug("-".join(f"{key}{value}" for key, value in chosen.items()) or _name_of(words))
-        log = None if "log" not in filled else _filled(filled["log"], {"name": name})
         run = ListedRun(
             name=name,
             words=words,
             priority=priority,
-            log=log,
             env={key: _filled(value, chosen) for key, value in env.items()},
             cwd=filled["cwd"],
         )
@@ -192,9 +188,6 @@ def _named(runs: Sequence[tuple[bool, ListedRun]]) -> tuple[ListedRun, ...]:
             name = f"{run.name}-{number}"
         taken.add(name)
         found.append(replace(run, name=name))
-    logs = Counter(str(Path(run.cwd, run.log)) for run in found if run.log is not None)
-    if twice := next((log for log, count in logs.items() if count > 1), None):
-        raise ValueError(f"two runs have the log {twice!r}; give each its own, as with {{name}} in it")
     return tuple(found)
 
 

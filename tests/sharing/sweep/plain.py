@@ -14,7 +14,7 @@ from lightning_autopar.sharing.sweep.folder import sweep_folder
 from lightning_autopar.sharing.sweep.runs_file import ListedSweep
 
 
-def report(*seconds: float | None, elastic: bool = False, devices: int = 2) -> dict[str, Any]:
+def report(*seconds: float | None, devices: int = 2) -> dict[str, Any]:
     """Of a run that takes so long on one device, two, …."""
     there = [
         {"id": f"cpu:{index}", "kind": "cpu", "name": "CPU", "node": 0, "slowdown": 1.0, "threads": 1, "error": None, "free_bytes": 1000}
@@ -30,7 +30,7 @@ def report(*seconds: float | None, elastic: bool = False, devices: int = 2) -> d
         }
         for count, each in enumerate(seconds, 1)
     ]
-    return {"inventory": {"devices": there, "links": []}, "budgets": {}, "candidates": candidates, "run": {"elastic": elastic}}
+    return {"inventory": {"devices": there, "links": []}, "budgets": {}, "candidates": candidates}
 
 
 def swept(

@@ -53,7 +53,7 @@ def test_each_run_has_devices_of_its_own_a_log_and_an_entry(folder: Path) -> Non
         name="s",
         runs=(
             ListedRun(name="long", words=("wait.py", "a", "1.0", "b", "c")),
-            ListedRun(name="short", words=("wait.py", "b", "0.3"), env={"COLOUR": "blue"}, log="logs/mine.txt"),
+            ListedRun(name="short", words=("wait.py", "b", "0.3"), env={"COLOUR": "blue"}),
             ListedRun(name="other", words=("wait.py", "c", "0.3"), cwd=str(folder)),
         ),
     )
@@ -67,7 +67,7 @@ def test_each_run_has_devices_of_its_own_a_log_and_an_entry(folder: Path) -> Non
         for other in on:
             assert one == other or one[0] != other[0] or one[2] <= other[1] or other[2] <= one[1], "two runs on a device"
     assert spans["b"][2] == spans["c"][2] != spans["a"][2], "the two short ones share a device, one after the other"
-    assert "said by b blue" in (folder / "logs" / "mine.txt").read_text()
+    assert "said by b blue" in (folder / "sweep-s" / "short.log").read_text()
     assert "said by a None" in (folder / "sweep-s" / "long.log").read_text()
     done = json.loads((folder / "sweep-s" / "done.json").read_text())["runs"]
     assert set(done) == {"long", "short", "other"}
@@ -131,32 +131,6 @@ def test_a_length_that_nobody_knows_counts_as_the_longest_and_is_no_figure(folde
     assert unknown.predicted_seconds == pytest.approx(7.1)
     assert unknown.to_dict()["predicted_seconds"] is None
     assert known.to_dict()["predicted_seconds"] == pytest.approx(7.1)
-
-
-#: Shows itself as an elastic run that has done a tenth, until it may use two devices.
-GROWS = """
-    import os, sys, time
-    from dataclasses import replace
-    from pathlib import Path
-    from lightning_autopar.sharing.runs.status import open_run
-    with open_run(sys.argv[0]) as files:
-        end = time.monotonic() + 30
-        while len(Path(os.environ["AUTOPAR_DEVICES_FILE"]).read_text().split()) < 2:
-            files.show(replace(files.status, state="running", plan="single", step=1, steps=10))
-            assert time.monotonic() < end
-            time.sleep(0.05)
-"""
-
-
-def test_a_device_that_nobody_waits_for_goes_to_a_run_that_grows(folder: Path) -> None:
-    (folder / "grows.py").write_text(textwrap.dedent(GROWS))
-    sweep = sweep_of(["grows.py", f"wait.py {folder}/a 2"])
-    names = [run.name for run in sweep.runs]
-    told: list[str] = []
-    controller = swept(sweep, {names[0]: report(100.0, 60.0, elastic=True), names[1]: report(90.0)}, folder, told=told)
-    assert [run.word for run in controller.runs] == ["done", "done"], told
-    assert sorted(controller.runs[0].devices) == ["cpu:0", "cpu:1"]
-    assert any("grows may have cpu:" in words for words in told)
 
 
 def test_two_sweeps_of_a_name_arent_run_at_a_time(folder: Path) -> None:

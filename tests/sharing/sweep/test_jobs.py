@@ -31,7 +31,6 @@ def report(
         "inventory": {"devices": devices, "links": found},
         "budgets": budgets,
         "candidates": list(candidates),
-        "run": {"elastic": False},
     }
 
 

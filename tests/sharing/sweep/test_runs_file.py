@@ -25,7 +25,7 @@ def test_every_form_of_a_run(tmp_path: Path) -> None:
             env: {SEED: 1, COLOUR: red}
             runs:
               - train.py --lr 0.1
-              - {command: "python3 train.py --lr 0.3", name: lr03, priority: 5, log: "logs/{name}.txt", env: {SEED: 2}, cwd: there}
+              - {command: "python3 train.py --lr 0.3", name: lr03, priority: 5, env: {SEED: 2}, cwd: there}
               - command: "--allow ddp train.py --lr {lr} --width {width} --json '{}'"
                 matrix: {lr: [0.1, 0.3], width: [64, 128]}
             """,
@@ -35,13 +35,7 @@ def test_every_form_of_a_run(tmp_path: Path) -> None:
     first, second, *grid = sweep.runs
     assert (first.name, first.words) == ("train-lr-0.1", ("train.py", "--lr", "0.1"))
     assert first.env == {"SEED": "1", "COLOUR": "red"}
-    assert (second.name, second.words, second.priority, second.log, second.cwd) == (
-        "lr03",
-        ("train.py", "--lr", "0.3"),
-        5,
-        "logs/lr03.txt",
-        "there",
-    )
+    assert (second.name, second.words, second.priority, second.cwd) == ("lr03", ("train.py", "--lr", "0.3"), 5, "there")
     assert second.env == {"SEED": "2", "COLOUR": "red"}
     assert [run.name for run in grid] == ["lr0.1-width64", "lr0.1-width128", "lr0.3-width64", "lr0.3-width128"]
     assert grid[2].words == ("--allow", "ddp", "train.py", "--lr", "0.3", "--width", "64", "--json", "{}")
@@ -82,7 +76,6 @@ def test_named_matrices(tmp_path: Path) -> None:
         ("runs: [{command: a.py, matrix: {lr: [1]}}]", r"has no \{lr\}"),
         ("runs: [{command: 'a.py {lr}', matrix: {lr: 1}}]", "must give each name a list"),
         ("runs: [{command: a.py, name: x}, {command: b.py, name: x}]", "two runs have the name 'x'"),
-        ("runs: [{command: a.py, log: l}, {command: b.py, log: l}]", "two runs have the log 'l'"),
         ("runs: [{command: a.py, name: ../x}]", "it names files"),
         ("runs: [{command: a.py, env: [1]}]", "'env' of run 1"),
         ('runs: ["a.py \'x"]', "can't be split into words"),
