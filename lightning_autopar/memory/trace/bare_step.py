@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_autopar._lightning import LightningModule, LightningOptimizer, Precision
 from lightning_autopar._lightning_compat import is_overridden, parse_optimizers
+from lightning_autopar._root import LIGHTNING
 from lightning_autopar._temporary import patched
 from lightning_autopar.memory.trace.first_batch import RAISED
 
@@ -75,7 +77,7 @@ class TrainerView:
     def __init__(self, trainer: Trainer | None) -> None:
         object.__setattr__(self, "_real", trainer)
         object.__setattr__(self, "_own", {"optimizers": [], "lr_scheduler_configs": [], "precision_plugin": Precision()})
-        object.__setattr__(self, "asked_for_world", False)
+        object.__setattr__(self, "asked", {})
 
     @property
     def num_training_batches(self) -> int | float:
@@ -115,8 +117,8 @@ class TrainerView:
         """Prints nothing."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("world_size", "num_devices"):
-            object.__setattr__(self, "asked_for_world", True)
+        if name in DIFFERS and _asked_by_users(sys._getframe(1)):
+            self.asked[name] = None
         own = object.__getattribute__(self, "_own")
         if name in own:
             return own[name]
@@ -129,6 +131,15 @@ class TrainerView:
 
     def __setattr__(self, name: str, value: Any) -> None:
         return None
+
+
+#: What isn't the same under every plan, or on every rank.
+DIFFERS = ("world_size", "num_devices", "is_global_zero", "global_rank", "local_rank", "node_rank")
+
+
+def _asked_by_users(caller: FrameType) -> bool:
+    """Whether a user's code asks, also through the module's own ``global_rank``; and not a method of Lightning's, such as ``print``."""
+    return not caller.f_globals.get("__name__", "").startswith(LIGHTNING) or caller.f_code.co_name in DIFFERS
 
 
 class StrategyView:
@@ -218,9 +229,9 @@ class BareStep:
         self._attach()
 
     @property
-    def asked_for_world(self) -> bool:
-        """Whether the module has asked its trainer for the number of devices."""
-        return bool(self._trainer.asked_for_world)
+    def asked(self) -> tuple[str, ...]:
+        """What the module has asked its trainer for, of ``DIFFERS``."""
+        return tuple(self._trainer.asked)
 
     @property
     def accumulate(self) -> int:
