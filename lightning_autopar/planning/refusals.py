@@ -237,15 +237,19 @@ def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ..
     if not constraints.split_batch:
         return ()
     sizes = [name for name in footprint.asked if name in ("world_size", "num_devices")]
-    ranks = [name for name in footprint.asked if name not in sizes]
+    ranks = [name for name in footprint.asked if name not in (*sizes, "logger")]
     found = [
-        f"the module asks its trainer for {' and '.join(sizes)}, which is 1 on one device and not here; the batch isn't multiplied, so that "
-        "a learning rate needs no scaling by it"
+        f"the module asks its trainer for {' and '.join(sizes)}, which is 1 on one device and not here; the batch isn't multiplied, so "
+        "that a learning rate needs no scaling by it"
     ] * bool(sizes)
     found += [
         f"the module asks its trainer for {' and '.join(ranks)}, which one device answers for the whole batch; here each rank computes a "
         "part of it, so that what a single rank keeps or logs, or draws by its number, isn't what one device does"
     ] * bool(ranks)
+    found += [
+        "the step writes to its logger by itself, which only rank 0 does, and only for its part of the batch and of the step; self.log "
+        "writes what one device would"
+    ] * ("logger" in footprint.asked)
     return tuple(found)
 
 

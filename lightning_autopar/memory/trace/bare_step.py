@@ -78,6 +78,8 @@ class TrainerView:
         object.__setattr__(self, "_real", trainer)
         object.__setattr__(self, "_own", {"optimizers": [], "lr_scheduler_configs": [], "precision_plugin": Precision()})
         object.__setattr__(self, "asked", {})
+        #: Whether one of the user's steps runs.
+        object.__setattr__(self, "stepping", False)
 
     @property
     def num_training_batches(self) -> int | float:
@@ -97,12 +99,16 @@ class TrainerView:
     @property
     def logger(self) -> Any:
         """A silent logger, if the trainer has one."""
-        return Silent() if self._real is not None and self._real.loggers else None
+        return next(iter(self.loggers), None)
 
     @property
     def loggers(self) -> list[Any]:
         """As :attr:`logger`."""
-        return [Silent()] if self._real is not None and self._real.loggers else []
+        if self._real is None or not self._real.loggers:
+            return []
+        if self.stepping:
+            self.asked["logger"] = None
+        return [Silent()]
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -370,7 +376,11 @@ class BareStep:
             kwargs["batch_idx"] = batch_idx
         if "dataloader_idx" in accepted and accepted["dataloader_idx"].default is inspect.Parameter.empty:
             kwargs["dataloader_idx"] = 0
-        return step(batch, *kwargs.values())
+        object.__setattr__(self._trainer, "stepping", True)
+        try:
+            return step(batch, *kwargs.values())
+        finally:
+            object.__setattr__(self._trainer, "stepping", False)
 
     def _hook(self, name: str, *args: Any) -> Any:
         """Call a hook that the module overrides; if it fails, note that and go on, as hooks rarely matter to memory."""

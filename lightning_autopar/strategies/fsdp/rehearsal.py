@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_autopar._lightning_compat import is_overridden
@@ -114,6 +115,8 @@ def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequenc
 def unshardable(module: nn.Module) -> str | None:
     """What FSDP2 refuses in a module whatever the step does; None if there is nothing."""
     for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            return f"the parameter {name!r} gets its shape in the first step, and FSDP2 shards it before"
         if parameter.dim() == 0:
             return f"the parameter {name!r} is a scalar, which FSDP2 can't shard; make it a tensor of one element, torch.ones(1)"
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):

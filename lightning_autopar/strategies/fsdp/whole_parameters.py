@@ -138,8 +138,8 @@ def _outside_units(root: nn.Module) -> Iterator[nn.Module]:
 #: Ranks have met when they gathered this unit.
 _SKEW = timedelta(seconds=30)
 _SAMPLES_DECIDE = (
-    "samples decide which modules of a block are called (as with routed experts), and in the batches that planning looked at they didn't; run "
-    "with allow=['single', 'ddp'], or let the step call each of them"
+    "samples decide which modules of a block are called (as with routed experts), and in the batches that planning looked at they didn't; "
+    "run with allow=['single', 'ddp'], or let the step call each of them"
 )
 
 

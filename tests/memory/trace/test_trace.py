@@ -637,6 +637,8 @@ class Asking(pl.LightningModule):
         (lambda module: module.trainer.is_global_zero, ("is_global_zero",)),
         (lambda module: module.print(""), ()),  # Lightning's own question
         (lambda module: module.trainer.global_step, ()),
+        (lambda module: module.logger.experiment.add_scalar("mean", 1.0), ("logger",)),
+        (lambda module: module.log("mean", 1.0), ()),
     ],
 )
 def test_asking_for_what_differs_between_ranks_is_noticed(ask: Any, asked: tuple[str, ...]) -> None:

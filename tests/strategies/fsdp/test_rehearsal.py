@@ -51,6 +51,12 @@ class Mixed(Fitted):
         self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
 
 
+class Late(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1][0] = nn.LazyLinear(16)
+
+
 class Regularised(Fitted):
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + 0.1 * self.net[2][0].weight.pow(2).sum()
@@ -99,6 +105,7 @@ def _first() -> FirstBatch:
     ("make", "cause"),
     [
         (Scalar, "the parameter 'scale' is a scalar"),
+        (Late, "'net.1.0.weight' gets its shape in the first step, and FSDP2 shards it before"),
         (Sparse, "'table' has sparse gradients"),
         (Mixed, "several dtypes"),
         (Regularised, "uses a block's parameters outside of the block's forward"),
