@@ -23,6 +23,7 @@ import ctypes
 import gc
 import os
 import pickle
+import random
 import select
 import signal
 import struct
@@ -131,7 +132,7 @@ def run_forked(
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     for stream in (sys.stdout, sys.stderr):
         _flush(stream)
-    parent = os.getpid()
+    parent, python_draws = os.getpid(), random.getstate()
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         # Python 3.12 warns of threads at every fork; that is why the function runs in a fresh thread of the child.
@@ -139,6 +140,7 @@ def run_forked(
         pid = os.fork()
     if pid == 0:
         os.close(reader)
+        random.setstate(python_draws)  # Python seeds its generator anew in each child, while torch's and NumPy's go on
         _be_child(parent, writer, gpus, function, args)
     os.close(writer)
     ended = False

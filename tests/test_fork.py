@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
 import re
 import signal
 import subprocess
@@ -51,6 +52,12 @@ def test_this_process_does_something_meanwhile() -> None:
     assert {*psutil.Process().children()} <= {*others}, "the child was ended"
     os.close(reader)
     os.close(writer)
+
+
+def test_random_numbers_go_on_as_in_the_parent() -> None:
+    random.seed(5)
+    theirs = run_forked(random.random)
+    assert theirs == random.random()
 
 
 def test_large_result() -> None:

@@ -194,7 +194,8 @@ class Footprint:
         unused_parameters: FQNs of trainable parameters that got no gradient in the traced steps.
         configures_model: whether the module overrides ``configure_model``.
         moments: the fullest moments of the step, in order; empty where it wasn't traced, and then the peak is the sum of all categories.
-        asks_for_world: whether the module asks its trainer for the number of devices, which differs between plans.
+        asked: what the module asks its trainer for that differs between plans or ranks: ``"world_size"``, ``"is_global_zero"``, in
+            a step ``"logger"``.
         traced: False where the step could not be traced, and the activations are a guess with a wide margin.
         margin: by how much the prediction may be too low, as a share of it (0.1: up to ten per cent more).
         assumptions: what had to be guessed, a sentence each.
@@ -235,7 +236,7 @@ class Footprint:
     unused_parameters: tuple[str, ...] = ()
     configures_model: bool = False
     moments: tuple[Moment, ...] = ()
-    asks_for_world: bool = False
+    asked: tuple[str, ...] = ()
     traced: bool = True
     margin: float = 0.0
     assumptions: tuple[str, ...] = ()

@@ -108,9 +108,9 @@ def notes_of(plan: Plan, footprint: Footprint, constraints: Constraints) -> tupl
     own = engines.of(plan).notes(constraints)
     if plan.micro_batches > 1:
         own = (*norm_notes(footprint, constraints), *own)
-    if plan.data_ranks == 1:
-        return (*(split_notes(constraints) if plan.micro_batches > 1 else ()), *own)
-    return (*own, *split_notes(constraints), *world_notes(footprint, constraints))
+    if plan.world_size > 1:
+        own = (*own, *world_notes(footprint, constraints))
+    return (*own, *(split_notes(constraints) if plan.data_ranks > 1 or plan.micro_batches > 1 else ()))
 
 
 def build_plan(question: Question, devices: Sequence[Device], engine: str, *reasons: str, **values: Any) -> Plan:

@@ -234,13 +234,24 @@ def norm_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...
 
 
 def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
-    """What a reader should know if the module computes with the number of devices."""
-    if not footprint.asks_for_world or not constraints.split_batch:
+    """What a reader should know if the module asks for the number of devices, or for its rank."""
+    if not constraints.split_batch:
         return ()
-    return (
-        "the module asks its trainer for world_size or num_devices, which is 1 on one device and not here; the batch is split, not "
-        "multiplied, so that a learning rate needs no scaling by it",
-    )
+    sizes = [name for name in footprint.asked if name in ("world_size", "num_devices")]
+    ranks = [name for name in footprint.asked if name not in (*sizes, "logger")]
+    found = [
+        f"the module asks its trainer for {' and '.join(sizes)}, which is 1 on one device and not here; the batch isn't multiplied, so "
+        "that a learning rate needs no scaling by it"
+    ] * bool(sizes)
+    found += [
+        f"the module asks its trainer for {' and '.join(ranks)}, which one device answers for the whole batch; here each rank computes a "
+        "part of it, so that what a single rank keeps or logs, or draws by its number, isn't what one device does"
+    ] * bool(ranks)
+    found += [
+        "the step writes to its logger by itself, which only rank 0 does, and only for its part of the batch and of the step; self.log "
+        "writes what one device would"
+    ] * ("logger" in footprint.asked)
+    return tuple(found)
 
 
 def _apart_words(split: SplitFinding) -> str:

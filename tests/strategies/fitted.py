@@ -85,6 +85,7 @@ def fit(
     large: bool = False,
     undivided: str | None = "not asked",
     kept_rules: Any = None,
+    findings: Any = None,
     resume: Path | None = None,
     **options: Any,
 ) -> Any:
@@ -98,7 +99,8 @@ def fit(
         callbacks=callbacks,
     )
     loaders = DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=8)
-    with _decided(plan, draws=draws, large=large, undivided=undivided, kept_rules=kept_rules or {}, from_snapshot=is_snapshot(resume)):
+    found = {"draws": draws, "kept_rules": kept_rules or {}, "findings": findings or {}}
+    with _decided(plan, large=large, undivided=undivided, from_snapshot=is_snapshot(resume), **found):
         trainer.fit(module, *loaders, ckpt_path=resume)
     return module, losses.losses, trainer
 

@@ -193,7 +193,7 @@ class PartGradients:
     @property
     def watched(self) -> bool:
         """Whether a hook could see gradients when backward begins."""
-        return self._overridden("on_before_backward")
+        return overridden(self._trainer, "on_before_backward")
 
     def begin(self, apart: Iterable[Parameter] = ()) -> None:
         """The first part's forward is over.
@@ -205,7 +205,7 @@ class PartGradients:
         self._earlier, self._begun = None, True
         trainer = self._trainer
         begins = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        watched = self._overridden("on_before_zero_grad", "optimizer_zero_grad") if begins else self.watched
+        watched = overridden(self._trainer, "on_before_zero_grad", "optimizer_zero_grad") if begins else self.watched
         watched = watched or (self.apart and not begins)
         self._adds_at_once = not begins and not watched
         self._apart = {}
@@ -289,11 +289,13 @@ class PartGradients:
                 found[parameter], parameter.grad = parameter.grad, None
         return found
 
-    def _overridden(self, *hooks: str) -> bool:
-        module: LightningModule = self._trainer.lightning_module
-        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        users = [callback for callback in callbacks if any(hasattr(Callback, hook) and is_overridden(hook, callback) for hook in hooks)]
-        return bool(users) or any(is_overridden(hook, module) for hook in hooks)
+
+def overridden(trainer: Trainer, *hooks: str) -> bool:
+    """Whether the module or a callback has one of these hooks."""
+    module: LightningModule = trainer.lightning_module
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    users = [callback for callback in callbacks if any(hasattr(Callback, hook) and is_overridden(hook, callback) for hook in hooks)]
+    return bool(users) or any(is_overridden(hook, module) for hook in hooks)
 
 
 class _Whole(torch.autograd.Function):

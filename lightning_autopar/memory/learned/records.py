@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_autopar import _version
 from lightning_autopar._lightning import pl
@@ -48,14 +49,19 @@ def _lines(module: nn.Module) -> Iterator[str]:
         classes[type(part)] = None
         yield f"{name}: {type(part).__module__}.{type(part).__qualname__}"
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield f"{name}: {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+        yield f"{name}: {_shape(parameter)} {parameter.dtype} {parameter.requires_grad}"
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        yield f"{name}: {tuple(buffer.shape)} {buffer.dtype}"
+        yield f"{name}: {_shape(buffer)} {buffer.dtype}"
     for base in type(module).__mro__:
         if not f"{base.__module__}.".startswith(_FOREIGN):
             yield _source(base)
     for each in classes:
         yield _source(getattr(each, "forward", None))
+
+
+def _shape(tensor: torch.Tensor) -> Any:
+    """Its shape; None for what gets its shape in the first step."""
+    return None if is_lazy(tensor) else tuple(tensor.shape)
 
 
 def _source(code: Any) -> str:

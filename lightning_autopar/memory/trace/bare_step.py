@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_autopar._lightning import LightningModule, LightningOptimizer, Precision
 from lightning_autopar._lightning_compat import is_overridden, parse_optimizers
+from lightning_autopar._root import LIGHTNING
 from lightning_autopar._temporary import patched
 from lightning_autopar.memory.trace.first_batch import RAISED
 
@@ -75,7 +77,9 @@ class TrainerView:
     def __init__(self, trainer: Trainer | None) -> None:
         object.__setattr__(self, "_real", trainer)
         object.__setattr__(self, "_own", {"optimizers": [], "lr_scheduler_configs": [], "precision_plugin": Precision()})
-        object.__setattr__(self, "asked_for_world", False)
+        object.__setattr__(self, "asked", {})
+        #: Whether one of the user's steps runs.
+        object.__setattr__(self, "stepping", False)
 
     @property
     def num_training_batches(self) -> int | float:
@@ -95,12 +99,16 @@ class TrainerView:
     @property
     def logger(self) -> Any:
         """A silent logger, if the trainer has one."""
-        return Silent() if self._real is not None and self._real.loggers else None
+        return next(iter(self.loggers), None)
 
     @property
     def loggers(self) -> list[Any]:
         """As :attr:`logger`."""
-        return [Silent()] if self._real is not None and self._real.loggers else []
+        if self._real is None or not self._real.loggers:
+            return []
+        if self.stepping:
+            self.asked["logger"] = None
+        return [Silent()]
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -115,8 +123,8 @@ class TrainerView:
         """Prints nothing."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("world_size", "num_devices"):
-            object.__setattr__(self, "asked_for_world", True)
+        if name in DIFFERS and _asked_by_users(sys._getframe(1)):
+            self.asked[name] = None
         own = object.__getattribute__(self, "_own")
         if name in own:
             return own[name]
@@ -129,6 +137,15 @@ class TrainerView:
 
     def __setattr__(self, name: str, value: Any) -> None:
         return None
+
+
+#: What isn't the same under every plan, or on every rank.
+DIFFERS = ("world_size", "num_devices", "is_global_zero", "global_rank", "local_rank", "node_rank")
+
+
+def _asked_by_users(caller: FrameType) -> bool:
+    """Whether a user's code asks, also through the module's own ``global_rank``; and not a method of Lightning's, such as ``print``."""
+    return not caller.f_globals.get("__name__", "").startswith(LIGHTNING) or caller.f_code.co_name in DIFFERS
 
 
 class StrategyView:
@@ -218,9 +235,9 @@ class BareStep:
         self._attach()
 
     @property
-    def asked_for_world(self) -> bool:
-        """Whether the module has asked its trainer for the number of devices."""
-        return bool(self._trainer.asked_for_world)
+    def asked(self) -> tuple[str, ...]:
+        """What the module has asked its trainer for, of ``DIFFERS``."""
+        return tuple(self._trainer.asked)
 
     @property
     def accumulate(self) -> int:
@@ -359,7 +376,11 @@ class BareStep:
             kwargs["batch_idx"] = batch_idx
         if "dataloader_idx" in accepted and accepted["dataloader_idx"].default is inspect.Parameter.empty:
             kwargs["dataloader_idx"] = 0
-        return step(batch, *kwargs.values())
+        object.__setattr__(self._trainer, "stepping", True)
+        try:
+            return step(batch, *kwargs.values())
+        finally:
+            object.__setattr__(self._trainer, "stepping", False)
 
     def _hook(self, name: str, *args: Any) -> Any:
         """Call a hook that the module overrides; if it fails, note that and go on, as hooks rarely matter to memory."""

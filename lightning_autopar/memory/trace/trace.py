@@ -339,7 +339,7 @@ class _Tracing:
             moments=found.moments,
             traced=note is None,
             margin=_MARGIN_UNREAD if UNREAD in shadow.guesses else _MARGIN_REAL if note is not None or searching else 0.0,
-            asks_for_world=rehearsal.asked_for_world,
+            asked=rehearsal.asked,
             evaluation_bytes=evaluated[0],
             evaluation_parts=evaluated[1],
             assumptions=tuple(dict.fromkeys(assumptions)),

@@ -87,23 +87,27 @@ def _leave_group() -> None:
 PATIENCE = timedelta(minutes=5)
 
 
-def wait_for_all_ranks(what: str) -> None:
+#: What to do about a condition on the rank.
+_FOR_ALL = "with sharded parameters all ranks must do it: remove the condition on the rank around it"
+
+
+def wait_for_all_ranks(what: str, remedy: str = _FOR_ALL, *, within: timedelta | None = None) -> None:
     """Wait for all ranks: if only some of them come, they get an error instead of a collective that never ends.
 
     Args:
         what: what has been done, in words.
+        remedy: why all ranks must do it, and what to do.
+        within: how long to wait; None: some minutes.
 
     Raises:
-        RuntimeError: if not all ranks come within some minutes.
+        RuntimeError: if not all ranks come in that time.
     """
     store: Any = dist.distributed_c10d._get_default_store()
+    patience = within or PATIENCE
     key = f"autopar/outside/{store.add(f'autopar/outside/rank{dist.get_rank()}', 1)}"
     if store.add(key, 1) == dist.get_world_size():
         store.set(f"{key}/all", "")
     try:
-        store.wait([f"{key}/all"], PATIENCE)
+        store.wait([f"{key}/all"], patience)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{what} outside of a step on rank {dist.get_rank()}, but not on all ranks within {PATIENCE}; with sharded parameters all "
-            "ranks must do it: remove the condition on the rank around it"
-        ) from error
+        raise RuntimeError(f"{what} on rank {dist.get_rank()}, but not on all ranks within {patience}; {remedy}") from error

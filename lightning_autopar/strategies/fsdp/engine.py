@@ -139,10 +139,11 @@ class FSDP(Engine):
         return unsharded_run(trainer, kinds)
 
     def look(self, first: FirstStep) -> Finding:
-        """A rehearsal of the training step on two ranks."""
+        """A rehearsal of the training step on two ranks; and what the samples may leave without a gradient on some of them."""
         from lightning_autopar.strategies.fsdp.rehearsal import why_unsharded
 
-        return Finding(refusals={self.name: why_unsharded(first, shardable(first.footprint)[0])})
+        uneven = () if first.split is None else first.split.uneven_calls
+        return Finding(refusals={self.name: why_unsharded(first, shardable(first.footprint)[0])}, value=uneven)
 
     def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
         """For training on several devices only a plan's further features in a module that shards itself."""

@@ -7,6 +7,7 @@ or of how plans are chosen.
 from __future__ import annotations
 
 import re
+import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._root import LIGHTNING
@@ -26,7 +29,7 @@ from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.state.checkpoint import whole_state_dict
-from lightning_autopar.strategies.fsdp.strategy import onto_shards, shard
+from lightning_autopar.strategies.fsdp.strategy import BEFORE_BACKWARD, onto_shards, shard
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 from lightning_autopar.strategies.fsdp.whole_results import whole_results
 from lightning_autopar.strategies.parity.check_outcome import Check, failed, not_made
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 _RESHARD = (True, False, False)
 assert len(_RESHARD) == STEPS
 _IN_PLACE, _DIFFERENTIATES = "writes in place to what is given to ", "the step differentiates by itself (torch.autograd.grad)"
+_OPTIMIZER, _MIXED = "the optimizer ", "mixed torch.Tensor and DTensor"
 #: Attributes of modules whose parameters are handled elsewhere.
 _NO_HOLDERS = frozenset((*vars(nn.Module()), "_trainer", "_fabric", "_hparams", "_hparams_initial"))
 _DEEP = 4
@@ -111,6 +115,8 @@ def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequenc
 def unshardable(module: nn.Module) -> str | None:
     """What FSDP2 refuses in a module whatever the step does; None if there is nothing."""
     for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            return f"the parameter {name!r} gets its shape in the first step, and FSDP2 shards it before"
         if parameter.dim() == 0:
             return f"the parameter {name!r} is a scalar, which FSDP2 can't shard; make it a tensor of one element, torch.ones(1)"
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -203,21 +209,45 @@ def _step(rehearsal: BareStep, gathered: WholeParameters, batch: Any, index: int
     step: Any = rehearsal._call
     backward = rehearsal.module.backward
 
+    begun = 0  # training steps and backward passes that haven't ended; an error leaves its own
+
     def call(*args: Any) -> Any:
+        nonlocal begun
+        begun += 1
         with gathered.inside():
-            return step(*args)
+            output = step(*args)
+        begun -= 1
+        if any(is_overridden(hook, rehearsal.module) for hook in BEFORE_BACKWARD):
+            gathered.reshard()  # as the strategy does
+        return output
 
     def inside(*args: Any, **kwargs: Any) -> None:
+        nonlocal begun
+        begun += 1
         with gathered.inside(backward=True):
             backward(*args, **kwargs)
+        begun -= 1
 
     rehearsal.__dict__["_call"] = call
     rehearsal.module.__dict__["backward"] = inside
     try:
         rehearsal.training_step(batch, index)
+    except RuntimeError as error:
+        if _MIXED in str(error) and not begun and (optimizer := _optimizer_in(error)) is not None:
+            raise RuntimeError(
+                f"{_OPTIMIZER}{type(optimizer).__name__} computes with tensors of its own together with parameters or gradients, and FSDP2 "
+                "has only shards of them there"
+            ) from error
+        raise
     finally:
         rehearsal.__dict__.pop("_call")
         rehearsal.module.__dict__.pop("backward")
+
+
+def _optimizer_in(error: BaseException) -> Optimizer | None:
+    """The optimizer in whose method an error came up."""
+    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((owner for owner in reversed(frames) if isinstance(owner, Optimizer)), None)
 
 
 @contextmanager
@@ -261,7 +291,9 @@ def _sentence(module: nn.Module, reason: str) -> str:
         return f"the parameter {empty!r} has no elements and gets a gradient, which FSDP2 can't reduce; freeze it"
     if _OWN_SHARDS in reason:
         return _OWN_SHARDS
-    if "mixed torch.Tensor and DTensor" in reason:
+    if _OPTIMIZER in reason:
+        return _OPTIMIZER + reason.partition(_OPTIMIZER)[2]
+    if _MIXED in reason:
         return (
             "the step uses a block's parameters outside of the block's forward (a weight in the loss, or a method other than forward), and "
             "FSDP2 gathers them in forward only"

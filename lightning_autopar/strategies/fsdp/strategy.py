@@ -34,6 +34,7 @@ from lightning_autopar._lightning_compat import (
     update_properties,
 )
 from lightning_autopar.exact.step.initial_weights import drawn_on, random_states, set_random_states
+from lightning_autopar.exact.step.micro_batches import overridden
 from lightning_autopar.state import checkpoint as whole
 from lightning_autopar.state.pretrained import check_values, shapes_only
 from lightning_autopar.strategies.base.host_optimizers import on_host, why_not
@@ -71,6 +72,8 @@ def _on_own_parts(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 #: The methods of a LightningModule that use its parameters outside ``forward``.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+#: Hooks that Lightning calls between a training step and its backward pass.
+BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 
 #: The dimensions of the mesh in ``self.device_mesh``, for a user's ``configure_model``; the second is Lightning's, and 1 here.
 _DIMENSIONS = ("data_parallel", "tensor_parallel")
@@ -159,7 +162,7 @@ class _ShardingStrategy(ModelParallelStrategy):
             optimizers_to_device(self.optimizers, self._home)
             if self._offloads and self.root_device.type != "cpu":  # a CPU device is its own host: no reason for another update there
                 self._speed_up()
-        self._gathered = WholeParameters(self._module, self.optimizers)
+        self._gathered = WholeParameters(self._module, self.optimizers, self.run_plan.finding or ())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Refuse parameters that the hooks of an epoch's beginning have put into the module."""
@@ -238,10 +241,12 @@ class _ShardingStrategy(ModelParallelStrategy):
     # -- steps: the only time when parameters are whole --------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step; under automatic optimization its backward pass puts the parameters back into shards."""
+        """The user's step; under automatic optimization its backward pass puts the parameters back into shards. A hook that is called
+        before it finds shards only: an average of another network's weights can't be taken of shards and whole parameters.
+        """
         with self._gathered.inside():
             output = super().training_step(*args, **kwargs)
-        if not self._module.automatic_optimization:
+        if not self._module.automatic_optimization or overridden(self._module.trainer, *BEFORE_BACKWARD):
             self._gathered.reshard()
         return output
 

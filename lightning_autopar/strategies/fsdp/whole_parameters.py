@@ -11,12 +11,14 @@ its own part of it without communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -36,9 +38,10 @@ class WholeParameters:
     Args:
         root: the module, sharded.
         optimizers: those that will step on its parameters.
+        uneven: FQNs of the modules within units that not every rank's samples call (routed experts).
     """
 
-    def __init__(self, root: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+    def __init__(self, root: nn.Module, optimizers: Iterable[Optimizer] = (), uneven: Iterable[str] = ()) -> None:
         self._root = root
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._inside = False
@@ -46,6 +49,8 @@ class WholeParameters:
         #: The module may have sharded only some of its parameters itself.
         self._others = frozenset(id(parameter) for parameter in root.parameters() if not isinstance(parameter, DTensor))
         _keep_writes(self._units)
+        within = {id(child) for name, module in root.named_modules() if name in set(uneven) for child in module.modules()}
+        _agree_on_gradients(self._units, within)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self.reshard()) for optimizer in optimizers]
         if isinstance(root, FSDPModule):
             # FSDP2 takes the module that runs first for the root, unless told before; and a hook may call a part of the root first.
@@ -100,7 +105,7 @@ class WholeParameters:
             return
         self._visits += 1
         if self._visits == 1:
-            wait_for_all_ranks(f"{type(module).__name__} was called")
+            wait_for_all_ranks(f"{type(module).__name__} was called outside of a step")
             root.unshard()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -125,6 +130,56 @@ def _outside_units(root: nn.Module) -> Iterator[nn.Module]:
             yield from walk(child, outermost and container)
 
     yield from dict.fromkeys(walk(root, True))
+
+
+# -- which of them get gradients ------------------------------------------------------------------------------------------------------
+
+
+#: Ranks have met when they gathered this unit.
+_SKEW = timedelta(seconds=30)
+_SAMPLES_DECIDE = (
+    "samples decide which modules of a block are called (as with routed experts), and in the batches that planning looked at they didn't; "
+    "run with allow=['single', 'ddp'], or let the step call each of them"
+)
+
+
+def _agree_on_gradients(units: Iterable[FSDPModule], uneven: Collection[int]) -> None:
+    """From now on, all ranks reduce the same gradients of a unit. FSDP2 reduces those that a rank has, in one piece: where another rank
+    has others, as its samples went to other experts, the sums are wrong, or the ranks hang.
+
+    Args:
+        units: sharded modules, the root among them.
+        uneven: ids of the modules whose parameters may get a gradient on some ranks only.
+    """
+    for group in (group for unit in units for group in groups_of(unit)):
+        if "post_backward" not in vars(group):
+            group.post_backward = partial(_post_backward, group, group.post_backward)
+        group._always_asks = any(id(parameter._module_info.module) in uneven for parameter in group.fsdp_params)
+        group._had = None
+
+
+def _post_backward(group: Any, original: Any, *args: Any) -> None:
+    """Reduce, with gradients of zeros where only other ranks have one; a parameter that nobody has a gradient of gets none."""
+    if group.reduce_grads:
+        trained = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param") and each.sharded_param.requires_grad]
+        has = [each.unsharded_accumulated_grad is not None or own_gradient(each.unsharded_param) is not None for each in trained]
+        if group._always_asks or has != group._had:
+            if not (group._always_asks or group._had is None):
+                wait_for_all_ranks("other parameters than in the batch before got a gradient", _SAMPLES_DECIDE, within=_SKEW)
+            for parameter, here, anywhere in zip(trained, has, _on_any_rank(group, has), strict=True):
+                if anywhere and not here:
+                    GRAD.__set__(parameter.unsharded_param, torch.zeros_like(parameter.unsharded_param))
+        group._had = has
+    original(*args)
+
+
+def _on_any_rank(group: Any, flags: list[bool]) -> list[bool]:
+    """Which flags are set on some rank; a small collective."""
+    numbers = torch.tensor(flags, dtype=torch.int32, device=group.device)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, group._reduce_scatter_process_group)
+    if group._is_hsdp:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group._all_reduce_process_group)
+    return [bool(number) for number in numbers.tolist()]
 
 
 # -- what is written to them -----------------------------------------------------------------------------------------------------------

@@ -613,23 +613,35 @@ def test_no_data_is_refused() -> None:
         first_batch(module, attached(module, train_dataloaders=DataLoader(Squares(), 20, drop_last=True)), "fit")
 
 
-class Scaling(pl.LightningModule):
-    """Scales its learning rate by the number of devices."""
+class Asking(pl.LightningModule):
+    """Asks its trainer for something before it trains."""
 
-    def __init__(self, *, scales: bool) -> None:
+    def __init__(self, ask: Callable[[pl.LightningModule], Any]) -> None:
         super().__init__()
-        self.scales = scales
+        self.ask = ask
         self.layer = nn.Linear(4, 1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.ask(self)
         return self.layer(batch).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1 * (self.trainer.world_size if self.scales else 1))
+        return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("scales", [True, False])
-def test_asking_for_the_number_of_devices_is_noticed(scales: bool) -> None:
-    module = Scaling(scales=scales)
+@pytest.mark.parametrize(
+    ("ask", "asked"),
+    [
+        (lambda module: module.trainer.world_size, ("world_size",)),
+        (lambda module: module.global_rank, ("global_rank",)),
+        (lambda module: module.trainer.is_global_zero, ("is_global_zero",)),
+        (lambda module: module.print(""), ()),  # Lightning's own question
+        (lambda module: module.trainer.global_step, ()),
+        (lambda module: module.logger.experiment.add_scalar("mean", 1.0), ("logger",)),
+        (lambda module: module.log("mean", 1.0), ()),
+    ],
+)
+def test_asking_for_what_differs_between_ranks_is_noticed(ask: Any, asked: tuple[str, ...]) -> None:
+    module = Asking(ask)
     trainer = attached(module, train_dataloaders=DataLoader(torch.randn(6, 4), batch_size=3))
-    assert trace(module, trainer, torch.randn(3, 4)).asks_for_world is scales
+    assert trace(module, trainer, torch.randn(3, 4)).asked == asked

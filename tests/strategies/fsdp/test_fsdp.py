@@ -14,9 +14,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, mse_loss, softplus
 from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base import process_group
 from lightning_autopar.strategies.fsdp import strategy as fsdp
+from lightning_autopar.strategies.fsdp import whole_parameters
 from lightning_autopar.strategies.fsdp.strategy import shard, unshard
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 from tests.ranks import run_ranks
@@ -330,13 +333,80 @@ class Meddling(Fitted):
                 slow.mul_(0.9).add_(fast, alpha=0.1)
 
 
+class Averaging(Fitted):
+    """Averages the weights where a step's forward is over and its backward not begun: some are gathered, and the average's are shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.average.update_parameters(self.net)
+
+
 def test_text_is_generated_in_a_hook() -> None:
     assert_same(Generating, tokens(), plan("fsdp", shard=LAYERS))
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_hooks_may_call_parts_and_change_parameters(reshard: bool) -> None:
-    assert_same(Meddling, numbers(), plan("fsdp", shard=BLOCKS, reshard=reshard))
+@pytest.mark.parametrize("make", [Meddling, Averaging])
+def test_hooks_may_call_parts_and_change_parameters(make: Any, reshard: bool) -> None:
+    assert_same(make, numbers(), plan("fsdp", shard=BLOCKS, reshard=reshard))
+
+
+class Routing(nn.Module):
+    """Calls an expert for the samples that choose it: with few samples, on some ranks only; the last one for none."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        chosen = (hidden.detach()[:, 0] > 0).long() + (hidden.detach()[:, 1] > 0).long()
+        out = torch.zeros_like(hidden)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(hidden[rows]).tanh())
+        return hidden + out
+
+
+class Routed(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1], self.net[3] = Routing(), Routing()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01, weight_decay=0.5)  # a gradient of zeros would move what none moves not
+
+
+@pytest.mark.parametrize("under", [plan("fsdp", shard=BLOCKS), plan("fsdp", ranks=4, replicas=2, reshard=False, shard=BLOCKS)])
+def test_experts_in_a_block_may_have_samples_on_some_ranks_only(under: Plan) -> None:
+    """FSDP2 alone sums up the gradients of different experts, as they are equally large, or hangs."""
+    module, _ = assert_same(Routed, numbers(), under, findings={"fsdp": ("net.1.experts.0", "net.1.experts.1", "net.1.experts.2", "net.3")})
+    assert not [name for name, state in module.net[1].experts[3].named_parameters() if state.grad is not None]
+
+
+def test_an_expert_that_is_first_left_out_later_is_told_from_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_parameters, "_SKEW", datetime.timedelta(seconds=1))
+
+    def train(rank: int, world_size: int) -> str:
+        module = nn.Sequential(Routing(2))
+        shard_alone(module)
+        WholeParameters(module)
+        both = torch.tensor([[1.0, 1.0], [-1.0, 1.0], [-1.0, -1.0]])
+        try:
+            for batch in (both, both, both[rank:]):
+                module(batch).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def shard_alone(module: nn.Module) -> None:
+        fully_shard(module[0], mesh=init_device_mesh("cpu", (2,)))  # type: ignore[index]
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+
+    assert "other parameters than in the batch before got a gradient on rank 1" in run_ranks(train, 2)[1]
 
 
 def test_a_call_on_one_rank_alone_is_told_from_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from lightning_autopar.strategies.parity import rehearsal as rehearse
 from lightning_autopar.strategies.parity.check_outcome import PASSED, Check
 from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
 from tests.strategies.fitted import BLOCKS, Fitted, numbers
+from tests.strategies.fsdp.test_fsdp import Averaging
 from tests.strategies.written import Averaged, Exchanging, FollowedByHook, Held, InPlace, Normed, Penalised, Sharing, Tying
 
 TWINS = (*BLOCKS, *(name.replace("net", "target") for name in BLOCKS))
@@ -48,6 +49,12 @@ class Mixed(Fitted):
     def __init__(self) -> None:
         super().__init__()
         self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+
+class Late(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1][0] = nn.LazyLinear(16)
 
 
 class Regularised(Fitted):
@@ -73,6 +80,23 @@ class Crashing(Fitted):
         torch.stack([torch.ones(16, 16), self.net[1][0].weight])
 
 
+class ByRows(torch.optim.SGD):
+    """Keeps a plain tensor for each parameter, as Adafactor written by hand does."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros(parameter.shape[0]))
+                mean.add_(parameter.grad.pow(2).flatten(1).mean(1) if parameter.dim() > 1 else parameter.grad.pow(2))
+        return loss
+
+
+class Rowwise(Fitted):
+    def configure_optimizers(self) -> Any:
+        return ByRows(self.parameters(), 0.1)
+
+
 def _first() -> FirstBatch:
     return FirstBatch(batch=next(iter(DataLoader(numbers(), batch_size=8))), batch_size=8)
 
@@ -81,12 +105,14 @@ def _first() -> FirstBatch:
     ("make", "cause"),
     [
         (Scalar, "the parameter 'scale' is a scalar"),
+        (Late, "'net.1.0.weight' gets its shape in the first step, and FSDP2 shards it before"),
         (Sparse, "'table' has sparse gradients"),
         (Mixed, "several dtypes"),
         (Regularised, "uses a block's parameters outside of the block's forward"),
         (Tying, "the step has put another parameter in the place of 'weight' of Linear, which FSDP2 holds in shards; write to"),
         (Sharing, "the step has given the parameter 'weight' the values of another one to share"),
         (Held, "what the step does to whole parameters is lost on shards"),
+        (Rowwise, "the optimizer ByRows computes with tensors of its own together with parameters or gradients"),
         (Crashing, "on_train_batch_end was left out, as it failed"),
     ],
 )
@@ -104,7 +130,9 @@ def test_what_runs_is_not_refused_and_stays_as_it_was() -> None:
     assert type(module) is Fitted
 
 
-@pytest.mark.parametrize(("make", "units"), [(Rescaling, BLOCKS), (Exchanging, TWINS), (Normed, BLOCKS), (Regularised, ())])
+@pytest.mark.parametrize(
+    ("make", "units"), [(Rescaling, BLOCKS), (Exchanging, TWINS), (Normed, BLOCKS), (Regularised, ()), (Averaging, BLOCKS)]
+)
 def test_what_a_step_writes_is_kept(make: Any, units: tuple[str, ...]) -> None:
     assert rehearse_fsdp(make(), None, _first(), units) == PASSED
 

@@ -78,6 +78,7 @@ class Results:
         random: the random state.
         changes: of Python objects.
         lost: what else stayed behind.
+        built: FQNs of the modules that the run has put into others.
         steps: how many steps the optimizers had begun and ended.
     """
 
@@ -90,6 +91,7 @@ class Results:
     random: dict[str, Any] = field(default_factory=dict)
     changes: Changes | None = None
     lost: list[str] = field(default_factory=list)
+    built: list[str] = field(default_factory=list)
 
 
 # -- before the fork -------------------------------------------------------------------------------------------------------------------
@@ -103,6 +105,7 @@ class Before:
         survey: of the objects that a script can read after a run.
         tensors: the survey's numbers of the module's parameters and buffers, by name.
         strategy: the survey's number of the trainer's strategy.
+        modules: FQNs of all modules.
         random: the states of the random generators; Python's own generator seeds itself anew in every forked process.
         reached: the names of the objects that the user's functions reach besides these.
         left: in a worker, the names of those that changed in earlier generations and couldn't be handed over; told when the run ends.
@@ -112,6 +115,7 @@ class Before:
     tensors: Mapping[str, int]
     strategy: int
     random: rng.RngState
+    modules: frozenset[str] = frozenset()
     reached: frozenset[str] = frozenset()
     left: set[str] = field(default_factory=set)
 
@@ -158,6 +162,7 @@ def survey(trainer: Trainer) -> Before:
         tensors={name: each for name, each in numbers.items() if each is not None},
         strategy=number,
         random=rng.capture({}, cuda=False),
+        modules=frozenset(name for name, _ in module.named_modules()),
         reached=frozenset(name for name, _ in reached.roots),
     )
 
@@ -261,6 +266,10 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
                 results.lost.append(f"the optimizer.param_groups[{index}].{option}")
     configs = trainer.lr_scheduler_configs
     extra: dict[str, Any] = {_LOADERS: combined_loaders(trainer, unwrapped)}
+    for name, submodule in module.named_modules():
+        if name not in before.modules and name.rpartition(".")[0] in before.modules:
+            results.built.append(name)
+            extra[f"{_MODULE}.{name}"] = submodule
     if fitting:
         extra |= {_OPTIMIZERS: (optimizers, configs)}
     changes = before.survey.changes(names, extra)
@@ -378,13 +387,22 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     assert len(workers) == ranks, "each rank collects its own"
     taken, lost = merged(workers)
     lost += [name for rank in range(ranks) for name in by_rank[rank].lost if rank == 0 or name not in first.lost]
+    there = dict(module.named_modules())
+    if built := [name for name in first.built if name not in there]:
+        sent = _apply(before, workers, taken, dict(_tensors(module)), saved)
+        came = [name for name in built if f"{_MODULE}.{name}" in sent]
+        for name in came:
+            parent, _, own = name.rpartition(".")
+            module.get_submodule(parent).add_module(own, sent[f"{_MODULE}.{name}"])
+        if len(came) < len(built) and is_overridden("setup", module):
+            # It may build by what the data module has found out, and make attributes anew that the run has filled: those come afterwards.
+            _set_up(module, trainer.state.fn, lost)
+        missed = {f"{_MODULE}.{name}" for name in built} - {f"{_MODULE}.{name}" for name, _ in module.named_modules()}
+        lost = [name for name in lost if name in missed or name.removeprefix(f"{_MODULE}.") not in built]
     if ranks > 1 and saved["state_dict"]:
         lost += [f"the parameter {name}" for name in module.state_dict() if name not in saved["state_dict"]]
     _load_weights(module, saved, lost)
-    tensors = dict(_tensors(module))
-    sent = before.survey.apply(workers[0], tensors.__getitem__, only=taken[0])
-    for changes, parts in zip(workers[1:], taken[1:], strict=True):
-        before.survey.apply(changes, tensors.__getitem__, only=parts)
+    sent = _apply(before, workers, taken, dict(_tensors(module)), saved)
     optimizers, configs = sent.get(_OPTIMIZERS, ([], []))
     for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=False):  # empty where the states were too large
         groups = {"param_groups": optimizer.state_dict()["param_groups"]} if "state" in state else {}
@@ -402,6 +420,39 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
             f"(they can't be pickled, or are larger than {format_bytes(LIMIT_BYTES)})",
             stacklevel=2,
         )
+
+
+def _apply(
+    before: Before, workers: Sequence[Changes], taken: Sequence[Any], tensors: dict[str, Tensor], saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Change the parent's objects as the workers' have changed; returns what rank 0 has sent besides.
+
+    Args:
+        before: :func:`survey` of the time before the fork.
+        workers: their changes, in rank order.
+        taken: for each of them, what is taken of it.
+        tensors: the module's, by name.
+        saved: the tensors of the workers' module; an optimizer may have one that the module here lacks.
+    """
+
+    def find(name: str) -> Tensor:
+        if name not in tensors:
+            value = {**saved["buffers"], **saved["state_dict"]}.get(name, torch.empty(0)).clone()
+            trained = saved["requires_grad"]
+            tensors[name] = nn.Parameter(value, requires_grad=trained[name]) if name in trained else value
+        return tensors[name]
+
+    sent, *_ = [before.survey.apply(changes, find, only=parts) for changes, parts in zip(workers, taken, strict=True)]
+    return sent
+
+
+def _set_up(module: LightningModule, stage: Any, lost: list[str]) -> None:
+    """Let ``setup`` build here what it has built in the workers."""
+    try:
+        with torch.random.fork_rng():
+            module.setup(stage)
+    except Exception as error:  # the user's code may rely on anything that only the workers have
+        lost.append(f"what {type(module).__name__}.setup builds, which failed in this process ({type(error).__name__}: {error})")
 
 
 def _joined(files: list[dict[str, Any]]) -> dict[str, Any]:

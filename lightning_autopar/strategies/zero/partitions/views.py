@@ -213,7 +213,7 @@ class ParameterViews:
             else:
                 name = next((name for name, each in self._module.named_parameters() if each is parameter), "a parameter")
                 self._warn(name)
-                wait_for_all_ranks(f"the parameter {name} was used")
+                wait_for_all_ranks(f"the parameter {name} was used outside of a step")
                 parameter.all_gather()
                 self._opened.append(parameter)
         finally:
@@ -263,7 +263,7 @@ class ParameterViews:
         if self._depth and not self._visits:
             return
         if not self._visits:
-            wait_for_all_ranks(f"{type(module).__name__} was called")
+            wait_for_all_ranks(f"{type(module).__name__} was called outside of a step")
             self._settle()
             self._depth += 1
             self._stepping = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import warnings
@@ -543,3 +544,71 @@ def test_what_predict_returns_is_named_where_it_has_no_pickle(tmp_path: Path) ->
                          **make_strategy("ddp"))  # fmt: skip
     with pytest.warns(UserWarning, match=r"brought back.*what the trainer's function returned"):
         assert trainer.predict(Odd(optimizer=True), DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4)) is None
+
+
+class BuiltInSetup(pl.LightningModule):
+    """Builds its layers when it knows the data, and fills an attribute that ``setup`` makes."""
+
+    def setup(self, stage: str) -> None:
+        self.net = nn.Sequential(nn.Linear(len(self.trainer.datamodule.data[0][0]), 8), nn.Tanh(), nn.Linear(8, 1))
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch_idx)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_layers_that_setup_builds_come_back(engine: str, tmp_path: Path) -> None:
+    trainer, net, lost = train(engine, tmp_path, module=BuiltInSetup())
+    _, plain, _ = train("plain", tmp_path, module=BuiltInSetup())
+    torch.testing.assert_close(dict(net.state_dict()), dict(plain.state_dict()))
+    assert net.seen == plain.seen == 2 * list(range(5))
+    assert set(map(id, net.parameters())) == {id(each) for group in trainer.optimizers[0].param_groups for each in group["params"]}
+    assert lost == []
+
+
+class Growing(BuiltInSetup):
+    """Puts modules into one of its own as it trains, as a metric for each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors = nn.ModuleList()
+
+    def on_train_epoch_start(self) -> None:
+        self.errors.append(MeanSquaredError())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.errors[-1].update(self.net(batch[0]).detach(), batch[1])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_modules_that_a_run_adds_come_back(engine: str, tmp_path: Path) -> None:
+    _, net, lost = train(engine, tmp_path, module=Growing())
+    _, plain, _ = train("plain", tmp_path, module=Growing())
+    torch.testing.assert_close([each.compute() for each in net.errors], [each.compute() for each in plain.errors])
+    assert lost == []
+
+
+class BuiltElsewhere(BuiltInSetup):
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = os.getpid()
+
+    def setup(self, stage: str) -> None:
+        if os.getpid() == self.script:
+            raise OSError("the vocabulary is gone")
+        super().setup(stage)
+
+
+def test_a_setup_that_fails_afterwards_is_told(tmp_path: Path) -> None:
+    """FSDP2's modules can't be pickled, so that ``setup`` is to build them here."""
+    _, net, lost = train("fsdp", tmp_path, module=BuiltElsewhere())
+    assert "what BuiltElsewhere.setup builds, which failed in this process (OSError: the vocabulary is gone)" in lost[0]
+    assert net.seen == 2 * list(range(5))
