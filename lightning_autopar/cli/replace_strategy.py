@@ -114,7 +114,8 @@ def strategies_replaced(
     """
 
     def change(request: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(request.get("strategy"), IdleStrategy):  # a measurement's own Trainer
+        asked = request.get("strategy")
+        if isinstance(asked, IdleStrategy) and not isinstance(asked, AutoParallelStrategy):  # a measurement's own Trainer
             return request
         changed, replacement = _replaced(request, wanted)
         built.append(replacement)

@@ -65,10 +65,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Said where memory runs out in processes of a launcher; the second where the run saves snapshots.
+#: Said where memory runs out in processes of a launcher; in the script's own process; and in a launcher's where the run saves snapshots.
 _THEIRS = (
     "autopar: the run ends, as only its launcher can start processes for a smaller plan. With callbacks=[CheckpointMigrate()] and "
     "torchrun's --max-restarts=1 or more it would go on by itself from its latest snapshot"
+)
+_HERE = (
+    "autopar: the run ends, as it was in the script's own process. With callbacks=[CheckpointMigrate()] it would go back to its latest "
+    "snapshot, and on from there under a plan that takes less memory, if there is one"
 )
 _STARTED_AGAIN = (
     "autopar: if its launcher starts the run again, as torchrun does with --max-restarts=1 or more, it goes on from its snapshot"
@@ -265,6 +269,10 @@ class AutoLauncher(Launcher):
             self._show_at_batches(decision, engine, trainer)
             try:
                 value = self._function_with_hooks(engine, function, args, kwargs, trainer)
+            except BaseException as error:
+                if hasattr(error, WHERE) and trainer.state.fn == TrainerFn.FITTING:
+                    error.add_note(_HERE)
+                raise
             finally:
                 self._strategy.take_over(engine)
                 self._strategy.measured = {device.id: engine.meter.measured.to_dict()}

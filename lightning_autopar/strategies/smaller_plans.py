@@ -23,6 +23,7 @@ from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import Snapshot
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.preparation.findings import stage_of
 from lightning_autopar.strategies.preparation.learning import learn_shortage
 from lightning_autopar.strategies.preparation.smaller import in_more_evaluation_parts, in_more_parts, in_parts_of, samples_at_once
 from lightning_autopar.strategies.processes.boundary import CheckpointJournal
@@ -174,7 +175,7 @@ class SmallerPlans:
 
     def _goes_on_from(self, error: BaseException, left: bool) -> str:
         if not self._fits:
-            return f"{self._trainer.state.fn.value}() begins again, with the same samples and the same random numbers,"
+            return f"{stage_of(self._trainer)}() begins again, with the same samples and the same random numbers,"
         if left:
             return "The batch is run again, with the same samples and the same random numbers, and the run goes on"
         if self.snapshot is not None:

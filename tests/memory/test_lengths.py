@@ -61,5 +61,5 @@ def test_the_sentence_says_what_was_seen_and_what_the_plan_counts_with() -> None
     assert all_seen.startswith("all 9 samples were looked at, and the longest batch has size 400 (of ids), a usual one 100.")
     some = Lengths(name="ids", looked=9, of=50, usual=(8, 100), longest=(8, 400), reach=1.25, usual_bytes=1, longest_bytes=4).sentence()
     assert "9 of 50 samples" in some
-    assert "for 500, 25 % more, as not all were looked at" in some
+    assert "for size 500, 25 % more, as not all were looked at" in some
     assert "counts with the first batch all the same, as x" in seen((100, 400), (1, 4), uncounted="x").sentence()

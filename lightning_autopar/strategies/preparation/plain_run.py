@@ -43,7 +43,7 @@ _EARLY = (
 )
 #: The same in the other loops.
 _EARLY_ELSEWHERE = ("setup", "on_{0}_start", "on_{0}_epoch_start", "on_{0}_batch_start")
-_LOOPS = {TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
+_LOOPS: dict[TrainerFn | None, str] = {TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
 #: Exceptions that a bug in Python raises on every device. Others may come from an operator of torch that fails on the CPU alone.
 _ANYWHERE = (AttributeError, IndexError, KeyError, NameError, TypeError)
 #: Where the run is on CPUs, these are the user's bug, too. An OSError (a file, a lock, a port) may be of this process alone.

@@ -56,7 +56,8 @@ class FirstStep:
     def guarded(self) -> Iterator[None]:
         """While open, the optimizer's ``step`` is done again where it runs out of memory."""
         optimizer, step = self._optimizer, self._optimizer.step
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # they would be called twice
+        hooks = [getattr(optimizer, f"_optimizer_step_{each}_hooks", None) for each in ("pre", "post")]
+        if any(hooks) or not all(isinstance(held, dict) for held in optimizer.state.values()):  # hooks would be called twice
             self.done = True
             yield
             return
@@ -91,7 +92,7 @@ class FirstStep:
         )
         self.done = True
         known, self._losses = self._losses[:1], []  # the batch's gradients are there: its closure isn't called again
-        if known:
+        if known and closure is not None:
             named["closure"] = lambda: known.pop() if known else closure()
         return step(*others, **named)
 
@@ -108,7 +109,7 @@ class _Before:
 
     def __init__(self, optimizer: Any) -> None:
         self._groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-        self._parameters = [(each, each._version, _copied(each)) for each in _parameters(optimizer)]
+        self._parameters = [(each, _copied(each)) for each in _parameters(optimizer)]
         self._state = {each: {name: (value, _copied(value)) for name, value in held.items()} for each, held in optimizer.state.items()}
 
     @classmethod
@@ -121,9 +122,8 @@ class _Before:
     def put_back(self, optimizer: Any) -> None:
         """Make all of it as it was."""
         with torch.no_grad():
-            for parameter, version, copy in self._parameters:
-                if parameter._version != version:
-                    parameter.copy_(copy)
+            for parameter, copy in self._parameters:  # whatever was written: an optimizer that writes to ``data`` leaves no trace
+                parameter.copy_(copy)
             for key in [key for key in optimizer.state if key not in self._state]:
                 del optimizer.state[key]
             for key, held in self._state.items():

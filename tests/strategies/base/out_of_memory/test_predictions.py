@@ -143,8 +143,10 @@ def test_what_parts_may_change_is_refused(make: Callable[[], Any], words: str) -
     [(SINGLE, 0), (FSDP, 1), pytest.param(PIPELINE, 1, marks=pytest.mark.slow)],
     ids=["single", "fsdp", "pipeline"],
 )
-def test_a_test_called_by_itself_runs_in_more_parts(under: Plan, rank: int) -> None:
-    same(lambda: Predicts(2, rank), under, "test")
+def test_a_test_called_by_itself_runs_in_more_parts(under: Plan, rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        same(lambda: Predicts(2, rank), under, "test")
+    assert under is SINGLE or "test() begins again, with the same samples and the same random numbers, under the plan" in caplog.text
 
 
 @pytest.mark.slow

@@ -1,0 +1,68 @@
+"""A batch's output, put together from its parts'."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from lightning_autopar.exact.step.whole_output import lists_of_samples, same_output, whole_output
+
+Pair = namedtuple("Pair", ["guess", "label"])
+ROWS = torch.arange(10.0).reshape(5, 2)
+OUTPUTS: dict[str, Any] = {
+    "tensor": lambda rows: rows,
+    "dictionary": lambda rows: {"guess": rows, "mode": "greedy", "nothing": None},
+    "tuple": lambda rows: (rows, rows[:, 0] > 3),
+    "named tuple": lambda rows: Pair(rows, rows.long()),
+    "list of fields": lambda rows: [rows, rows + 1, rows + 2],
+    "texts": lambda rows: [str(row) for row in rows.tolist()],
+    "samples of different sizes": lambda rows: {"boxes": [torch.ones(int(row[0]), 4) for row in rows]},
+    "model output": lambda rows: SequenceClassifierOutput(logits=rows),
+}
+
+
+def parts_of(make: Any, number: int) -> tuple[list[Any], list[int]]:
+    cut = [ROWS[index::number] for index in range(number)]
+    return [make(part) for part in cut], [len(part) for part in cut]
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("number", [2, 3])
+def test_parts_make_the_whole(name: str, number: int) -> None:
+    outputs, rows = parts_of(OUTPUTS[name], number)
+    more, counts = parts_of(OUTPUTS[name], 5)
+    lists = lists_of_samples([*outputs, *more], [*rows, *counts])
+    found, whole = whole_output(outputs, rows, lists), OUTPUTS[name](ROWS)
+    assert type(found) is type(whole)
+    assert same_output(found, whole, 0.0)
+
+
+def test_a_part_without_samples_counts_for_nothing() -> None:
+    assert torch.equal(whole_output([ROWS[:1], ROWS[:1]], [1, 0], ()), ROWS[:1])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        ([torch.tensor(1.0), torch.tensor(2.0)], "no row for each sample"),
+        ([torch.ones(2, 3), torch.ones(2, 4)], "different shapes"),
+        ([1, 2], "different values"),
+        ([{"a": ROWS[:2]}, {"b": ROWS[:2]}], "different keys"),
+        ([ROWS[:2], None], "no row for each sample"),
+        ([object(), object()], "nobody knows"),
+    ],
+)
+def test_what_cant_be_put_together(outputs: list[Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        whole_output(outputs, [2, 2], ())
+
+
+def test_outputs_differ_by_more_than_rounding() -> None:
+    assert same_output(ROWS, ROWS * (1 + 1e-6), 1e-3)
+    assert not same_output(ROWS, ROWS + 1, 1e-3)
+    assert not same_output([ROWS], [ROWS, ROWS], 1e-3)
+    assert not same_output(ROWS.long(), ROWS.long() + 1, 1.0)
