@@ -124,9 +124,8 @@ class EngineMixin(Strategy):
 
     def prepare(self) -> None:
         """Do what needs neither the module's state nor the user's code: the process group, the device's context."""
-        module = self.lightning_module
-        assert module is not None
-        super().connect(module)  # the run's own call tells the loggers
+        assert self.lightning_module is not None
+        super().connect(self.lightning_module)  # the run's own call tells the loggers
         self.setup_environment()
         if self.root_device.type == "cuda":
             torch.empty(1, device=self.root_device)
@@ -213,14 +212,13 @@ class EngineMixin(Strategy):
     # -- the step ----------------------------------------------------------------------------------------------------------------------
 
     def connect(self, model: Any) -> None:
-        """The run's call: from here on, the loggers of a training run get the plan along with the hyperparameters, and the DataModule is
-        set up as on one device.
-        """
+        """The run's call: from here on, loggers get the plan with a training run's hyperparameters, and data is set up as on one device."""
         super().connect(model)
-        rehearses = model._trainer is None  # a rehearsal runs a step before there is a run
-        if not rehearses and self._trainer.state.fn == TrainerFn.FITTING:
+        if model._trainer is None:
+            return  # a rehearsal runs a step before there is a run
+        if self._trainer.state.fn == TrainerFn.FITTING:
             self._exit.enter_context(hyperparameters_added(self._trainer, hyperparameters(self.run_plan)))
-        if not rehearses and self.run_plan.batch == "global" and self.run_plan.plan.world_size > 1:
+        if self.run_plan.batch == "global" and self.run_plan.plan.world_size > 1:
             self._exit.enter_context(data_of_one_device(self._trainer, without_group))
 
     def setup(self, trainer: Trainer) -> None:
@@ -237,8 +235,8 @@ class EngineMixin(Strategy):
             self._exit.callback(restore_batch_norm, module)
         if self.splits or self.in_parts:
             self.prepare_steps(trainer)
-        fits = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization
-        if fits and self.run_plan.undivided is None and (self.reruns_batches or self.running.leaves):
+        fits = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization and self.run_plan.undivided is None
+        if fits and (self.reruns_batches or self.running.leaves):
             found = StepState(trainer, self.run_plan.kept_rules.get("training_step", {}))
             self._found, self.running.found = (found, None) if self.reruns_batches else (None, found)
         super().setup(trainer)
@@ -554,8 +552,7 @@ class EngineMixin(Strategy):
         self.running.begun += 1
         self.meter.boundary(self, batch_idx)
         if self.gpu_limit is not None:
-            accumulates = self._trainer.accumulate_grad_batches
-            self.gpu_limit.step(steps=int(batch_idx % accumulates == 0))
+            self.gpu_limit.step(steps=int(batch_idx % self._trainer.accumulate_grad_batches == 0))
         split = self.completes_gradients and (self.splits or self._micro is not None)
         self._hooks = GradientHooks(self._trainer.lightning_module.parameters() if split else ())
         super().on_train_batch_start(batch, batch_idx)
@@ -591,9 +588,8 @@ class EngineMixin(Strategy):
 
     @property
     def _trainer(self) -> Trainer:
-        module = self.lightning_module
-        assert module is not None
-        return module.trainer
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
 
 class SplitMixin(EngineMixin):

@@ -136,7 +136,7 @@ def _outside_units(root: nn.Module) -> Iterator[nn.Module]:
 
 
 #: Ranks have met when they gathered this unit.
-_SKEW = timedelta(seconds=30)
+SKEW = timedelta(seconds=30)
 _SAMPLES_DECIDE = (
     "samples decide which modules of a block are called (as with routed experts), and in the batches that planning looked at they didn't; "
     "run with allow=['single', 'ddp'], or let the step call each of them"
@@ -165,7 +165,7 @@ def _post_backward(group: Any, original: Any, *args: Any) -> None:
         has = [each.unsharded_accumulated_grad is not None or own_gradient(each.unsharded_param) is not None for each in trained]
         if group._always_asks or has != group._had:
             if not (group._always_asks or group._had is None):
-                wait_for_all_ranks("other parameters than in the batch before got a gradient", _SAMPLES_DECIDE, within=_SKEW)
+                wait_for_all_ranks("other parameters than in the batch before got a gradient", _SAMPLES_DECIDE, within=SKEW)
             for parameter, here, anywhere in zip(trained, has, _on_any_rank(group, has), strict=True):
                 if anywhere and not here:
                     GRAD.__set__(parameter.unsharded_param, torch.zeros_like(parameter.unsharded_param))

@@ -388,7 +388,7 @@ def test_experts_in_a_block_may_have_samples_on_some_ranks_only(under: Plan) -> 
 
 
 def test_an_expert_that_is_first_left_out_later_is_told_from_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_parameters, "_SKEW", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(whole_parameters, "SKEW", datetime.timedelta(seconds=1))
 
     def train(rank: int, world_size: int) -> str:
         module = nn.Sequential(Routing(2))
