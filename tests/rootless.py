@@ -1,4 +1,5 @@
-"""Runs scripts in forks of a Python that has imported what both Lightnings import, but neither of them: a script decides which one it is.
+"""Runs scripts in forks of a Python that has imported what both Lightnings and this package import, but neither of them: a script decides
+which one it is.
 
 To start Python anew for each takes three seconds of a core.
 """
@@ -16,12 +17,15 @@ from tests.processes import lean_path
 
 #: Answers each line of its input, a script and its environment, with the script's exit code.
 _SERVER = """
-import json, os, runpy, signal, sys
+import gc, json, os, runpy, signal, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 import cloudpickle, fsspec.implementations.local, jsonargparse, psutil, rich.progress, tensorboard, torch, torchmetrics, tqdm.auto
 import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor, torch.nn.utils.prune, torch.onnx
+import lightning_autopar.planning.planner
 torch.set_num_threads(1)
+gc.collect()
+gc.freeze()
 for line in sys.stdin:
     script, words, environment, said = json.loads(line)
     pid = os.fork()
