@@ -34,7 +34,7 @@ def test_it_trains_and_generates_text() -> None:
         env={**os.environ, "AUTOPAR_DEVICES": "2xcpu:2GiB", "PYTHONPATH": lean_path()},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=230,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -51,7 +51,7 @@ def test_a_run_moves_off_a_device_and_comes_to_the_same_model(tmp_path: Path) ->
         env={name: value for name, value in os.environ.items() if name != "AUTOPAR_DEVICES"},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=230,
         check=False,
         cwd=tmp_path,
     )
