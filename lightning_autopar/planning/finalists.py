@@ -28,6 +28,8 @@ from lightning_autopar.text import format_bytes
 _MOST_EVENTS = 200_000
 #: And so many more for plans that the search passed over after failed replays, however many those were.
 _MORE_EVENTS = 100_000
+#: Of equal micro-batches about so many are played, until one leaves the allocator as it found it.
+_PLAYED_PARTS = 4
 
 Order = Callable[[Candidate], tuple[object, ...]]
 #: Says where memory is missing, given the bytes needed by device; None where there is enough.
@@ -183,7 +185,7 @@ class Finalists:
     def _play(self, candidate: Candidate, rank: int, limit: int | None, key: tuple[object, ...]) -> Replayed:
         if key not in self._played:
             assert self.footprint.tape is not None, "asked before"
-            self._events_left -= 2 * len(self.footprint.tape) * candidate.plan.micro_batches
+            self._events_left -= 2 * len(self.footprint.tape) * min(candidate.plan.micro_batches, _PLAYED_PARTS)
             self._played[key] = replay(
                 self.footprint,
                 candidate.plan,

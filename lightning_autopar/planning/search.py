@@ -219,8 +219,8 @@ class Search:
             self._fewest_replayed(plans, fitting.get(key, ()))
 
     def _fewest_replayed(self, failed: Sequence[Plan], fitting: Sequence[Plan]) -> None:
-        """Replay plans of one sort with more recomputed blocks than those that failed: the most that may win, then half of what is left. More
-        blocks than fit may lack memory again.
+        """Replay plans of one sort with more recomputed blocks than those that failed: the most that may win, then half of what is left.
+        More blocks than fit may lack memory again.
         """
         plain = without_recompute(failed[0])
         order = self.remedies.order(plain) if self.remedies.recompute else ()

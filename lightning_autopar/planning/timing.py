@@ -90,7 +90,7 @@ _SPEEDS: dict[tuple[Hashable, ...], float] = {}
 
 
 def part_seconds(
-    footprint: Footprint, device: Device, share: float, *, precision: str = "32-true", rates: Rates | None = None
+    footprint: Footprint, device: Device, share: float, *, precision: str = "32-true", rates: Rates | None = None, issued: bool = True
 ) -> list[tuple[str | None, float, float]]:
     """For each part in running order: the block's FQN, or None between blocks, and the seconds of its forward and its backward.
 
@@ -100,6 +100,7 @@ def part_seconds(
         share: of the batch that it runs at a time.
         precision: Lightning's name of it.
         rates: of single operations; data sheets' unless given.
+        issued: whether a part of a GPU's work takes as long as its host issues it, where that is longer.
     """
     source = slowed(rates or DATA_SHEET, (device,))
     layout = layout_of(footprint, precision)
@@ -111,7 +112,7 @@ def part_seconds(
         found = known.get((index, phase))
         if found is None:
             load = part_load(layout, index, share, device, source, phase)
-            found = load.stream / idle + load.issue if device.kind == "cpu" else max(load.stream / idle, load.issue)
+            found = load.stream / idle + load.issue if device.kind == "cpu" else max(load.stream / idle, load.issue if issued else 0.0)
             known[index, phase] = found
         return found
 

@@ -66,12 +66,14 @@ def test_a_run_that_was_faster_than_predicted_makes_all_plans_faster_and_changes
     ran = StepTime(
         module="this", shape="any", devices=("GPU",), rates="data sheet", predicted=1.0, links=0.0, measured=0.5, day="2026-11-26"
     )
-    known = Corrections(devices={one.id: "GPU" for one in here.devices}, times=StepTimes(records=(ran,), module="this"))
-    before, after = (
-        make_report(step, here, Constraints(precision=PRECISION, residuals=residuals)).best_candidate for residuals in (Corrections(), known)
-    )
-    assert before is not None and after is not None
-    assert before.plan.engine == "pipeline" and replace(after.plan, reasons=()) == replace(before.plan, reasons=())
+    times = StepTimes(records=(ran,), module="this")
+    known = Corrections(devices={one.id: "GPU" for one in here.devices}, times=times)
+    constraints = [Constraints(precision=PRECISION, residuals=residuals) for residuals in (Corrections(), known)]
+    before, after = (make_report(step, here, each).best_candidate for each in constraints)
+    assert before is not None
+    assert after is not None
+    assert before.plan.engine == "pipeline"
+    assert replace(after.plan, reasons=()) == replace(before.plan, reasons=())
     assert after.step_seconds == pytest.approx(before.step_seconds / 2)
 
 
@@ -145,8 +147,8 @@ def test_interleaved_stages_may_have_fewer_micro_batches_than_ranks_and_be_shard
 def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_save(
     monkeypatch: pytest.MonkeyPatch, enough: tuple[int, ...], events: int
 ) -> None:
-    """After a failed replay a search assumes its loss for all plans of that sort; but with so many blocks this allocator loses nothing. Then
-    the most that may win are tried, and half of them, even where failed replays have used up what a search may replay.
+    """After a failed replay a search assumes its loss for all plans of that sort; but with so many blocks this allocator loses nothing.
+    Then the most that may win are tried, and half of them, even where failed replays have used up what a search may replay.
     """
     step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",))
     here = Referee(step, parse_spec("1xRTX4090"), constraints).cut_to(0.5, samples=60)
@@ -184,10 +186,12 @@ def test_the_cuts_of_a_batch_that_stays_whole_are_moved() -> None:
     assert search.appraiser.step_seconds(plan) <= 1.001 * min(seconds_of_cuts(plan, step, here))
 
 
-@pytest.mark.parametrize("devices", ["2x4xA10G", "3xL4,3xA10G"])
-def test_no_pipeline_is_faster_than_the_bound_by_which_it_may_be_left(devices: str) -> None:
-    """Neither than that of its shape, nor than that of its cuts; and where replicas average gradients, the bound knows that."""
-    step, here = scaled(step_of(1024, 12), 12), parse_spec(devices)
+@pytest.mark.parametrize(("devices", "batch"), [("2x4xA10G", 12), ("3xL4,3xA10G", 12), ("4xH100-80GB", 1)])
+def test_no_pipeline_is_faster_than_the_bound_by_which_it_may_be_left(devices: str, batch: int) -> None:
+    """Neither than that of its shape, nor than that of its cuts; and where replicas average gradients, the bound knows that. A single
+    sample keeps the hosts busier than the GPUs; all ranks' hosts issue at once.
+    """
+    step, here = scaled(step_of(1024, 12), batch), parse_spec(devices)
     search = Search(step, here, Constraints(precision=PRECISION))
     maker = PipelineMaker(search.appraiser, here.devices, search.speed, None)
     told = 0
@@ -200,7 +204,7 @@ def test_no_pipeline_is_faster_than_the_bound_by_which_it_may_be_left(devices: s
             places = [0, *(index for index, block in enumerate(step.blocks) if block.fqn in plan.cuts)]
             assert max(least, maker._first_averages(shape, places)) <= exact, plan.title()
             told += least > shape.least_seconds(maker._total_seconds(shape))
-    assert told > 0
+    assert told > 0 or batch == 1
 
 
 @pytest.mark.parametrize("free_gib", [3.4, 4.2, 6.0])

@@ -128,8 +128,8 @@ class StageTables:
         Args:
             flight: how many micro-batches it holds at once (:func:`in_flight`).
             shards: over how many replicas its states are cut.
-            whole: whether the batch is a single micro-batch. Then gradients are complete as activations go, and not there before: the larger
-                of both counts, which is the least that may be.
+            whole: whether the batch is a single micro-batch. Then gradients are complete as activations go, and not there before: the
+                larger of both counts, which is the least that may be.
         """
         found: Table = self._once(shards, whole) + (flight - 1) * self.held
         return found

@@ -320,9 +320,7 @@ class PipelineMaker:
     def _needs(self, shape: _Shape, stage: int, recompute: bool) -> Table:
         """Bytes of a stage at its place, by the tables."""
         flight = in_flight(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches)
-        return self._table(shape, recompute).needs(
-            flight, shards=shape.replicas if shape.sharded else 1, whole=shape.micro_batches == 1
-        )
+        return self._table(shape, recompute).needs(flight, shards=shape.replicas if shape.sharded else 1, whole=shape.micro_batches == 1)
 
     def _table(self, shape: _Shape, recompute: bool) -> StageTables:
         rows = -(-self.footprint.batch_size // shape.replicas)
@@ -381,7 +379,9 @@ class PipelineMaker:
         """Seconds of each part of the step, for one micro-batch, forward and backward."""
         key = (self.speed[device.id], share, recompute)
         if key not in self._of_parts:
-            parts = part_seconds(self.footprint, device, share, precision=self.appraiser.constraints.precision, rates=self.rates)
+            # The hosts of all ranks issue their parts at once, ahead of what the ranks wait for.
+            precision = self.appraiser.constraints.precision
+            parts = part_seconds(self.footprint, device, share, precision=precision, rates=self.rates, issued=False)
             again = set(self.again) if recompute else set()
             self._of_parts[key] = [forward * (2 if fqn in again else 1) + backward for fqn, forward, backward in parts]
         return self._of_parts[key]

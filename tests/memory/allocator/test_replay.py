@@ -22,9 +22,9 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.memory.allocator.caching_allocator import Block, CachingAllocator
 from lightning_autopar.memory.allocator.options import AllocatorOptions
-from lightning_autopar.memory.allocator.play import BUCKET_BYTES, FIRST_BUCKET_BYTES, bucket_sizes, parts_of
+from lightning_autopar.memory.allocator.play import BUCKET_BYTES, FIRST_BUCKET_BYTES, Player, bucket_sizes, parts_of
 from lightning_autopar.memory.allocator.replay import Replayed
-from lightning_autopar.memory.allocator.tape_parts import read_script
+from lightning_autopar.memory.allocator.tape_parts import TapePart, read_script
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.tape import Action, Kind, Tape
 from lightning_autopar.memory.trace.trace import trace
@@ -193,6 +193,25 @@ def test_micro_batches_hold_a_part_of_the_activations_and_all_gradients() -> Non
     # Second half, second block's backward: activations 24, the output's gradient 4, the new gradient 64, freed when added; then the
     # input's gradient 4.
     assert halves.allocated_peak_bytes == (128 + 128 + 8 + 128 + 24 + 4 + 64) * KIB
+
+
+@pytest.mark.parametrize("of", [plan(micro_batches=7), plan(micro_batches=5, recompute=("b",))])
+def test_equal_micro_batches_are_played_until_they_change_nothing(of: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same end as if each were played."""
+    parts: list[int] = []
+    footprint, whole = replace(footprint_of(without(step_of_two_blocks(), 6, 7, 50)), batch_size=14), Player.play
+
+    def counted(player: Player, part: TapePart) -> None:
+        parts.append(player.micro)
+        whole(player, part)
+
+    monkeypatch.setattr(Player, "play", counted)
+    some, few = replay(footprint, of, 0), len(parts)
+    parts.clear()
+    between = Player._layout_between
+    monkeypatch.setattr(Player, "_layout_between", lambda player: (between(player), object()))
+    assert replay(footprint, of, 0) == some
+    assert few < len(parts)
 
 
 def test_ddp_has_its_buckets_from_the_start() -> None:

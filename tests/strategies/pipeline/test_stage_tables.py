@@ -67,7 +67,7 @@ def test_tables_of_sharded_stages_hold_gathered_parameters_and_no_gathered_optim
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_batch_in_one_part_never_takes_less_than_the_tables_say(gpt: Footprint, recompute: bool) -> None:
-    """Shapes that don't fit by the tables are passed over: these had all gradients beside all activations, which are never there together."""
+    """Shapes that don't fit by the tables are passed over: these had all gradients beside all activations."""
     plan = make_plan("gpipe", 4, 1, 8, recompute=8 if recompute else 0)
     tables = stage_tables(gpt, 1.0, 1.0, recompute=recompute)
     told = [tables.needs(1, whole=True)[2 * rank, 2 * rank + 2] for rank in range(4)]
