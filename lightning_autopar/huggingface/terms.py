@@ -71,7 +71,7 @@ def excluded(trainer: Any, found_out: Look, *, on_cpu: bool) -> dict[str, str]:
         if found_out.divides is None:
             taken = "is handed num_items_in_batch, and whether its loss is divided by it isn't known"
         words = f"{named} {taken}: transformers would make the gradients larger by the number of"
-        found.setdefault("multi", f"{words} devices")
+        found.setdefault("multi", f"{words} devices; accepts_loss_kwargs=False on the model mends that")
         if getattr(trainer, "loss_is_scaled_for_ga", None) is not False:
             found.setdefault("micro_batches", f"{words} parts; loss_is_scaled_for_ga=False on the Trainer mends that")
     return found

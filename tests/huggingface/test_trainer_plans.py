@@ -171,6 +171,9 @@ def test_a_model_that_ignores_the_number_of_items_is_neither_split_nor_accumulat
     assert {(engine, parts) for engine, parts, _ in _fitting(found)} == {("single", 2)}, "as the script says, and nothing else"
     words = "BertForSequenceClassification is handed num_items_in_batch, but its loss doesn't depend on it"
     assert _reason(found, "ddp").startswith(words)
+    assert _reason(found, "ddp").endswith("; accepts_loss_kwargs=False on the model mends that")
+    mended = f"model = bert()\nmodel.accepts_loss_kwargs = False\nTrainer({made.replace('bert()', 'model')}).train()"
+    assert ("ddp", 1) in {(engine, parts) for engine, parts, _ in _fitting(_plan(tmp_path, mended, capsys))}
 
 
 def test_a_collator_that_lays_all_samples_in_one_row_has_their_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
