@@ -7,7 +7,8 @@ back what is freed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +29,6 @@ from lightning_autopar.text import format_bytes
 _MOST_EVENTS = 200_000
 #: And so many more for plans that the search passed over after failed replays, however many those were.
 _MORE_EVENTS = 100_000
-#: Of equal micro-batches about so many are played, until one leaves the allocator as it found it.
-_PLAYED_PARTS = 4
 
 Order = Callable[[Candidate], tuple[object, ...]]
 #: Says where memory is missing, given the bytes needed by device; None where there is enough.
@@ -91,9 +90,15 @@ class Finalists:
         """Whether the search has replayed as much as it may."""
         return self._events_left <= 0
 
-    def look_again(self) -> None:
-        """Let it replay some more."""
-        self._events_left = max(0, self._events_left) + _MORE_EVENTS
+    @contextmanager
+    def some_more(self) -> Iterator[None]:
+        """Let it replay some more meanwhile."""
+        before = self._events_left
+        self._events_left = max(0, before) + _MORE_EVENTS
+        try:
+            yield
+        finally:
+            self._events_left = min(before, self._events_left)
 
     def can_replay(self, candidate: Candidate) -> bool:
         """Whether a candidate can be replayed: :meth:`replays` says so of its plan, and its bytes are known by category."""
@@ -185,7 +190,7 @@ class Finalists:
     def _play(self, candidate: Candidate, rank: int, limit: int | None, key: tuple[object, ...]) -> Replayed:
         if key not in self._played:
             assert self.footprint.tape is not None, "asked before"
-            self._events_left -= 2 * len(self.footprint.tape) * min(candidate.plan.micro_batches, _PLAYED_PARTS)
+            self._events_left -= 2 * len(self.footprint.tape) * candidate.plan.micro_batches
             self._played[key] = replay(
                 self.footprint,
                 candidate.plan,

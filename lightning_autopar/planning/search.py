@@ -214,9 +214,9 @@ class Search:
         for one in self._found:
             if one.replayed and engines.of(one.plan).takes_remedies:
                 (fitting if one.fits else failed).setdefault(sort_of(one.plan), []).append(one.plan)
-        self.finalists.look_again()
-        for key, plans in sorted(failed.items(), key=lambda item: self.appraiser.step_seconds(without_recompute(item[1][0]))):
-            self._fewest_replayed(plans, fitting.get(key, ()))
+        with self.finalists.some_more():
+            for key, plans in sorted(failed.items(), key=lambda item: self.appraiser.step_seconds(without_recompute(item[1][0]))):
+                self._fewest_replayed(plans, fitting.get(key, ()))
 
     def _fewest_replayed(self, failed: Sequence[Plan], fitting: Sequence[Plan]) -> None:
         """Replay plans of one sort with more recomputed blocks than those that failed: the most that may win, then half of what is left.
