@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 RAISED = (Exception, KeyboardInterrupt, SystemExit)
 
 #: How many batches of a loader are looked at, and from how many of its order they are picked.
+#: How far own generators of a dataset are looked for.
+_DEEP, _FEW = 3, 32
 _LOOKS = 6
 _LISTED = 20_000
 #: How many times as long a loader that makes its batches by itself is read: its batches can't be picked.
@@ -213,7 +215,8 @@ def _streamed(loader: DataLoader[Any], source: Iterator[Any]) -> FirstBatch | No
 
 def indexed(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:
     """The batch of these samples; None without samples."""
-    dataset, before, began = cast(Any, loader.dataset), _random_states(), time.monotonic()
+    dataset, own = cast(Any, loader.dataset), _own_generators((loader.dataset, loader.collate_fn))
+    before, began = _random_states(own), time.monotonic()
     fetch = getattr(dataset, "__getitems__", None)
     if not indices:
         return None
@@ -222,9 +225,9 @@ def indexed(loader: DataLoader[Any], indices: list[Any]) -> FirstBatch | None:
         collate: Callable[[Any], Any] = lambda own: loader.collate_fn(dataset[own])  # noqa: E731
     else:
         samples, collate = fetch(indices) if fetch else [dataset[index] for index in indices], loader.collate_fn
-    loaded = _random_states()
+    loaded = _random_states(own)
     batch = collate(fresh(samples))
-    draws = [name for name, moved in (("samples", loaded != before), ("collate", _random_states() != loaded)) if moved]
+    draws = [name for name, moved in (("samples", loaded != before), ("collate", _random_states(own) != loaded)) if moved]
     return FirstBatch(
         batch=batch,
         samples=samples,
@@ -307,10 +310,35 @@ def _until(ends: float, values: Iterable[Any]) -> Iterator[Any]:
             return
 
 
-def _random_states() -> tuple[bytes, object, object]:
-    """The states of the generators that a dataset may draw from in this process, for comparison."""
-    numpy_state = numpy.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), (numpy_state[1].tobytes(), *numpy_state[2:])  # type: ignore[index]
+def _random_states(own: Iterable[Any] = ()) -> tuple[Any, ...]:
+    """The states of the generators that a dataset may draw from in this process, for comparison.
+
+    Args:
+        own: generators besides torch's, Python's and NumPy's.
+    """
+    numpy_state: Any = numpy.random.get_state()
+    states = [repr(each.bit_generator.state) if isinstance(each, numpy.random.Generator) else _state(each) for each in own]
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), (numpy_state[1].tobytes(), *numpy_state[2:]), states
+
+
+def _state(generator: Any) -> Any:
+    """Of one of torch's, Python's, or NumPy's older class."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    return repr(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
+
+
+def _own_generators(owners: Iterable[Any], depth: int = _DEEP) -> list[Any]:
+    """The generators that objects and their attributes have, as a dataset that augments its samples, or the dataset within a subset."""
+    found: list[Any] = []
+    for owner in owners:
+        inside = owner if isinstance(owner, (list, tuple)) and len(owner) <= _FEW else getattr(owner, "__dict__", {}).values()
+        for value in inside:
+            if isinstance(value, (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)):
+                found.append(value)
+            elif depth and not isinstance(value, (torch.Tensor, torch.nn.Module, type)):
+                found += _own_generators([value], depth - 1)
+    return found
 
 
 def fresh(samples: Any) -> Any:

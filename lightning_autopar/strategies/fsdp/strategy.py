@@ -163,6 +163,7 @@ class _ShardingStrategy(ModelParallelStrategy):
             if self._offloads and self.root_device.type != "cpu":  # a CPU device is its own host: no reason for another update there
                 self._speed_up()
         self._gathered = WholeParameters(self._module, self.optimizers, self.run_plan.finding or ())
+        self._hooks_before_backward = overridden(trainer, *BEFORE_BACKWARD)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Refuse parameters that the hooks of an epoch's beginning have put into the module."""
@@ -246,7 +247,7 @@ class _ShardingStrategy(ModelParallelStrategy):
         """
         with self._gathered.inside():
             output = super().training_step(*args, **kwargs)
-        if not self._module.automatic_optimization or overridden(self._module.trainer, *BEFORE_BACKWARD):
+        if not self._module.automatic_optimization or self._hooks_before_backward:
             self._gathered.reshard()
         return output
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import transfer_batch
@@ -88,12 +87,6 @@ def probe_split(
     Returns:
         The finding about splitting, and the plan of the random draws, which is empty where nothing could be run.
     """
-    if (late := next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)) is not None:
-        reason = (
-            f"the parameter {late!r} gets its shape in the first step, and several devices need it before: give its layer the size of its "
-            "input, or let setup() call it once"
-        )
-        return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
     sizes = [size for size in world_sizes if 1 < size <= first.batch_size]
     if not sizes:
         return SplitFinding(probed=False, reason="the first batch holds one sample, so that taking it apart can't be tried"), DrawPlan()

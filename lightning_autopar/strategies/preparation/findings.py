@@ -13,6 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
@@ -21,6 +23,7 @@ from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar.constraints import SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
+from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.batch_making import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.collate import CollateAll
 from lightning_autopar.exact.data.rank_share import Dealing
@@ -411,6 +414,11 @@ def _split(
     module: LightningModule, trainer: Trainer, batch: FirstBatch, *, footprint: Footprint, despite: tuple[str, ...]
 ) -> tuple[SplitFinding, DrawPlan]:
     """Finds out in another child what a split batch changes."""
+    if late := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
+        reason = (
+            f"the parameter {late[0]!r} gets its shape in the first step, and several devices need it before; call its layer in setup()"
+        )
+        return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
     try:
         told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite}
         told["blocks"] = {block.fqn: block.flops for block in footprint.blocks}
@@ -447,7 +455,30 @@ def _whole_of(batches: Iterable[FirstBatch], stage: str, *, collates: bool) -> s
         samples = None if batch.samples is None else batch.batch_size
         if (words := why_whole(batch.batch, samples, several=batch.kind == "combined", collates=collates)) is not None:
             return words
+        if (name := _counted_in(batch)) is not None:
+            return f"parts are cut out of the collated batch, whose number {name} is that of all its samples"
     return None
+
+
+def _counted_in(batch: FirstBatch) -> str | None:
+    """A number in the batch that samples add up to, such as their count, by its place: a part cut out would have that of the whole."""
+    if not isinstance(batch.samples, list) or batch.collate is None or len(batch.samples) < 2:
+        return None
+    state = rng.capture({}, cuda=False)
+    try:
+        whole, *parts = [_numbers(batch.collate(fresh(each))) for each in (batch.samples, batch.samples[::2], batch.samples[1::2])]
+    except Exception:  # the user's collate function, on fewer samples than it is used to
+        log.debug("the numbers of a batch's parts aren't known", exc_info=True)
+        return None
+    finally:
+        rng.restore(state, {})
+    return next((name for name, value in whole.items() if value and sum(part.get(name, 0.0) for part in parts) == value), None)
+
+
+def _numbers(batch: Any) -> dict[str, float]:
+    """Python's numbers in a batch, by their places."""
+    leaves, _ = tree_flatten_with_path(batch)
+    return {keystr(path): leaf for path, leaf in leaves if type(leaf) in (int, float)}
 
 
 def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:

@@ -6,7 +6,9 @@ import contextlib
 import copy
 import functools
 import itertools
+import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,9 +21,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_autopar.memory.trace.blocks import find_blocks
+from lightning_autopar.memory.trace.first_batch import indexed
 from lightning_autopar.memory.trace.trace import FirstBatch, first_batch, trace
 from lightning_autopar.memory.workspace import Target
 from tests.memory.measured import attached, make_trainer, peak_bytes, real_peak_bytes
@@ -637,11 +640,41 @@ class Asking(pl.LightningModule):
         (lambda module: module.trainer.is_global_zero, ("is_global_zero",)),
         (lambda module: module.print(""), ()),  # Lightning's own question
         (lambda module: module.trainer.global_step, ()),
-        (lambda module: module.logger.experiment.add_scalar("mean", 1.0), ("logger",)),
+        (lambda module: module.logger.log_metrics({"mean": 1.0}), ("logger",)),
         (lambda module: module.log("mean", 1.0), ()),
     ],
 )
-def test_asking_for_what_differs_between_ranks_is_noticed(ask: Any, asked: tuple[str, ...]) -> None:
+def test_asking_for_what_differs_between_ranks_is_noticed(ask: Any, asked: tuple[str, ...], tmp_path: Path) -> None:
     module = Asking(ask)
     trainer = attached(module, train_dataloaders=DataLoader(torch.randn(6, 4), batch_size=3))
+    trainer.logger = CSVLogger(tmp_path)
     assert trace(module, trainer, torch.randn(3, 4)).asked == asked
+
+
+class Augmented(Dataset[Tensor]):
+    """Draws from a generator of its own."""
+
+    def __init__(self, generator: Any, draw: Callable[[Any], Any]) -> None:
+        self.transform, self.draw = [generator], draw
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4,), float(self.draw(self.transform[0])))
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw", "draws"),
+    [
+        (np.random.default_rng(1), lambda own: own.random(), ("samples",)),
+        (np.random.RandomState(1), lambda own: own.rand(), ("samples",)),
+        (random.Random(1), lambda own: own.random(), ("samples",)),
+        (torch.Generator(), lambda own: torch.rand((), generator=own), ("samples",)),
+        (np.random.default_rng(1), lambda own: 1.0, ()),
+    ],
+)
+def test_draws_of_a_datasets_own_generator_are_noticed(generator: Any, draw: Any, draws: tuple[str, ...]) -> None:
+    found = indexed(DataLoader(Subset(Augmented(generator, draw), range(4)), batch_size=2), [0, 1])
+    assert found is not None
+    assert found.draws == draws

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,8 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.constraints import SplitFinding
+from lightning_autopar.exact.step.random_draws import DrawPlan
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.strategies.preparation import findings
 from lightning_autopar.strategies.preparation.decide import find_prospect
-from lightning_autopar.strategies.preparation.findings import Findings, Questions, find_out
+from lightning_autopar.strategies.preparation.findings import Findings, Questions, _whole_of, find_out
 from lightning_autopar.strategies.preparation.prospect import Prospect
 from tests.strategies.modules import QUIET
 
@@ -165,3 +170,31 @@ def test_draws_that_no_rank_can_make_as_one_device_would_are_named(
         pl.Trainer(strategy=strategy, default_root_dir=tmp_path, **QUICK).fit(Drawing(what), loader(2))  # type: ignore[arg-type]
     assert seen[0].split is not None
     assert seen[0].split.drawn_apart == apart
+
+
+def _batch(collate: Any) -> FirstBatch:
+    samples = list(torch.ones(4, 2))
+    return FirstBatch(batch=collate(samples), samples=samples, collate=collate, batch_size=4, kind="map")
+
+
+@pytest.mark.parametrize(
+    ("collate", "named"),
+    [
+        (lambda samples: {"x": torch.stack(samples), "meta": {"n": len(samples)}}, "['meta']['n']"),
+        (lambda samples: (torch.stack(samples), float(sum(each.sum() for each in samples))), "[1]"),
+        (lambda samples: {"x": torch.stack(samples), "longest": max(len(each) for each in samples), "temperature": 0.5}, None),
+    ],
+)
+def test_a_number_that_samples_add_up_to_keeps_a_batch_whole(collate: Any, named: str | None) -> None:
+    words = _whole_of((_batch(collate),), "fit", collates=True)
+    assert words == (named and f"parts are cut out of the collated batch, whose number {named} is that of all its samples")
+
+
+@pytest.mark.parametrize(("layer", "splittable"), [(nn.LazyLinear(3), False), (nn.Linear(2, 3), True)])
+def test_a_parameter_without_a_shape_needs_one_device(layer: nn.Module, splittable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "run_forked", lambda *_: (SplitFinding(), DrawPlan()))
+    module, step = pl.LightningModule(), SimpleNamespace(flops=0, conduct=None, blocks=())
+    module.late = layer
+    split, _ = findings._split(module, pl.Trainer(accelerator="cpu", **QUIET), _batch(torch.stack), footprint=step, despite=())  # type: ignore[arg-type]
+    assert split.splittable is splittable
+    assert splittable or "'late.weight' gets its shape in the first step, and several devices need it before" in str(split.reason)
