@@ -173,7 +173,7 @@ def micro_batch_refusal(footprint: Footprint, constraints: Constraints, *, stage
 
 def undivided(footprint: Footprint, constraints: Constraints) -> str | None:
     """Why a training batch can't be run again in more parts where memory runs out; None where it can, as far as is known."""
-    refusal, split = micro_batch_refusal(footprint, constraints), constraints.split
+    refusal, split = constraints.excluded.get("rerun", micro_batch_refusal(footprint, constraints)), constraints.split
     if refusal is not None:
         return refusal
     if split is None:

@@ -17,7 +17,7 @@ import torch
 from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
-from lightning_autopar._lightning import rank_zero_warn
+from lightning_autopar._lightning import Callback, rank_zero_warn
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar.constraints import SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
@@ -52,6 +52,8 @@ TRACE_SECONDS = 600.0
 #: which its probe takes some 0.4 s on a core: the run's first step waits for the probes. Seconds would differ from run to run, and the
 #: verdict with them.
 QUICK_FLOPS, QUICK_BYTES, QUICK_OPERATIONS = 10**10, 15 * 10**8, 5000
+#: Hooks that may change a batch before its step, besides ``on_train_batch_start``.
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 #: Finds out what a split of a batch changes.
 Split = Callable[[FirstBatch], tuple[SplitFinding, DrawPlan]]
 _OWN_DRAWS = (
@@ -99,6 +101,7 @@ class Findings:
         several_loaders: whether a batch comes from several of them.
         whole: why a training step's batch can't run in parts; None where it can.
         rowless: the same for parts that are rows of its tensors, whose shapes follow from the batch's.
+        collated: why its parts can't be cut out of it, where its loader collates them instead.
         counted: FQNs of buffers that a training step changes, and would change once for each part of a batch.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
         loadings: how ranks may make the batches of loaders, by :func:`.batch_making.loader_key`.
@@ -115,6 +118,7 @@ class Findings:
     several_loaders: bool = False
     whole: str | None = None
     rowless: str | None = None
+    collated: str | None = None
     counted: tuple[str, ...] = ()
     batches: int | None = None
     loadings: Mapping[str, Loading] = field(default_factory=dict)
@@ -221,6 +225,10 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
             validation = _marked(validation, validating[0], loadings)
             others = [_marked(each, validating[0], loadings) for each in _two(looked[len(own)])]
         whole, rowless = (_whole_of((batch, *more), stage, collates=collates) for collates in (True, False))
+    collated: str | None = None
+    key = loader_key(batch.loaders[0]) if batch.loaders else ""
+    if whole is not None and key in loadings and all(_made_of_samples(trainer, each, loadings[key]) for each in (batch, *more)):
+        collated, whole, loadings[key] = whole, None, replace(loadings[key], parts=True)
     if probe and stage == "fit":
         cut = batch.cut
         split_one = partial(_split, module, trainer, footprint=footprint, despite=questions.despite)
@@ -257,6 +265,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
         several_loaders=batch.kind == "combined",
         whole=whole,
         rowless=rowless,
+        collated=collated,
         counted=(*(name for each in found.values() for name in each.counted), *(() if split is None else split.counted)),
         batches=_batches_of_fit(trainer, batch),
         loadings=loadings,
@@ -409,7 +418,7 @@ def _split(
     """Finds out in another child what a split batch changes."""
     try:
         told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite}
-        told["blocks"] = {block.fqn: block.flops for block in footprint.blocks}
+        told["blocks"] = {block.fqn: block.flops for block in footprint.blocks if block.repeated}
         return run_forked(partial(probe_split, **told), module, trainer, batch)
     except ChildFailed as error:
         reason = f"not checked: whether the parts of a batch make up the whole ({error.reason})"
@@ -444,6 +453,20 @@ def _whole_of(batches: Iterable[FirstBatch], stage: str, *, collates: bool) -> s
         if (words := why_whole(batch.batch, samples, several=batch.kind == "combined", collates=collates)) is not None:
             return words
     return None
+
+
+def _made_of_samples(trainer: Trainer, batch: FirstBatch, loading: Loading) -> bool:
+    """Whether the loader can collate each part that the batch runs in of its own samples, and nobody could change the batch in between."""
+    if batch.kind != "map" or batch.samples is None or loading.collation != "samples" or "collate" in {*batch.draws, *loading.draws}:
+        return False
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    if is_overridden("on_train_batch_start", module) or any(is_overridden(hook, module) for hook in _TRANSFERS):
+        return False
+    if data is not None and any(is_overridden(hook, data) for hook in _TRANSFERS):
+        return False
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    foreign = (each for each in callbacks if not type(each).__module__.startswith(("lightning", "pytorch_lightning")))
+    return not any(is_overridden("on_train_batch_start", each) for each in foreign)
 
 
 def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:
