@@ -19,6 +19,7 @@ from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import Callback, rank_zero_warn
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
+from lightning_autopar._root import PYTORCH
 from lightning_autopar.constraints import SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.data.batch_making import Loading, loader_key, look_at, makes_rows
@@ -465,7 +466,7 @@ def _made_of_samples(trainer: Trainer, batch: FirstBatch, loading: Loading) -> b
     if data is not None and any(is_overridden(hook, data) for hook in _TRANSFERS):
         return False
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    foreign = (each for each in callbacks if not type(each).__module__.startswith(("lightning", "pytorch_lightning")))
+    foreign = (each for each in callbacks if not type(each).__module__.startswith((*PYTORCH, "lightning_autopar.")))
     return not any(is_overridden("on_train_batch_start", each) for each in foreign)
 
 
