@@ -41,7 +41,7 @@ class Conduct:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFootprint:
-    """One repeated block of the module, at the traced batch. Every size in bytes, for the whole (unsplit) batch.
+    """One block of the module, at the traced batch. Every size in bytes, for the whole (unsplit) batch.
 
     Args:
         fqn: the block's fully-qualified name in the LightningModule.
@@ -72,6 +72,8 @@ class LayerFootprint:
             batch also makes the whole draw, and keeps its rows.
         work: the operations of its forward, by kind and size; empty where it wasn't traced. Their sums are ``flops`` and ``moved_bytes``.
         backward_work: of its backward, with forwards that the module itself recomputes there.
+        repeated: whether it is one of several alike blocks, a unit of sharding and recomputation; else it is a layer of a module without
+            such blocks, with which a pipeline's stage may begin.
     """
 
     fqn: str
@@ -98,6 +100,7 @@ class LayerFootprint:
     draw_bytes: int = 0
     work: tuple[Work, ...] = ()
     backward_work: tuple[Work, ...] = ()
+    repeated: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """For people and JSON."""
@@ -172,7 +175,8 @@ class Footprint:
         largest_parameter_bytes: the largest single parameter.
         flops: forward and backward of one batch; a multiply-add counts two.
         moved_bytes: inputs and outputs of every operation of one batch, forward, backward and optimizer.
-        blocks: the repeated blocks, in the order in which they run; units of sharding and recomputation.
+        blocks: the repeated blocks, in the order in which they run, units of sharding and recomputation; the layers of a module that has
+            none, where its step was traced.
         outer: what runs outside of them, in ``len(blocks) + 1`` parts: before the first block, between two, after the last. A parameter
             belongs to the part or block that uses it first; one that the step doesn't use, to the first part.
         also_uses: for outer parts that use a parameter which another part or a block holds (tied embeddings): index among ``outer``, the

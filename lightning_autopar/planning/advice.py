@@ -516,7 +516,7 @@ def _no_recomputation(footprint: Footprint) -> list[Advice]:
     if not footprint.training or recomputable_order(footprint):
         return []
     why = "the blocks save no more than what enters them"
-    if not footprint.blocks:
+    if not any(block.repeated for block in footprint.blocks):
         why = "the module has no repeated blocks"
     elif barred := [block.fqn for block in footprint.blocks if not block.recomputable]:
         why = f"running a block's forward twice would change the run: {barred[0]} moves a buffer, or gets an object that it may change"

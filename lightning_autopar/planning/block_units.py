@@ -21,7 +21,8 @@ _SHARDABLE: FootprintCache[tuple[tuple[str, ...], tuple[str, ...]]] = FootprintC
 def _shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:
     units: list[str] = []
     groups = [group for group in footprint.tied if len(group) > 1]
-    for block in footprint.blocks:
+    blocks = [block for block in footprint.blocks if block.repeated]
+    for block in blocks:
         inside = f"{block.fqn}."
         crosses = any(0 < sum(f"{fqn}.".startswith(inside) for fqn in group) < len(group) for group in groups)
         if not crosses:
@@ -29,7 +30,7 @@ def _shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:
     together = () if footprint.conduct is None else footprint.conduct.together
     while apart := [fqn for names, others in together if others or not {*names} <= {*units} for fqn in names if fqn in units]:
         units = [fqn for fqn in units if fqn not in apart]
-    return tuple(units), tuple(block.fqn for block in footprint.blocks if block.fqn not in units)
+    return tuple(units), tuple(block.fqn for block in blocks if block.fqn not in units)
 
 
 def recomputable(footprint: Footprint) -> tuple[LayerFootprint, ...]:

@@ -336,7 +336,7 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
         raise ValueError(f"the pinned plan {words}")
     if not footprint.traced:
         return
-    recomputable = {block.fqn: block.recomputable for block in footprint.blocks}
+    recomputable = {block.fqn: block.recomputable for block in footprint.blocks if block.repeated}
     if wrong := [fqn for fqn in plan.recompute if not recomputable.get(fqn, False)]:
         why = "must not run twice" if wrong[0] in recomputable else "is none of the module's blocks"
         can = ", ".join(fqn for fqn, yes in recomputable.items() if yes) or "none"
@@ -362,6 +362,8 @@ def _refusal(plan: Plan, question: Question) -> str | None:
         refusal = recompute_refusal(constraints)
     if refusal is None and plan.shares:
         refusal = feature_refusal("shares", footprint, constraints)
+    if refusal is None and plan.replicas > 1 and not engines.of(plan).splits:
+        refusal = constraints.excluded.get("pipeline_replicas")
     if refusal is None and plan.replicas > 1:
         refusal = multi_refusal(question) or feature_refusal("replicas", footprint, constraints)
     return refusal

@@ -174,7 +174,7 @@ def micro_batch_refusal(footprint: Footprint, constraints: Constraints, *, stage
 def undivided(footprint: Footprint, constraints: Constraints) -> str | None:
     """Why a batch can't be run again in more parts where memory runs out; None where it can, as far as is known."""
     split = constraints.split
-    refusal = micro_batch_refusal(footprint, constraints) if footprint.training else None
+    refusal = constraints.excluded.get("rerun", micro_batch_refusal(footprint, constraints)) if footprint.training else None
     if refusal is not None:
         return refusal
     if split is None:

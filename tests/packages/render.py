@@ -53,8 +53,14 @@ KINDS: Mapping[str, tuple[bool, str]] = {
         "A part's gradient needs the value of the whole batch, which is known when the last part has run.",
     ),
     r"runs before it and again after it|blocks that run once each": (
+        False,
+        "These layers run several times in a step, with others between. Where nothing flows back to an earlier layer, as with two views, "
+        "a stage could run several times.",
+    ),
+    r"reads a value of the model's": (True, "The step decides by a value that a later stage would have to wait for."),
+    r"in another batch than the first": (
         True,
-        "A pipeline passes through each stage once; these layers run several times in a step, with others between.",
+        "The loss is a sum of means over two batches. Their sizes aren't even, so that the parts of one would weigh more than the other's.",
     ),
     r"the step writes to its own buffers": (
         False,
@@ -70,8 +76,6 @@ KINDS: Mapping[str, tuple[bool, str]] = {
     ),
     r"the step keeps '": (False, "What a step appends to an attribute could be brought from the stage that has it to the others."),
     r"parts are cut out of the collated batch": (False, "Each part of such a batch could be collated of its own samples."),
-    r"repeated blocks": (False, "A step without repeated blocks could be cut between any of its modules."),
-    r"in another batch than the first": (False, "Loaders that zip others could be split one by one."),
     r"in stages": (
         False,
         "The stages compute something else, as the trial before the run has shown; its code would have to be understood.",

@@ -11,7 +11,7 @@ from lightning_autopar.memory.footprint import LayerFootprint
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.planning import refusals
 from lightning_autopar.planning.candidates import Option, enumerate_candidates, notes_of, ruled_out
-from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal
+from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal, undivided
 from lightning_autopar.plans import ENGINES, Plan
 from tests.fakes.values import cpu, footprint, gpu, inventory
 
@@ -189,7 +189,7 @@ OUTER = tuple(LayerFootprint(fqn="") for _ in range(5))
             "batches have different numbers of samples (8 in the first one, 3 in the one that takes the most memory), for which the "
             "memory of stages can't be predicted",
         ),
-        ({"blocks": 1}, {}, "a pipeline is cut between repeated blocks that share no parameters, and the module has 1"),
+        ({"blocks": 1}, {}, "a pipeline is cut between blocks or layers that share no parameters, and the module has 1"),
         ({"optimizers": 2}, {}, "each stage steps one optimizer, and the module configures 2"),
         ({"automatic_optimization": False}, {}, "a pipeline's schedule runs backward by itself, and the module does so by hand"),
         ({}, {"excluded": {"pipeline": "a callback looks at the whole module"}}, "a callback looks at the whole module"),
@@ -239,6 +239,12 @@ def test_parts_that_are_collated_anew_are_no_micro_batches_of_a_pipeline() -> No
     constraints = Constraints(excluded={"pipeline_parts": "its tensors have no row a sample"})
     assert micro_batch_refusal(footprint(), constraints) is None
     assert micro_batch_refusal(footprint(), constraints, staged=True) == "its tensors have no row a sample"
+
+
+def test_a_batch_whose_parts_were_collated_ahead_is_not_run_again_in_more() -> None:
+    constraints = Constraints(excluded={"rerun": "its parts are collated ahead"})
+    assert micro_batch_refusal(footprint(), constraints) is None
+    assert undivided(footprint(), constraints) == "its parts are collated ahead"
 
 
 def test_that_a_batch_cannot_be_taken_apart_is_said_once() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits
 from tests.strategies.fitted import QUIET
 
@@ -176,6 +177,47 @@ class OneNorm(Blocks):
         return nn.Sequential(nn.Linear(8, 8), self.__dict__["norm"])
 
 
+class OneLayer(Blocks):
+    """Nothing to cut between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+
+
+class Different(Blocks):
+    """Layers of different kinds, a buffer that moves, an LSTM on packed sequences; the step appends to a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Dropout(0.1))])
+        self.rnn = nn.LSTM(3, 8, batch_first=True)
+        self.losses: list[Tensor] = []
+        self.means: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequences = self.blocks[0](x).view(len(x), 4, 3)
+        packed = nn.utils.rnn.pack_padded_sequence(sequences, torch.arange(len(x)) % 3 + 2, batch_first=True, enforce_sorted=False)
+        again, _ = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
+        out, _ = self.rnn(torch.tanh(again))
+        found: Tensor = self.head(out.sum(1))
+        return found
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        assert all(isinstance(loss.item(), float) for loss in self.losses)
+        self.losses.clear()
+
+
+@pytest.mark.parametrize("make", [Different, OneNorm])
+def test_a_module_without_repeated_blocks_in_a_pipeline(make: Any) -> None:
+    assert_same(make, "pipeline")
+
+
 @pytest.mark.parametrize(
     ("make", "engine", "sentence"),
     [
@@ -184,7 +226,7 @@ class OneNorm(Blocks):
         (InPlace, "fsdp", "'blocks.1' writes in place to the tensor that it is given"),
         (InPlace, "pipeline", "'blocks.0' writes to a tensor that it is given"),
         (EmptyWeight, "fsdp", "the parameter 'none' has no elements and gets a gradient, which FSDP2 can't reduce"),
-        (OneNorm, "pipeline", "repeated blocks that share no parameters, and the module has 0"),
+        (OneLayer, "pipeline", "blocks or layers that share no parameters, and the module has 1"),
     ],
 )
 def test_what_an_engine_cannot_run_is_named(make: Any, engine: str, sentence: str) -> None:
@@ -239,3 +281,34 @@ def test_a_pipeline_draws_for_shapes_that_change_as_one_device_does() -> None:
         trainer.fit(module, DataLoader(data, 4, collate_fn=_graphs))  # type: ignore[arg-type]  # a list is a dataset
         weights.append(dict(module.state_dict()))
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
+
+
+class Still(Nodes):
+    """Graphs without a row a sample, nothing drawn."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.eval()
+        return super().training_step(batch, batch_idx)
+
+
+class Looks(Still):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Might change the batch, and parts that were collated before would miss it."""
+
+
+def test_parts_of_graphs_are_collated_of_their_own_samples() -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(3 + index % 4, 8, generator=generator), torch.randn(1, generator=generator)) for index in range(11)]
+    plan = Plan(engine="single", devices=("cpu:0",), micro_batches=2)
+    weights = []
+    for strategy in (AutoParallelStrategy(plan=plan, devices="1xcpu:1GiB", exact=True), "auto"):
+        pl.seed_everything(3, verbose=False)
+        module = Still()
+        trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, **QUIET)  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader(data, 4, shuffle=True, collate_fn=_graphs))  # type: ignore[arg-type]
+        weights.append(dict(module.state_dict()))
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
+    strategy = AutoParallelStrategy(plan=plan, devices="1xcpu:1GiB")
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="parts are cut out of the collated batch"):
+        trainer.fit(Looks(), DataLoader(data, 4, collate_fn=_graphs))  # type: ignore[arg-type]

@@ -381,6 +381,20 @@ def _set_data(absent: Tensor, value: Tensor) -> None:
     torch.utils.swap_tensors(absent, new)
 
 
+def _by_lengths(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Packs a padded tensor, or pads a packed one, by lengths that are here: the data of the result is absent, and its lengths are not."""
+
+    def call(absent: Tensor, lengths: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        if isinstance(lengths, AbsentTensor):
+            raise MissingValue(f"{title(func)} reads lengths that another stage has")
+        with _disable_current_modes():
+            data, found = func(torch.zeros(absent.shape, dtype=absent.dtype), lengths, *args)
+        needs = absent.requires_grad and torch.is_grad_enabled()
+        return hole_of(tuple(data.shape), data.dtype, absent.device, name_of(absent), needs), found
+
+    return call
+
+
 def _deepcopy(absent: Tensor, memo: dict[int, Any]) -> Tensor:
     assert isinstance(absent, AbsentTensor)
     copied = memo.get(id(absent))
@@ -400,6 +414,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     **{func: _reading(func) for func in READING},
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.__deepcopy__: _deepcopy,
+    **{func: _by_lengths(func) for func in (torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence)},
 }
 _aten = torch.ops.aten
 _MASKED = frozenset((_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default, _aten._unsafe_index.Tensor))

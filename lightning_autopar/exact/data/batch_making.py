@@ -42,10 +42,12 @@ class Loading:
     Args:
         draws: where making a batch draws random numbers; see :class:`.run_plan.RunPlan`.
         collation: how ranks make its batches; None where that isn't known.
+        parts: whether the parts that a training batch runs in are collated as well: they can't be cut out of it.
     """
 
     draws: tuple[str, ...] = ()
     collation: Collation | None = None
+    parts: bool = False
 
 
 def loader_key(loader: Any) -> str:

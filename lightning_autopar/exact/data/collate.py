@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_autopar.exact.data.rank_share import Dealing, cut
 from lightning_autopar.exact.data.rows import count_rows, take_rows
@@ -32,6 +32,27 @@ class CollateSamples:
     def __call__(self, samples: Sequence[Any]) -> tuple[int, Any]:
         """Collate one batch's samples."""
         return len(samples), self.collate(samples if self.dealing.holders == 1 else cut(samples, self.rank, self.dealing))
+
+
+class WithParts(NamedTuple):
+    """A batch, and the parts that it runs in, each collated of its own samples."""
+
+    batch: Any
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class CollateParts:
+    """Collates a batch, and each of the parts that it runs in one after the other: for batches whose rows aren't its samples."""
+
+    collate: Callable[[Any], Any]
+    parts: int
+
+    def __call__(self, samples: Sequence[Any]) -> WithParts:
+        """Collate one batch's samples."""
+        dealing = Dealing.even(min(self.parts, len(samples)))
+        own = [cut(fresh(samples), part, dealing) for part in range(dealing.holders)]
+        return WithParts(self.collate(samples), tuple(map(self.collate, own)))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_autopar._lightning import pl_worker_init_function
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.collate import CollateAll, CollateRows, CollateSamples
+from lightning_autopar.exact.data.collate import CollateAll, CollateParts, CollateRows, CollateSamples
 from lightning_autopar.exact.data.loader_pass import LoaderPass, alone
 from lightning_autopar.exact.data.order import Order, draws_at_start_only, draws_nothing, index_sampler
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing
@@ -118,6 +118,7 @@ class ExactLoader(DataLoader[Any]):
         collate_all: bool = False,
         by_samples: bool = False,
         alike: Callable[[int], bool] | None = None,
+        parts: int = 1,
     ) -> None:
         # DataLoader's own constructor is left out on purpose: its attributes are those of the user's loader.
         if isinstance(loader, ExactLoader):
@@ -132,7 +133,7 @@ class ExactLoader(DataLoader[Any]):
         own: dict[str, Any] = {}
         self.__dict__.update(wrapped=loader, _rank=rank, _world_size=world_size, _dealing=dealing, _whole_batches=whole_batches)
         self.__dict__.update(_load_all=load_all or collate_all, _collate_all=collate_all, _by_samples=by_samples, _alike=alike)
-        self.__dict__.update(_sync=sync, _boundary=boundary, _progress=progress, _own=own)
+        self.__dict__.update(_parts=parts, _sync=sync, _boundary=boundary, _progress=progress, _own=own)
         self.__dict__.update(_source=_find_source(loader), _inner=None, _order=None, _track=None, _resume=None, _shared_random=None)
         self.__dict__.update(shares=deque(maxlen=_SHARES_KEPT), _split=self._find_split())
         if world_size > 1 or sync is not None:
@@ -215,7 +216,7 @@ class ExactLoader(DataLoader[Any]):
         loader = self.wrapped
         if self._source == "iterable":
             return loader
-        collate = loader.collate_fn
+        collate = loader.collate_fn if self._parts == 1 else CollateParts(loader.collate_fn, self._parts)
         if self._counts:
             batched = loader.batch_sampler is not None
             whole = self._collate_all and self._split == "samples" and self._world_size > 1

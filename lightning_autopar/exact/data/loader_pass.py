@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lightning_autopar._lightning import sized_len
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.collate import CollateRows
+from lightning_autopar.exact.data.collate import CollateRows, WithParts
 from lightning_autopar.exact.data.order import DrawLog, Order
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.data.rows import part_number
@@ -299,6 +299,8 @@ class LoaderPass(Iterator[Any]):
         if self._counts:
             of, got = got
             rows = min(rows, 1) * of if loader._whole_batches and rows is not None else None
+        if isinstance(got, WithParts):
+            return got.batch, replace(self._share(of, rows), parts=got.parts)
         return got, self._share(of, rows)
 
     def _fetch_whole(self, inner: Iterator[Any]) -> tuple[Any, BatchShare]:

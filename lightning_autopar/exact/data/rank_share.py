@@ -6,7 +6,7 @@ sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -83,6 +83,7 @@ class BatchShare:
         rank: the holder's number in the dealing: this rank, or a part of its samples.
         world_size: how many ranks share the batch.
         dealing: who gets which sample; if None, the ranks in turn.
+        parts: the parts that its samples run in one after the other, where the loader has made them.
     """
 
     rows: int
@@ -90,6 +91,7 @@ class BatchShare:
     rank: int
     world_size: int
     dealing: Dealing = None  # type: ignore[assignment]  # made in __post_init__
+    parts: tuple[Any, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.dealing is None:

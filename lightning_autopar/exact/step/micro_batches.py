@@ -72,9 +72,16 @@ class MicroBatches:
         self.parts = 1
         #: The current batch's part that runs, or ran last.
         self.part: BatchShare | None = None
+        self._made: tuple[Any, ...] = ()
+
+    def arrives(self, shares: Sequence[BatchShare]) -> None:
+        """A batch arrives, of which this rank has these shares, one of each loader."""
+        self.part, self._made = None, shares[0].parts if len(shares) == 1 else ()
 
     def share(self, batch: Any, samples: int | None) -> BatchShare:
         """A whole batch, as the user's step gets it, as the share of the only rank; ``samples`` as for :func:`whole_share`."""
+        if self._made and samples is not None:
+            return BatchShare(rows=samples, of=samples, rank=0, world_size=1)
         try:
             return whole_share(batch, samples, several=several_loaders(self._trainer))
         except ValueError as error:
@@ -148,6 +155,9 @@ class MicroBatches:
         return {**output, **joined(extras, weights), "loss": whole}
 
     def _part(self, batch: Any, index: int, number: int, samples: int) -> Any:
+        if self._made:  # a rank with fewer parts than others repeats its first, which then doesn't count
+            part = self._trainer.precision_plugin.convert_input(self._made[index] if index < len(self._made) else self._made[0])
+            return self._trainer.lightning_module.transfer_batch_to_device(part, self._trainer.strategy.root_device, 0)
         return take_part(batch, index, number, samples, several=several_loaders(self._trainer), collates=True)
 
     @contextmanager

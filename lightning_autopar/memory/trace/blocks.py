@@ -1,9 +1,11 @@
-"""The repeated blocks of a module: which they are, and when each of them runs in a step. Knows torch; no Lightning, no plan."""
+"""The repeated blocks of a module, or its layers where it has none: which they are, and when each of them runs in a step. Knows torch; no
+Lightning, no plan.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.memory.trace.tracker import MemoryTracker
 
+#: The most layers in place of blocks: every one is a cut that is tried.
+_MOST_LAYERS = 8
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -25,16 +29,116 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     Returns:
         The blocks by FQN, in the order of ``named_modules``.
     """
+    eligible = _eligible(module)
+    return {name: block for name, block in _search("", module) if eligible(block)}
+
+
+def _eligible(module: nn.Module) -> Callable[[nn.Module], bool]:
+    """A function that tells whether a part of the module holds a matrix, and no parameter that something outside of it has as well."""
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
     def shared(block: nn.Module) -> bool:
         own = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
         return any(owners[key] != count for key, count in own.items())
 
-    def eligible(block: nn.Module) -> bool:
-        return any(parameter.dim() > 1 for parameter in block.parameters()) and not shared(block)
+    return lambda block: any(parameter.dim() > 1 for parameter in block.parameters()) and not shared(block)
 
-    return {name: block for name, block in _search("", module) if eligible(block)}
+
+def find_layers(module: nn.Module, calls: Mapping[str, ModuleCalls], blocks: Collection[str] = ()) -> dict[str, nn.Module]:
+    """The layers before which a step may be cut, besides its repeated blocks: the outermost modules without such blocks that ran, with a
+    matrix each, and no parameter that something outside has. The largest of them is replaced by its own such layers until there are as many
+    as a plan may need.
+
+    Args:
+        module: the whole one.
+        calls: of one step, by FQN; see :class:`CallCounter`.
+        blocks: FQNs of the repeated blocks that ran.
+
+    Returns:
+        The layers by FQN, in the order in which they ran first.
+    """
+    eligible, named = _eligible(module), dict(module.named_modules())
+
+    def outermost(prefix: str) -> list[str]:
+        found: list[str] = []
+        for name, child in named[prefix]._modules.items():
+            fqn = f"{prefix}.{name}" if prefix else name
+            if child is None or fqn not in named or fqn in blocks:  # the second name of a module isn't there
+                continue
+            whole = fqn in calls and calls[fqn].plain and eligible(child) and not any(block.startswith(f"{fqn}.") for block in blocks)
+            found += [fqn] if whole else outermost(fqn)
+        return found
+
+    def inner(fqn: str) -> list[str]:
+        """Its own layers, at least two; none where it runs again later, and so do they."""
+        found = outermost(fqn) if calls[fqn].times == 1 else []
+        return inner(found[0]) if len(found) == 1 else found
+
+    def elements(fqn: str) -> int:
+        return sum(parameter.numel() for parameter in named[fqn].parameters())
+
+    found = outermost("")
+    while len(found) < _MOST_LAYERS:
+        for fqn in sorted(found, key=elements, reverse=True):
+            if (within := inner(fqn)) and len(found) + len(within) - 1 <= _MOST_LAYERS:
+                found = [*(other for other in found if other != fqn), *within]
+                break
+        else:
+            break
+    largest = sorted(found, key=elements, reverse=True)[:_MOST_LAYERS]
+    return {fqn: named[fqn] for fqn in sorted(largest, key=lambda fqn: calls[fqn].first)}
+
+
+@dataclass
+class ModuleCalls:
+    """What was seen of a module in one step.
+
+    Args:
+        first: its place among all calls.
+        times: how often it ran.
+        plain: whether it was given and returned nothing but tensors, numbers and the like.
+    """
+
+    first: int
+    times: int = 0
+    plain: bool = True
+
+
+class CallCounter:
+    """Hooks on all modules, which count the calls of one step's forward.
+
+    Args:
+        module: the traced copy.
+        counts: whether a call counts now: not in backward, where a user's own recomputation runs a module again.
+    """
+
+    def __init__(self, module: nn.Module, counts: Callable[[], bool]) -> None:
+        #: By FQN, of the modules that ran.
+        self.calls: dict[str, ModuleCalls] = {}
+        self._counts = counts
+        self._handles: list[Any] = []
+        for name, child in module.named_modules():
+            self._handles.append(child.register_forward_pre_hook(self._before(name)))
+            self._handles.append(child.register_forward_hook(self._after(name), with_kwargs=True))
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            if self._counts():
+                self.calls.setdefault(name, ModuleCalls(len(self.calls))).times += 1
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if name in self.calls:
+                self.calls[name].plain &= all(map(_plain, tree_leaves((args, kwargs, output))))
+
+        return hook
 
 
 def _search(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -82,6 +186,7 @@ class BlockCalls:
         index: its place in the order in which the candidates ran first; None if it never did, or within another one.
         calls: how often it ran in the last batch.
         recomputable: whether running its forward twice leaves the run unchanged, as far as its arguments and buffers tell.
+        repeated: whether it is one of several alike blocks; else it is a layer, with which no more than a stage may begin.
     """
 
     fqn: str
@@ -89,6 +194,7 @@ class BlockCalls:
     index: int | None = None
     calls: int = 0
     recomputable: bool = True
+    repeated: bool = True
     versions: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -102,13 +208,36 @@ class BlockWatcher:
 
     def __init__(self, blocks: dict[str, nn.Module], tracker: MemoryTracker) -> None:
         self._tracker = tracker
-        self._records = [BlockCalls(fqn, module) for fqn, module in blocks.items()]
+        self._records: list[BlockCalls] = []
         self._running: BlockCalls | None = None
         #: The candidates that have run, in the order in which they did so first.
         self.order: list[BlockCalls] = []
-        for record in self._records:
-            record.module.register_forward_pre_hook(self._before(record), with_kwargs=True, prepend=True)
-            record.module.register_forward_hook(self._after(record), with_kwargs=True)
+        self._handles: list[Any] = []
+        self._watch([BlockCalls(fqn, module) for fqn, module in blocks.items()])
+
+    def _watch(self, records: list[BlockCalls]) -> None:
+        self._records = records
+        for record in records:
+            self._handles.append(record.module.register_forward_pre_hook(self._before(record), with_kwargs=True, prepend=True))
+            self._handles.append(record.module.register_forward_hook(self._after(record), with_kwargs=True))
+
+    @property
+    def blocks(self) -> dict[str, nn.Module]:
+        """The candidates that the last step ran once."""
+        return {record.fqn: record.module for record in self._records if record.calls == 1}
+
+    def watch_layers(self, layers: Mapping[str, nn.Module]) -> None:
+        """From now on, watch these layers beside the blocks that ran. To be called between two steps that aren't recorded."""
+        for handle in self._handles:
+            handle.remove()
+        blocks = [BlockCalls(fqn, module) for fqn, module in self.blocks.items()]
+        self.order, self._handles = [], []
+        self._watch([*blocks, *(BlockCalls(fqn, module, repeated=False) for fqn, module in layers.items())])
+
+    @property
+    def candidates(self) -> list[BlockCalls]:
+        """What may be a block: it ran once; a layer may have run again later, where it is left to who cuts to look for that."""
+        return [record for record in self.order if record.calls == 1 or not record.repeated]
 
     def follow(self, tracker: MemoryTracker) -> None:
         """From now on, tell another tracker."""

@@ -56,7 +56,7 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
     tape = tracker.tape
     assert tape is not None
     tape.batches = batches
-    candidates = [record for record in watcher.order if record.calls == 1]
+    candidates = watcher.candidates
     first = account(
         Places(tape, _indices(candidates)).settled(tape, tracker.arrived, tracker.last_uses, tracker.let_go, tracker.reads),
         len(candidates),
@@ -79,7 +79,7 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
         record = records[part // 2] if part % 2 else None
         figures: dict[str, Any] = asdict(found.parts[part]) | costs[part] | {"draw_bytes": draws[part]}
         if record is not None:
-            figures |= {"fqn": record.fqn, "recomputable": record.recomputable}
+            figures |= {"fqn": record.fqn, "recomputable": record.recomputable and record.repeated, "repeated": record.repeated}
         parts.append(replace(_held(own, bytes_of, holding), **figures))
     return Layers(
         tape=settled,
@@ -105,7 +105,7 @@ def forward_bytes(tracker: MemoryTracker, watcher: BlockWatcher, blocks: Sequenc
     """
     tape = tracker.tape
     assert tape is not None
-    places = Places(tape, _indices(record for record in watcher.order if record.calls == 1 and record.fqn in blocks))
+    places = Places(tape, _indices(record for record in watcher.candidates if record.fqn in blocks))
     if [watcher.order[index].fqn for index in places.blocks] != list(blocks):
         return ()
     settled = places.settled(tape, tracker.arrived, tracker.last_uses, tracker.let_go, tracker.reads)

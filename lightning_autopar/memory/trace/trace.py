@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -31,7 +31,7 @@ from lightning_autopar.memory.kernels.cuda import CUDA_HIDDEN, cuda_scratch
 from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.tape import Kind, Tape
 from lightning_autopar.memory.trace.bare_step import BareStep, announced
-from lightning_autopar.memory.trace.blocks import BlockWatcher, batch_norms, find_blocks, tied_groups
+from lightning_autopar.memory.trace.blocks import BlockWatcher, CallCounter, batch_norms, find_blocks, find_layers, tied_groups
 from lightning_autopar.memory.trace.extras import fill_history, held_by_callbacks, in_attributes, keep_searching
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch_size_of, first_batch, tensors_of
 from lightning_autopar.memory.trace.guess import guess
@@ -261,6 +261,16 @@ class _Tracing:
         tracker = self._tracker(module, batch, shadow, conduct)
         watcher = BlockWatcher(find_blocks(module), tracker)
 
+        def settle(warm_up: Callable[[], Any]) -> None:
+            """Run a step that isn't counted. Where blocks are the smaller part of the module, there are layers beside them."""
+            counter = CallCounter(module, lambda: tracker.phase == "forward")
+            warm_up()
+            counter.remove()
+            blocks = watcher.blocks
+            own = sum(parameter.numel() for block in blocks.values() for parameter in block.parameters())
+            if module.automatic_optimization and (len(blocks) < 2 or 2 * own < sum(parameter.numel() for parameter in parameters)):
+                watcher.watch_layers(find_layers(module, counter.calls, blocks))
+
         reached: set[int] = set()
 
         def complete(parameter: Tensor) -> None:
@@ -274,8 +284,10 @@ class _Tracing:
             stack.enter_context(tracker)
             if conduct is not None:
                 stack.enter_context(conduct.watching(rehearsal))
-            batches = self._train(rehearsal, batch, watcher, tracker) if training else 1
+            batches = self._train(rehearsal, batch, watcher, tracker, settle) if training else 1
             if not training:
+                if len(find_blocks(module)) < 2:  # else one step is enough
+                    settle(lambda: rehearsal.evaluation_step(batch))
                 watcher.begin_step()
                 tracker.record()
                 rehearsal.evaluation_step(batch)
@@ -345,7 +357,14 @@ class _Tracing:
             assumptions=tuple(dict.fromkeys(assumptions)),
         )
 
-    def _train(self, rehearsal: BareStep, batch: Any, watcher: BlockWatcher, tracker: MemoryTracker) -> int:
+    def _train(
+        self,
+        rehearsal: BareStep,
+        batch: Any,
+        watcher: BlockWatcher,
+        tracker: MemoryTracker,
+        settle: Callable[[Callable[[], None]], None],
+    ) -> int:
         """Run training steps, first until the optimizers have their state, then counted; returns the number of counted ones.
 
         Under manual optimization only the module knows when its optimizers step: as many batches as it takes for all of them to have done
@@ -367,7 +386,7 @@ class _Tracing:
             self._mark_states(rehearsal, tracker)
             index += 1
 
-        step(first=True, last=True)
+        settle(lambda: step(first=True, last=True))
         while not automatic and waiting and index < _MOST_BATCHES:
             step(first=True, last=True)
         for hook in hooks:

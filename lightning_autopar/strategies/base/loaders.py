@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lightning_autopar.exact.data.batch_making import collation_for
+from lightning_autopar.exact.data.batch_making import Loading, collation_for, loader_key
 from lightning_autopar.exact.data.loader import ExactLoader, orders_alike
 from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.exact.data.track import fit_progress
@@ -64,6 +64,7 @@ def exact_loader(
         load_all="samples" in draws or (run_plan.elastic and plan.data_ranks == 1),
         collate_all=splits and ("collate" in draws or collation in ("whole", None)),
         by_samples=collation is None and "collate" not in draws,
+        parts=plan.micro_batches if trainer.training and run_plan.loadings.get(loader_key(dataloader), Loading()).parts else 1,
         alike=alike if splits and collation == "rows" and "collate" not in draws else None,
     )
 

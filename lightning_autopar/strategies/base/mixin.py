@@ -172,11 +172,11 @@ class EngineMixin(Strategy):
         for begins in self.at_batch:
             begins()
         self._share, self._drawing, self._samples, self.running.place = None, False, None, ""
-        if self._micro is not None:
-            self._micro.part = None
         counts = self.splits or self.in_parts
         loaders = self._current_loaders(dataloader_idx) if counts else []
         shares = [loader.shares.popleft() for loader in loaders]
+        if self._micro is not None:
+            self._micro.arrives(shares)
         if shares and not self.splits:
             self._samples = shares[0].of if loaders[0].knows_samples else None
         elif shares:

@@ -111,7 +111,7 @@ class Pipeline(Engine):
         if footprint.tape is None or not footprint.outer:
             return "the step wasn't traced, so that it is not known where it can be cut into stages"
         if len(footprint.blocks) < 2:
-            return f"a pipeline is cut between repeated blocks that share no parameters, and the module has {len(footprint.blocks)}"
+            return f"a pipeline is cut between blocks or layers that share no parameters, and the module has {len(footprint.blocks)}"
         if not constraints.split_batch:
             return "each rank takes a whole batch of its own, which the ranks of a pipeline have in common"
         if footprint.batch_size == 0:
@@ -153,9 +153,13 @@ class Pipeline(Engine):
             found = stage_probe.refused(not_made(first.untried).reason if first.fakes else first.untried)
         else:
             told: Any = {"precision": stage_probe.precision_of(str(trainer.precision)), "flops": first.footprint.flops}
+            told["blocks"] = stage_probe.layers_of(first.footprint)
             batches = stage_probe.batches_of(first)
             found = stage_probe.probe_stages(trainer.lightning_module, trainer, batches, first.stage, **told)
-        return replace(found, refusals=kept if found.value.refusal is None else {**kept, self.name: found.value.refusal})
+        kept = stage_probe.kept_apart(first, found.value.appended)
+        apart = stage_probe.appended_apart(found.value)
+        refusals = {**kept, self.name: found.value.refusal or kept.get(self.name), "pipeline_replicas": apart}
+        return replace(found, refusals={**refusals, "pipeline_parts": apart or kept.get("pipeline_parts")})
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
         """Compares the stages of these cuts with the whole module."""

@@ -128,7 +128,7 @@ class PipelineMaker:
         self.speed = speed
         self.training = self.footprint.training
         #: Whether a batch may be split over replicas, and over micro-batches.
-        self.copies = multi_refusal(appraiser.question) is None
+        self.copies = multi_refusal(appraiser.question) is None and "pipeline_replicas" not in appraiser.constraints.excluded
         self.parts = micro_batch_refusal(self.footprint, appraiser.constraints, staged=True) is None
         self.again = [block.fqn for block in recomputable(self.footprint)] if recompute_refusal(appraiser.constraints) is None else []
         self.cuttable = cuttable(self.footprint, appraiser.constraints.uncuttable)

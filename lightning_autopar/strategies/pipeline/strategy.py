@@ -262,6 +262,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
             self._logging,
             self._stage_draws,
             changing=[hook for hook, recording in run_plan.finding.hooks.items() if recording.changes_batch],
+            appended=run_plan.finding.appended,
             contexts=self._precision_context,
             around=self._replicas.step,
             scale=self._scaled,

@@ -217,6 +217,8 @@ def _look(
         excluded.setdefault("shares", "the step's batch comes from several loaders, whose parts would weigh differently on each device")
     if findings.whole is not None:
         excluded.setdefault("micro_batches", findings.whole)
+    if findings.collated is not None:
+        excluded.setdefault("rerun", findings.collated)
     if findings.rowless is not None:
         excluded.setdefault("pipeline_parts", findings.rowless)
     if findings.counted and not findings.footprint.batch_norm:

@@ -19,8 +19,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
-from lightning_autopar._lightning import rank_zero_warn
+from lightning_autopar._lightning import Callback, rank_zero_warn
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
+from lightning_autopar._root import PYTORCH
 from lightning_autopar.constraints import SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact import random_state as rng
@@ -55,6 +56,8 @@ TRACE_SECONDS = 600.0
 #: which its probe takes some 0.4 s on a core: the run's first step waits for the probes. Seconds would differ from run to run, and the
 #: verdict with them.
 QUICK_FLOPS, QUICK_BYTES, QUICK_OPERATIONS = 10**10, 15 * 10**8, 5000
+#: Hooks that may change a batch before its step, besides ``on_train_batch_start``.
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 #: Finds out what a split of a batch changes.
 Split = Callable[[FirstBatch], tuple[SplitFinding, DrawPlan]]
 _OWN_DRAWS = (
@@ -102,6 +105,7 @@ class Findings:
         several_loaders: whether a batch comes from several of them.
         whole: why a training step's batch can't run in parts; None where it can.
         rowless: the same for parts that are rows of its tensors, whose shapes follow from the batch's.
+        collated: why its parts can't be cut out of it, where its loader collates them instead.
         counted: FQNs of buffers that a training step changes, and would change once for each part of a batch.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
         loadings: how ranks may make the batches of loaders, by :func:`.batch_making.loader_key`.
@@ -118,6 +122,7 @@ class Findings:
     several_loaders: bool = False
     whole: str | None = None
     rowless: str | None = None
+    collated: str | None = None
     counted: tuple[str, ...] = ()
     batches: int | None = None
     loadings: Mapping[str, Loading] = field(default_factory=dict)
@@ -226,6 +231,10 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
             validation = _marked(validation, validating[0], loadings)
             others = [_marked(each, validating[0], loadings) for each in _two(looked[len(own)])]
         whole, rowless = (_whole_of((batch, *more), stage, collates=collates) for collates in (True, False))
+    collated: str | None = None
+    key = loader_key(batch.loaders[0]) if batch.loaders else ""
+    if whole is not None and key in loadings and all(_made_of_samples(trainer, each, loadings[key]) for each in (batch, *more)):
+        collated, whole, loadings[key] = whole, None, replace(loadings[key], parts=True)
     if probe and stage == "fit":
         cut = batch.cut
         split_one = partial(_split, module, trainer, footprint=footprint, despite=questions.despite)
@@ -264,6 +273,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
         several_loaders=batch.kind == "combined",
         whole=whole,
         rowless=rowless,
+        collated=collated,
         counted=(*(name for each in found.values() for name in each.counted), *(() if split is None else split.counted)),
         batches=_batches_of_fit(trainer, batch),
         loadings=loadings,
@@ -421,7 +431,7 @@ def _split(
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
     try:
         told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite}
-        told["blocks"] = {block.fqn: block.flops for block in footprint.blocks}
+        told["blocks"] = {block.fqn: block.flops for block in footprint.blocks if block.repeated}
         return run_forked(partial(probe_split, **told), module, trainer, batch)
     except ChildFailed as error:
         reason = f"not checked: whether the parts of a batch make up the whole ({error.reason})"
@@ -479,6 +489,20 @@ def _numbers(batch: Any) -> dict[str, float]:
     """Python's numbers in a batch, by their places."""
     leaves, _ = tree_flatten_with_path(batch)
     return {keystr(path): leaf for path, leaf in leaves if type(leaf) in (int, float)}
+
+
+def _made_of_samples(trainer: Trainer, batch: FirstBatch, loading: Loading) -> bool:
+    """Whether the loader can collate each part that the batch runs in of its own samples, and nobody could change the batch in between."""
+    if batch.kind != "map" or batch.samples is None or loading.collation != "samples" or "collate" in {*batch.draws, *loading.draws}:
+        return False
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    if is_overridden("on_train_batch_start", module) or any(is_overridden(hook, module) for hook in _TRANSFERS):
+        return False
+    if data is not None and any(is_overridden(hook, data) for hook in _TRANSFERS):
+        return False
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    foreign = (each for each in callbacks if not type(each).__module__.startswith((*PYTORCH, "lightning_autopar.")))
+    return not any(is_overridden("on_train_batch_start", each) for each in foreign)
 
 
 def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:

@@ -241,3 +241,18 @@ def test_a_filled_hole_that_would_lose_its_gradient_raises() -> None:
     provide(x, torch.ones(3, requires_grad=True))
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(MissingValue, match="its gradient would be lost"):
         x * 2
+
+
+def test_sequences_are_packed_and_padded_by_lengths_that_are_here() -> None:
+    lengths = torch.tensor([5, 3, 1])
+    packed = nn.utils.rnn.pack_padded_sequence(absent(3, 5, 2, requires_grad=True), lengths, batch_first=True)
+    assert is_absent(packed.data)
+    assert packed.data.shape == (9, 2)
+    assert packed.data.requires_grad
+    assert packed.batch_sizes.tolist() == [3, 2, 2, 1, 1]
+    padded, found = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
+    assert is_absent(padded)
+    assert padded.shape == (3, 5, 2)
+    assert found.tolist() == lengths.tolist()
+    with pytest.raises(MissingValue, match="reads lengths that another stage has"):
+        nn.utils.rnn.pack_padded_sequence(absent(3, 5, 2), absent(3, dtype=torch.int64), batch_first=True)

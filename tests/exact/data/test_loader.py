@@ -811,3 +811,23 @@ def test_batch_sampler_as_sampler_loads_only_own_rows():
     loader, batches, _ = _ranks(make, 2)[1]
     assert [batch for batch, _ in batches] == [[1, 3], [5]]
     assert loader.dataset.asked == [[1, 3], [5]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parts_are_collated_beside_the_batch(workers, rank):
+    def graphs(samples):
+        return torch.cat([torch.full((int(sample),), int(sample)) for sample in samples]), len(samples)
+
+    loader = ExactLoader(DataLoader(Numbers(7), 5, collate_fn=graphs, num_workers=workers), rank=rank, world_size=2, parts=2)
+    told = []
+    for batch in loader:
+        share = loader.shares.popleft()
+        told.append((share.rows, *((nodes.tolist(), count) for nodes, count in (batch, *share.parts))))
+    if rank == 0:
+        assert told == [
+            (3, ([2, 2, 4, 4, 4, 4], 3), ([4, 4, 4, 4], 2), ([2, 2], 1)),
+            (1, ([5] * 5, 1), ([5] * 5, 1)),
+        ]
+    else:
+        assert told == [(2, ([1, 3, 3, 3], 2), ([1], 1), ([3, 3, 3], 1)), (1, ([6] * 6, 1), ([6] * 6, 1))]

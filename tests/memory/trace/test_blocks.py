@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.memory.trace.blocks import BlockWatcher, batch_norms, find_blocks, tied_groups
+from lightning_autopar.memory.trace.blocks import BlockWatcher, CallCounter, batch_norms, find_blocks, find_layers, tied_groups
 from lightning_autopar.memory.trace.tracker import MemoryTracker
 from tests.memory.tapes import marks
 
@@ -118,3 +118,52 @@ def test_names_of_what_is_special() -> None:
     assert tied_groups(tied) == (("a.weight", "b.weight"),)
     assert list(batch_norms(tied)) == ["norm"]
     assert find_blocks(tied) == {}
+
+
+class Different(nn.Module):
+    """Layers of different kinds; one returns an object, one runs twice, one has vectors alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 2)
+        self.twice = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.told = Wide(gives=lambda x, y: (object(), x))
+        self.deep = nn.Sequential(nn.Sequential(nn.Linear(8, 32), nn.Tanh()), nn.Sequential(nn.ReLU(), nn.Linear(32, 8)))
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.deep(self.twice(x)))
+        _, x = self.told(self.twice(x), x)
+        found: Tensor = self.head(x)
+        return found
+
+
+def layers_of(module: nn.Module, *blocks: str) -> list[str]:
+    counter = CallCounter(module, lambda: True)
+    module(torch.ones(4, 8))
+    counter.remove()
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
+    return list(find_layers(module, counter.calls, blocks))
+
+
+def test_layers_stand_in_the_order_in_which_they_run() -> None:
+    # The largest is taken apart, one that returns an object gives way to the one within it, and one that ran twice stays whole.
+    assert layers_of(Different()) == ["twice", "deep.0", "deep.1", "told.layer", "head"]
+
+
+def test_layers_leave_out_blocks_and_what_has_them() -> None:
+    assert layers_of(Different(), "deep.0", "deep.1") == ["twice", "told.layer", "head"]
+
+
+def test_layers_share_nothing() -> None:
+    module = Different()
+    module.unused.weight = module.told.layer.weight
+    assert layers_of(module) == ["twice", "deep.0", "deep.1", "head"]
+
+
+def test_layers_are_few() -> None:
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30)))
+    found = layers_of(module)
+    assert len(found) == 8
+    assert found == sorted(found, key=int)

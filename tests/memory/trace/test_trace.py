@@ -27,6 +27,7 @@ from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import indexed
 from lightning_autopar.memory.trace.trace import FirstBatch, first_batch, trace
 from lightning_autopar.memory.workspace import Target
+from lightning_autopar.planning.block_units import shardable
 from tests.memory.measured import attached, make_trainer, peak_bytes, real_peak_bytes
 
 
@@ -207,7 +208,8 @@ def test_blocks_that_run_twice_or_share_are_none() -> None:
                 x = layer(x)
             return self.head(x)
 
-    assert trace(Module(Twice()), None, next(iter(DataLoader(vectors(), 8)))).blocks == ()
+    found = trace(Module(Twice()), None, next(iter(DataLoader(vectors(), 8)))).blocks
+    assert [(block.fqn, block.repeated) for block in found] == [("net.layers.0", False), ("net.layers.1", False), ("net.head", False)]
     one = nn.Linear(8, 8)
     assert find_blocks(nn.Sequential(one, nn.ReLU(), one)) == {}
     tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
@@ -678,3 +680,29 @@ def test_draws_of_a_datasets_own_generator_are_noticed(generator: Any, draw: Any
     found = indexed(DataLoader(Subset(Augmented(generator, draw), range(4)), batch_size=2), [0, 1])
     assert found is not None
     assert found.draws == draws
+
+
+class Net(nn.Module):
+    """No two layers alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(16, 8, 3, padding=1)
+        self.body = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2))
+        self.head = nn.LazyLinear(10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.body(self.stem(x)).flatten(1))
+        return found
+
+
+def test_a_module_without_blocks_has_layers_which_are_no_units() -> None:
+    batch = next(iter(DataLoader(images(), 8)))
+    net = Net()
+    net(batch[0])
+    footprint = trace(Module(net), None, batch)
+    assert [block.fqn for block in footprint.blocks] == ["net.stem", "net.body", "net.head"]
+    assert not any(block.repeated or block.recomputable for block in footprint.blocks)
+    assert shardable(footprint) == ((), ())
+    assert sum(part.parameters for part in (*footprint.blocks, *footprint.outer)) == footprint.parameters
+    assert [block.fqn for block in trace(Module(net), None, batch, stage="validate").blocks] == ["net.stem", "net.body", "net.head"]

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_flatten
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.logs.log_rules import Logged
-from lightning_autopar.memory.trace.blocks import find_blocks
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -193,33 +192,43 @@ _DEEP = 4
 _EQUAL = 1e-5
 
 
-def leftovers_apart(before: LightningModule, whole: LightningModule, stages: Sequence[LightningModule]) -> str | None:
-    """Why the stages' modules differ after a step in what a later hook may read; None where they don't, or where there is no such hook.
+def leftovers_apart(
+    before: LightningModule, whole: LightningModule, stages: Sequence[LightningModule], blocks: Sequence[str] = ()
+) -> str | tuple[str, ...]:
+    """Why the stages' modules differ after a step in what a later hook may read. Where they don't, and where there is no such hook, the
+    names of lists to which the step has appended what the last stage alone has: that can be handed to the others.
 
     Args:
         before: the module before the step.
         whole: a copy that ran the step whole.
         stages: a copy for each stage that ran the step in stages.
+        blocks: FQNs of the blocks, whose own attributes aren't compared.
     """
     hooks = [hook for hook in _LATER if is_overridden(hook, before)]
     if not hooks:
-        return None
-    old, theirs = dict(_attributes(before)), dict(_attributes(whole))
+        return ()
+    appended: dict[str, None] = {}
+    old, theirs = dict(_attributes(before, blocks)), dict(_attributes(whole, blocks))
     for name, value in theirs.items():
         if name in old and _alike(old[name], value, 0):
             continue  # the step doesn't change it
+        last = dict(_attributes(stages[-1], blocks)).get(name)
+        begun = old.get(name)
+        if isinstance(value, list) and isinstance(begun, list) and _alike(value[: len(begun)], begun, 0) and _alike(last, value, 0):
+            appended[name] = None
+            continue
         for stage in stages:
-            ours = dict(_attributes(stage))
+            ours = dict(_attributes(stage, blocks))
             if name not in ours or not _alike(ours[name], value, 0):
                 return f"the step keeps {name!r} on the module, which only some of the stages would have when {hooks[0]} may read it"
-    return None
+    return tuple(appended)
 
 
-def _attributes(module: LightningModule) -> Iterator[tuple[str, Any]]:
+def _attributes(module: LightningModule, blocks: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """The attributes of the module and its children, without those of blocks and metrics, by a dotted name."""
-    blocks = tuple(f"{name}." for name in find_blocks(module))
+    within = tuple(f"{name}." for name in blocks)
     for prefix, child in module.named_modules():
-        if f"{prefix}.".startswith(blocks) or _is_metric(child):
+        if f"{prefix}.".startswith(within) or _is_metric(child):
             continue
         for name, value in vars(child).items():
             if name not in _TORCH and not name.startswith("_"):

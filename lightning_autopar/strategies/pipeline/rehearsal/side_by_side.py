@@ -73,12 +73,20 @@ class Trial:
         scripts: of each hook; ``"training_step"`` first where it is among them.
         fn: what the trainer does: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         precision: of the run.
+        blocks: FQNs of those before which a stage may begin; the module's repeated blocks unless given.
     """
 
     def __init__(
-        self, module: LightningModule, trainer: Trainer | None, scripts: Mapping[str, Script], fn: str, precision: Precision
+        self,
+        module: LightningModule,
+        trainer: Trainer | None,
+        scripts: Mapping[str, Script],
+        fn: str,
+        precision: Precision,
+        blocks: Sequence[str] = (),
     ) -> None:
         self._original = module, dict(scripts)
+        self._blocks = blocks or list(find_blocks(module))
         self._trainer = trainer
         self._fn = fn
         self._precision = precision
@@ -90,6 +98,8 @@ class Trial:
         self._after: LightningModule = module
         #: Buffers that a training step changes.
         self.counted: tuple[str, ...] = ()
+        #: Lists to which a step appends what only the last stage has.
+        self.appended: dict[str, None] = {}
         self._double: Trial | None = None
 
     def run_whole(self) -> str | None:
@@ -112,7 +122,7 @@ class Trial:
             rng.restore(self._start, {})
             batch, rows = self._scripts[hook].batches[0](), self._scripts[hook].rows
             context = self._precision.context
-            return record(copy, self._trainer, hook, batch, list(find_blocks(copy)), rows=rows, context=context, written=written)
+            return record(copy, self._trainer, hook, batch, self._blocks, rows=rows, context=context, written=written)
 
         found = recorded_together(list(self._scripts), one)
         self._staging = Staging(hooks=found)
@@ -161,7 +171,7 @@ class Trial:
         try:
             if self._double is None:
                 module, scripts = self._original
-                self._double = Trial(module, self._trainer, scripts, self._fn, Precision(true=torch.float64))
+                self._double = Trial(module, self._trainer, scripts, self._fn, Precision(true=torch.float64), self._blocks)
                 rng.restore(self._start, {})
                 self._double._start = self._start
                 self._double._whole()
@@ -239,7 +249,11 @@ class Trial:
                 self._collect(step, together, before, self._theirs[hook].steps[index])
                 outcome.steps.append(step)
             outcome.notes = tuple(dict.fromkeys(note for stage in together.stages for note in stage.rehearsal.notes))
-        return leftovers_apart(self._module, self._after, [stage.module for stage in together.stages]) or found
+        left = leftovers_apart(self._module, self._after, [stage.module for stage in together.stages], self._blocks)
+        if isinstance(left, str):
+            return left
+        self.appended.update(dict.fromkeys(left))
+        return found
 
     def _collect(self, step: Step, together: Together, before: Sequence[Mapping[str, Tensor]], theirs: Step) -> None:
         """The stages' values after a step, each stage's part."""

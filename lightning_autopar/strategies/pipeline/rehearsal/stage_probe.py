@@ -24,7 +24,7 @@ from lightning_autopar.exact.step.attributes import is_variable, title
 from lightning_autopar.exact.step.micro_batches import take_part
 from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
-from lightning_autopar.memory.footprint import Conduct
+from lightning_autopar.memory.footprint import Conduct, Footprint
 from lightning_autopar.memory.trace.bare_step import STEPS
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
@@ -71,6 +71,7 @@ def probe_stages(
     *,
     precision: Precision | None = None,
     flops: int = 0,
+    blocks: Sequence[str] = (),
 ) -> Finding:
     """Record the steps that a run will call, and compare them in stages with whole ones.
 
@@ -84,21 +85,22 @@ def probe_stages(
         fn: what the trainer does: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         precision: of the run; single unless given.
         flops: of a step on the whole batch, forward and backward.
+        blocks: FQNs of the footprint's; the module's repeated blocks unless given.
     """
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             return refused(f"the parameter {name!r} gets its shape in the first step, and a pipeline is cut before")
     if fn == "fit" and not module.automatic_optimization:
         return refused("a pipeline's schedule runs backward by itself, and the module does so by hand")
-    found = len(find_blocks(module))
+    found = len(blocks or find_blocks(module))
     if found < 2 and not is_overridden("configure_model", module):
-        return refused(f"a pipeline is cut between repeated blocks that share no parameters, and the module has {found}")
+        return refused(f"a pipeline is cut between blocks or layers that share no parameters, and the module has {found}")
     precision = precision or Precision()
     why = _too_large(module, batches, flops)
     began = time.monotonic()
     if why is None:
         try:
-            finding = run_forked(_try, module, trainer, batches, fn, precision, flops, timeout_seconds=_TIMEOUT_SECONDS)
+            finding = run_forked(_try, module, trainer, batches, fn, precision, flops, blocks, timeout_seconds=_TIMEOUT_SECONDS)
         except ChildFailed as error:
             _LOG.debug("the stages can't be tried", exc_info=True)
             if time.monotonic() - began < _TIMEOUT_SECONDS:
@@ -108,7 +110,7 @@ def probe_stages(
             return finding
         why = finding
     try:
-        return run_forked(_structure, module, trainer, batches, precision, why, timeout_seconds=_TIMEOUT_SECONDS)
+        return run_forked(_structure, module, trainer, batches, precision, why, blocks, timeout_seconds=_TIMEOUT_SECONDS)
     except ChildFailed as error:
         _LOG.debug("the step can't be recorded", exc_info=True)
         return refused(f"it can't be told where the step can be cut into stages ({error.reason})")
@@ -123,6 +125,7 @@ def confirm_stages(
     *,
     precision: Precision | None = None,
     flops: int = 0,
+    blocks: Sequence[str] = (),
 ) -> Finding:
     """Try one plan's cuts where :func:`probe_stages` has only recorded, with a step or two of few samples; in this process.
 
@@ -134,6 +137,7 @@ def confirm_stages(
         cuts: FQNs of the blocks with which the second and each later stage begins.
         precision: of the run; single unless given.
         flops: of a step on the whole batch, forward and backward.
+        blocks: as for :func:`probe_stages`.
 
     Returns:
         With a refusal where the stages compute something else, or where the whole step can't be run; with ``untried`` where it is
@@ -143,19 +147,21 @@ def confirm_stages(
     if why is not None:
         return Finding(value=Staging(), untried=why)
     count = _samples(batches, flops, _CONFIRM_STEPS, _CONFIRM_FLOPS)
-    trial, several = _trial(module, trainer, batches, fn, precision or Precision(), count, steps=1)
+    trial, several = _trial(module, trainer, batches, fn, precision or Precision(), count, blocks, steps=1)
     if isinstance(trial, str):
         return refused(not_made(trial).reason)
     if several is not None:
         return refused(several)
     recordings = trial.record()
     words = trial.compare(tuple(cuts))
+    if words is None and trial.appended:  # found out too late to tell the run of it
+        words = f"the step appends to {next(iter(trial.appended))!r} on the module what only the last stage would have"
     return Finding(value=Staging(hooks=recordings, refusal=words))
 
 
-def kept_apart(first: FirstStep) -> dict[str, str]:
-    """Why stages can't keep what a step keeps: on the module no pipeline can, and in variables none that runs a batch in parts. Empty where
-    nothing kept depends on its samples.
+def kept_apart(first: FirstStep, appended: Sequence[str] = ()) -> dict[str, str]:
+    """Why stages can't keep what a step keeps: on the module no pipeline can, besides those lists, and in variables none that runs a batch
+    in parts. Empty where nothing kept depends on its samples.
     """
     found: dict[str, str] = {}
     for hook, rules in () if first.split is None else first.split.kept_rules.items():
@@ -163,9 +169,21 @@ def kept_apart(first: FirstStep) -> dict[str, str]:
             words = f"{hook} keeps {title(first.trainer.lightning_module, name)}, which"
             if is_variable(name):
                 found.setdefault("pipeline_parts", f"{words} each part of a batch would change by itself")
-            else:
+            elif name not in appended:
                 found.setdefault("pipeline", f"{words} the ranks of a pipeline would have of their own stages alone")
     return found
+
+
+def layers_of(footprint: Footprint) -> tuple[str, ...]:
+    """FQNs of the blocks and layers before which a stage may begin; none where there are repeated blocks alone."""
+    return () if all(block.repeated for block in footprint.blocks) else tuple(block.fqn for block in footprint.blocks)
+
+
+def appended_apart(staging: Staging) -> str | None:
+    """Why a batch must run through the stages in one piece: parts of it would each append to a list; None where it need not."""
+    if not staging.appended:
+        return None
+    return f"the step appends to {staging.appended[0]!r} on the module, which each part of a batch would do"
 
 
 def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) -> Check:
@@ -178,7 +196,8 @@ def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) ->
     """
     trainer, precision = first.trainer, precision_of(str(first.trainer.precision))
     flops = first.footprint.flops
-    found = confirm_stages(trainer.lightning_module, trainer, batches_of(first), first.stage, cuts, precision=precision, flops=flops)
+    told: Any = {"precision": precision, "flops": flops, "blocks": layers_of(first.footprint)}
+    found = confirm_stages(trainer.lightning_module, trainer, batches_of(first), first.stage, cuts, **told)
     if found.value.refusal is not None:
         return failed(found.value.refusal)
     if found.untried is None:
@@ -232,10 +251,16 @@ def _samples(batches: Mapping[str, FirstBatch], flops: int, steps: int = _STEPS,
 
 
 def _try(
-    module: LightningModule, trainer: Trainer | None, batches: Mapping[str, FirstBatch], fn: str, precision: Precision, flops: int
+    module: LightningModule,
+    trainer: Trainer | None,
+    batches: Mapping[str, FirstBatch],
+    fn: str,
+    precision: Precision,
+    flops: int,
+    blocks: Sequence[str] = (),
 ) -> Finding | str:
     """Record with real tensors, and compare; a reason if the whole step can't be run, so that nothing is known about its stages."""
-    trial, several = _trial(module, trainer, batches, fn, precision, _samples(batches, flops))
+    trial, several = _trial(module, trainer, batches, fn, precision, _samples(batches, flops), blocks)
     if isinstance(trial, str):
         return trial
     if several is not None:
@@ -244,7 +269,8 @@ def _try(
     uncuttable = merged(recordings)
     refusal = nowhere(recordings, uncuttable) or trial.narrow(next(iter(recordings.values())).blocks, uncuttable)
     refusal = refusal or nowhere(recordings, uncuttable)
-    return Finding(value=Staging(hooks=recordings, refusal=refusal), uncuttable=uncuttable, counted=trial.counted)
+    staging = Staging(hooks=recordings, refusal=refusal, appended=tuple(trial.appended))
+    return Finding(value=staging, uncuttable=uncuttable, counted=trial.counted)
 
 
 def _trial(
@@ -254,6 +280,7 @@ def _trial(
     fn: str,
     precision: Precision,
     count: int,
+    blocks: Sequence[str],
     steps: int = 2,
 ) -> tuple[Trial | str, str | None]:
     """Run the whole module's steps; the trial, or the reason why they fail, and the reason if its optimizer runs a step more than once."""
@@ -261,7 +288,7 @@ def _trial(
         module.configure_model()
         module.__dict__["configure_model"] = lambda: None
     scripts = {hook: _script(module, trainer, first, count, steps) for hook, first in batches.items()}
-    trial = Trial(module, trainer, scripts, fn, precision)
+    trial = Trial(module, trainer, scripts, fn, precision, blocks)
     try:
         return trial, trial.run_whole()
     except CannotTry as error:
@@ -269,7 +296,12 @@ def _trial(
 
 
 def _structure(
-    module: LightningModule, trainer: Trainer | None, batches: Mapping[str, FirstBatch], precision: Precision, why: str
+    module: LightningModule,
+    trainer: Trainer | None,
+    batches: Mapping[str, FirstBatch],
+    precision: Precision,
+    why: str,
+    given: Sequence[str],
 ) -> Finding:
     """Record under fake tensors."""
 
@@ -281,7 +313,7 @@ def _structure(
             if is_overridden("configure_model", copy):
                 copy.configure_model()
                 copy.__dict__["configure_model"] = lambda: None
-            blocks, rows, context = list(find_blocks(copy)), first.batch_size, precision.context
+            blocks, rows, context = given or list(find_blocks(copy)), first.batch_size, precision.context
             return record(copy, trainer, hook, batch, blocks, rows=rows, context=context, written=written)
 
     if "training_step" in batches and _lbfgs(module):

@@ -69,6 +69,7 @@ class _Run:
         number: how many micro-batches there are.
         factors: the weight of each one's loss in the sum from which backward starts; none where there is no backward.
         outputs: of the last stage, by micro-batch, without their graphs.
+        appended: by micro-batch, what the last stage appended to each of the lists that all stages must have.
     """
 
     hook: str
@@ -78,6 +79,7 @@ class _Run:
     number: int
     factors: Sequence[float] = ()
     outputs: dict[int, Any] = field(default_factory=dict)
+    appended: dict[int, list[list[Any]]] = field(default_factory=dict)
 
 
 class StagedStep:
@@ -89,6 +91,7 @@ class StagedStep:
         logging: brings together what the stages log.
         draws: keeps random draws what they would be on one device.
         changing: hooks that write to the tensors of their batch.
+        appended: lists to which a step appends what only the last stage has; see :class:`.recording.Staging`.
         contexts: makes the precision's context of a hook.
         around: makes a context around a whole schedule.
         scale: scales a loss for half precision.
@@ -103,6 +106,7 @@ class StagedStep:
         draws: Draws,
         *,
         changing: Collection[str],
+        appended: Sequence[str] = (),
         contexts: Callable[[str], AbstractContextManager[Any]],
         around: Callable[[], AbstractContextManager[Any]],
         scale: Callable[[Tensor], Tensor],
@@ -113,6 +117,7 @@ class StagedStep:
         self._logging = logging
         self._draws = draws
         self._changing = frozenset(changing)
+        self._appended = appended
         self._contexts, self._around_schedule, self._scale, self._note = contexts, around, scale, note
         self._modules: dict[int, StageModule] = {}
         self._stages: list[Stage] = []
@@ -222,6 +227,18 @@ class StagedStep:
         finally:
             self._run = None
         self._same.finish()
+        if self._appended:
+            found = self._told([run.appended[chunk] for chunk in sorted(run.appended)])
+            for each in found:
+                for kept, items in zip(self._lists(), each, strict=True):
+                    kept.extend(items)
+
+    def _lists(self) -> list[list[Any]]:
+        """The lists that all stages must have; one for nobody where there is none now."""
+        module = self._trainer.lightning_module
+        owners = [(module.get_submodule(path), name) for path, _, name in (each.rpartition(".") for each in self._appended)]
+        found = [getattr(owner, name, None) for owner, name in owners]
+        return [each if isinstance(each, list) else [] for each in found]
 
     def _schedule(self, number: int) -> Any:
         if number not in self._schedules:
@@ -248,10 +265,17 @@ class StagedStep:
         assert run is not None, "stages run within a step"
         part = run.share.part(chunk, run.number) if run.number > 1 else run.share
         rows = self._rows(run, chunk)
+        begun = [len(each) for each in self._lists()]
         with self._contexts(hook), self._logging.part(part, rows, chunk, stage=stage, owns=lambda: module.owns_now):
             output = getattr(self._trainer.lightning_module, hook)(rows, *run.args[1:], **run.kwargs)
             if hook == "training_step":
                 self._logging.note_loss(output)
+        if self._appended:  # each stage appends, and only the last one has the values
+            kept = self._lists()
+            if stage == self._plan.stages - 1:
+                run.appended[chunk] = [each[before:] for each, before in zip(kept, begun, strict=True)]
+            for each, before in zip(kept, begun, strict=True):
+                del each[before:]
         return output
 
     def _rows(self, run: _Run, chunk: int) -> Any:

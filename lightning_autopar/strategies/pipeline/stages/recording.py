@@ -149,7 +149,9 @@ class Staging:
     Args:
         hooks: recordings by hook.
         refusal: why the module can't be run in stages, in a sentence; None where it can.
+        appended: lists to which a step appends what only the last stage has, and must hand to the others: attributes, by a dotted name.
     """
 
     hooks: Mapping[str, StepRecording] = field(default_factory=dict)
     refusal: str | None = None
+    appended: tuple[str, ...] = ()

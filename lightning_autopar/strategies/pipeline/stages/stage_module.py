@@ -232,7 +232,7 @@ class _Run:
                 result = func(*args, **kwargs)
             if target is not None:  # __setitem__ writes to a view of it
                 make_hole(target, f"what {name!r} writes {self._where()}")
-        self._number(name, results_of(result, target, args, self._watch.tainted), target)
+        self._number(name, results_of(name, result, target, args, self._watch.tainted), target)
         return result
 
     def _number(self, name: str, results: list[Tensor], target: Tensor | None) -> None:

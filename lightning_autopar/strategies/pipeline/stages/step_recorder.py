@@ -160,7 +160,7 @@ class StepRecorder:
         result = func(*args, **kwargs)
         if shapes is not None and shapes != _shapes(result):
             self._join(self._part, _END, f"code before it gives tensors whose shapes depend on values ({name})")
-        self._number(name, results_of(result, target, args, self._watch.tainted), target)
+        self._number(name, results_of(name, result, target, args, self._watch.tainted), target)
         return result
 
     def _without_values(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Any] | None:

@@ -230,14 +230,22 @@ def written_by(name: str, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None
     return args[0] if in_place else None
 
 
-def results_of(result: Any, target: Tensor | None, args: Any, is_tainted: Callable[[Any], bool]) -> list[Tensor]:
-    """The tainted tensors that a call returned, and the one that it wrote to; it may return an untainted argument unchanged."""
+def results_of(name: str, result: Any, target: Tensor | None, args: Any, is_tainted: Callable[[Any], bool]) -> list[Tensor]:
+    """The tainted tensors that a call returned, and the one that it wrote to; it may return an untainted argument unchanged. Of a packed
+    sequence, and of one that is padded again, the lengths follow from the lengths that were given.
+    """
+    if name in _BY_LENGTHS and not is_tainted(args[1]):
+        return [result[0]]
     target = filled(target)
     same = {id(tensor) for tensor in tensors(args) if tensor is not target and not is_tainted(tensor)}
     found = [tensor for tensor in tensors(result) if id(tensor) not in same]
     if target is not None and not any(each is target for each in found):
         found.append(target)
     return found
+
+
+#: Functions that return data and lengths, and take the same.
+_BY_LENGTHS = ("_pack_padded_sequence", "_pad_packed_sequence")
 
 
 @contextmanager

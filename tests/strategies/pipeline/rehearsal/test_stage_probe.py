@@ -19,6 +19,7 @@ from lightning_autopar.strategies.pipeline.rehearsal import stage_probe as probi
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision, Together
 from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import ways_to_cut
 from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import (
+    appended_apart,
     confirm_stages,
     merged,
     nowhere,
@@ -250,7 +251,7 @@ def test_steps_that_have_no_stages(kind: type[Stack], words: str) -> None:
 
 def test_a_module_without_blocks() -> None:
     module = Stack(1)
-    assert probed(module).value.refusal == "a pipeline is cut between repeated blocks that share no parameters, and the module has 0"
+    assert probed(module).value.refusal == "a pipeline is cut between blocks or layers that share no parameters, and the module has 0"
 
 
 def test_what_needs_no_trial() -> None:
@@ -280,13 +281,30 @@ class Averages(Remembers):
         self.log("mean", torch.stack(self.losses).mean())
 
 
+class Smooths(Remembers):
+    """Keeps a value in place of the one before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.smooth = 0.9 * getattr(self, "smooth", 0.0) + 0.1 * float(loss.detach().sum())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("smooth", self.smooth)
+
+
 def test_what_a_step_keeps_for_later_hooks() -> None:
     finding = probed(Averages())
-    assert finding.value.refusal is not None
-    assert "keeps 'losses' on the module, which only some of the stages would have when on_train_epoch_end may read it" in (
-        finding.value.refusal
-    )
-    assert probed(Remembers()).value.refusal is None
+    assert finding.value.refusal is None
+    assert finding.value.appended == ("losses",)
+    assert appended_apart(finding.value) == "the step appends to 'losses' on the module, which each part of a batch would do"
+    finding = probed(Remembers())
+    assert finding.value.refusal is None
+    assert finding.value.appended == ()
+    assert appended_apart(finding.value) is None
+    assert probed(Smooths()).value.refusal is not None
+    found = confirmed(Averages())
+    assert found.value.refusal == "the step appends to 'losses' on the module what only the last stage would have"
 
 
 class Clips(Stack):
