@@ -128,7 +128,7 @@ class Player:
         layout: object = None
         for number, rows in enumerate(self.rows):
             if number:
-                before, layout = layout, self._layout_between()
+                before, layout = layout, self.layout_between()
                 # After a micro-batch that leaves the allocator as it found it, others as large change nothing.
                 if layout == before and rows == self.rows[self.micro]:
                     continue
@@ -139,7 +139,7 @@ class Player:
         self.depart()
         self.machine.settle()
 
-    def _layout_between(self) -> object:
+    def layout_between(self) -> object:
         """The allocator's layout between two micro-batches, once nothing is held of the one before but its gradients."""
         self._leave_micro_batch()
         self.machine.settle()

@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
-from lightning_autopar._lightning import Callback, rank_zero_warn
+from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
-from lightning_autopar._root import PYTORCH
 from lightning_autopar.constraints import SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.batch_making import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.collate import CollateAll
 from lightning_autopar.exact.data.rank_share import Dealing
@@ -42,6 +39,7 @@ from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
+from lightning_autopar.strategies.preparation.divisible import made_of_samples, whole_of
 from lightning_autopar.strategies.preparation.lengths import Seen, at_lengths, seen_sizes, step_bytes
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 
@@ -56,8 +54,6 @@ TRACE_SECONDS = 600.0
 #: which its probe takes some 0.4 s on a core: the run's first step waits for the probes. Seconds would differ from run to run, and the
 #: verdict with them.
 QUICK_FLOPS, QUICK_BYTES, QUICK_OPERATIONS = 10**10, 15 * 10**8, 5000
-#: Hooks that may change a batch before its step, besides ``on_train_batch_start``.
-_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 #: Finds out what a split of a batch changes.
 Split = Callable[[FirstBatch], tuple[SplitFinding, DrawPlan]]
 _OWN_DRAWS = (
@@ -221,7 +217,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
     loadings: dict[str, Loading] = {}
     more: list[FirstBatch] = []
     others: list[FirstBatch] = []
-    whole, rowless = (_whole_of((batch,), stage, collates=collates) for collates in (True, False))
+    whole, rowless = (whole_of((batch,), stage, collates=collates) for collates in (True, False))
     if probe and stage != "predict":
         own, validating = batch.loaders, () if validation is None else validation.loaders
         loadings, looked = look_at([*own, *validating])
@@ -230,10 +226,10 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
         if validation is not None:
             validation = _marked(validation, validating[0], loadings)
             others = [_marked(each, validating[0], loadings) for each in _two(looked[len(own)])]
-        whole, rowless = (_whole_of((batch, *more), stage, collates=collates) for collates in (True, False))
+        whole, rowless = (whole_of((batch, *more), stage, collates=collates) for collates in (True, False))
     collated: str | None = None
     key = loader_key(batch.loaders[0]) if batch.loaders else ""
-    if whole is not None and key in loadings and all(_made_of_samples(trainer, each, loadings[key]) for each in (batch, *more)):
+    if whole is not None and key in loadings and all(made_of_samples(trainer, each, loadings[key]) for each in (batch, *more)):
         collated, whole, loadings[key] = whole, None, replace(loadings[key], parts=True)
     if probe and stage == "fit":
         cut = batch.cut
@@ -244,7 +240,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
             key = loader_key(own[0])
             loadings[key] = replace(loadings[key], collation="samples")
         # A loader that makes its batches by itself: ranks cut the rows of its batches, whatever the samples were.
-        unmade = _whole_of([each for each in more if each.samples is None], stage, collates=False)
+        unmade = whole_of([each for each in more if each.samples is None], stage, collates=False)
         if unmade is not None and split.splittable:
             split = replace(split, splittable=False, reason=f"{unmade}, in another batch than the first")
         # Other batches decide what the first leaves open (a count that is 0 in it may be a mean or a sum), however long that takes.
@@ -459,52 +455,6 @@ def _traced(
     )
 
 
-def _whole_of(batches: Iterable[FirstBatch], stage: str, *, collates: bool) -> str | None:
-    """Why one of a training step's batches, the first such, can't run in parts; None where all can."""
-    for batch in batches if stage == "fit" else ():
-        samples = None if batch.samples is None else batch.batch_size
-        if (words := why_whole(batch.batch, samples, several=batch.kind == "combined", collates=collates)) is not None:
-            return words
-        if (name := _counted_in(batch)) is not None:
-            return f"parts are cut out of the collated batch, whose number {name} is that of all its samples"
-    return None
-
-
-def _counted_in(batch: FirstBatch) -> str | None:
-    """A number in the batch that samples add up to, such as their count, by its place: a part cut out would have that of the whole."""
-    if not isinstance(batch.samples, list) or batch.collate is None or len(batch.samples) < 2:
-        return None
-    state = rng.capture({}, cuda=False)
-    try:
-        whole, *parts = [_numbers(batch.collate(fresh(each))) for each in (batch.samples, batch.samples[::2], batch.samples[1::2])]
-    except Exception:  # the user's collate function, on fewer samples than it is used to
-        log.debug("the numbers of a batch's parts aren't known", exc_info=True)
-        return None
-    finally:
-        rng.restore(state, {})
-    return next((name for name, value in whole.items() if value and sum(part.get(name, 0.0) for part in parts) == value), None)
-
-
-def _numbers(batch: Any) -> dict[str, float]:
-    """Python's numbers in a batch, by their places."""
-    leaves, _ = tree_flatten_with_path(batch)
-    return {keystr(path): leaf for path, leaf in leaves if type(leaf) in (int, float)}
-
-
-def _made_of_samples(trainer: Trainer, batch: FirstBatch, loading: Loading) -> bool:
-    """Whether the loader can collate each part that the batch runs in of its own samples, and nobody could change the batch in between."""
-    if batch.kind != "map" or batch.samples is None or loading.collation != "samples" or "collate" in {*batch.draws, *loading.draws}:
-        return False
-    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    if is_overridden("on_train_batch_start", module) or any(is_overridden(hook, module) for hook in _TRANSFERS):
-        return False
-    if data is not None and any(is_overridden(hook, data) for hook in _TRANSFERS):
-        return False
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    foreign = (each for each in callbacks if not type(each).__module__.startswith((*PYTORCH, "lightning_autopar.")))
-    return not any(is_overridden("on_train_batch_start", each) for each in foreign)
-
-
 def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:
     """Find out the same where that child can't run: another child loads the batches, and the step is traced here on a fake copy. Checks
     that need backward passes on real copies aren't made, and plans that depend on them are left out.
@@ -532,8 +482,8 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
         data_draws=batch.draws,
         engines=_looks(questions, first),
         several_loaders=batch.kind == "combined",
-        whole=_whole_of((batch,), stage, collates=True),
-        rowless=_whole_of((batch,), stage, collates=False),
+        whole=whole_of((batch,), stage, collates=True),
+        rowless=whole_of((batch,), stage, collates=False),
         batches=_batches_of_fit(trainer, batch),
     )
 
@@ -618,7 +568,7 @@ def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Fa
         data_draws=batch.draws,
         engines=_looks(questions, FirstStep(trainer=trainer, stage=stage, batch=batch, **told)),
         several_loaders=batch.kind == "combined",
-        whole=_whole_of((batch,), stage, collates=True),
-        rowless=_whole_of((batch,), stage, collates=False),
+        whole=whole_of((batch,), stage, collates=True),
+        rowless=whole_of((batch,), stage, collates=False),
         batches=_batches_of_fit(trainer, batch),
     )

@@ -208,8 +208,8 @@ def test_equal_micro_batches_are_played_until_they_change_nothing(of: Plan, monk
     monkeypatch.setattr(Player, "play", counted)
     some, few = replay(footprint, of, 0), len(parts)
     parts.clear()
-    between = Player._layout_between
-    monkeypatch.setattr(Player, "_layout_between", lambda player: (between(player), object()))
+    between = Player.layout_between
+    monkeypatch.setattr(Player, "layout_between", lambda player: (between(player), object()))
     assert replay(footprint, of, 0) == some
     assert few < len(parts)
 
