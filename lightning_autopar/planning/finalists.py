@@ -30,6 +30,9 @@ _MOST_EVENTS = 200_000
 #: And so many more for plans that the search passed over after failed replays, however many those were.
 _MORE_EVENTS = 100_000
 
+#: Of a plan that is taken once a search has replayed as much as it may.
+_UNREPLAYED = "its allocations weren't replayed, as others' had used up the search's replays: what the allocator holds is a rule of thumb"
+
 Order = Callable[[Candidate], tuple[object, ...]]
 #: Says where memory is missing, given the bytes needed by device; None where there is enough.
 Shortage = Callable[[Mapping[str, int]], str | None]
@@ -83,7 +86,11 @@ class Finalists:
         ordered = sorted(decided, key=order)
         if chosen is None and (fitting := [one for one in ordered if one.fits]):
             chosen = preferred(fitting)
-        return ordered if chosen is None else [chosen, *(one for one in ordered if one is not chosen)]
+        if chosen is None:
+            return ordered
+        others = [one for one in ordered if one is not chosen]
+        told = not chosen.replayed and self.can_replay(chosen)
+        return [replace(chosen, notes=(*chosen.notes, _UNREPLAYED)) if told else chosen, *others]
 
     @property
     def is_tired(self) -> bool:
