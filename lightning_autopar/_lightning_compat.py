@@ -47,6 +47,7 @@ from lightning_autopar._lightning import _sync_ddp_if_available as reduce_over_r
 from lightning_autopar._lightning import _TunerExitException as TunerExit
 from lightning_autopar._lightning import _update_properties as update_properties
 from lightning_autopar._lightning import is_overridden as _is_overridden
+from lightning_autopar._temporary import patched
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -511,10 +512,38 @@ def combined_mode(combined: Any) -> str:
     return str(combined._mode)
 
 
+def loaders_of_batch(trainer: Trainer, dataloader_idx: int) -> list[Any]:
+    """The loaders that the current batch came from (``_combined_loader``)."""
+    combined: Any = getattr(trainer.fit_loop if trainer.training else trainer._active_loop, "_combined_loader", None)
+    if combined is None:
+        return []
+    found: list[Any] = combined.flattened
+    return found if combined_mode(combined) != "sequential" else [found[dataloader_idx]]
+
+
 def transfer_batch(module: LightningModule, batch: Any) -> Any:
     """The batch after the transfer hooks of the module or the DataModule, on the CPU (``Strategy.batch_to_device``)."""
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0)
+
+
+@contextmanager
+def before_transfers(trainer: Trainer, begins: Callable[[int], None]) -> Iterator[None]:
+    """While open, a function gets the loader's number before the user's ``on_before_batch_transfer``, which Lightning calls before the
+    strategy's ``batch_to_device``. Where the user has no such hook, it isn't called.
+    """
+    module: Any = trainer.lightning_module
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    if not any(each is not None and is_overridden("on_before_batch_transfer", each) for each in (module, datamodule)):
+        yield
+        return
+
+    def arrives(batch: Any, dataloader_idx: int = 0) -> Any:
+        begins(dataloader_idx)
+        return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
+
+    with patched(module, "_on_before_batch_transfer", arrives):
+        yield
 
 
 def parse_optimizers(conf: Any) -> tuple[list[Any], list[Any]]:

@@ -284,7 +284,7 @@ class AutoLauncher(Launcher):
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            engine.explain(error)
+            engine.running.explain(error)
             learn_shortage(self._strategy.report, error)
             if not isinstance(error, TunerExit):
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_autopar import AutoParallelStrategy
+from lightning_autopar import AutoParallelStrategy, Plan
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
@@ -66,7 +66,11 @@ def test_random_draws_in_the_data_are_those_of_one_device(engine: str, num_worke
 
 
 class Jittered(Regression):
-    """Augments on the device, in the hook that Lightning has for that."""
+    """Augments before and after the transfer, in the hooks that Lightning has for that."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x * (1 + 0.1 * torch.rand(len(x), 1)), y
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         x, y = batch
@@ -74,11 +78,15 @@ class Jittered(Regression):
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_random_draws_in_a_transfer_hook_are_those_of_one_device(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"allow": ["fsdp"]}, {"plan": Plan(engine="ddp", devices=("cpu:0", "cpu:1"), micro_batches=2)}],
+    ids=["fsdp", "ddp in parts"],
+)
+def test_random_draws_in_transfer_hooks_are_those_of_one_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "Regression", Jittered)
     expected_metrics, expected_weights = train("auto", 0)
-    strategy = AutoParallelStrategy(allow=[engine], devices="2xcpu:1GiB")
+    strategy = AutoParallelStrategy(devices="2xcpu:1GiB", **options)
     metrics, weights = train(strategy, 0)
     assert metrics == pytest.approx(expected_metrics, abs=1e-5)
     for weight, expected in zip(weights, expected_weights, strict=True):

@@ -6,6 +6,7 @@ sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -172,3 +173,18 @@ def _without_gaps(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         if whole.is_contiguous(memory_format=layout):
             return part.contiguous(memory_format=layout)
     return part
+
+
+def common_share(shares: Sequence[BatchShare]) -> BatchShare:
+    """A rank's share of a step's batch, which may come from several loaders.
+
+    Raises:
+        ValueError: if the loaders' parts would weigh differently.
+    """
+    if any(share.weight != shares[0].weight for share in shares):
+        sizes = ", ".join(str(share.of) for share in shares)
+        raise ValueError(
+            f"the loaders' batches of one step have {sizes} samples, so their parts on each device would have different weights; "
+            "set drop_last=True with batch sizes that the devices divide evenly, or run on one device (allow=['single'])"
+        )
+    return shares[0]

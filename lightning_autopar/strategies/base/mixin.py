@@ -18,10 +18,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_autopar._lightning import Strategy
-from lightning_autopar._lightning_compat import TrainerFn, combined_mode, data_of_one_device, hyperparameters_added, loaders_of_one_device
+from lightning_autopar._lightning_compat import (
+    TrainerFn,
+    before_transfers,
+    data_of_one_device,
+    hyperparameters_added,
+    loaders_of_batch,
+    loaders_of_one_device,
+)
 from lightning_autopar._temporary import Calls, Exits, patched
 from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
 from lightning_autopar.exact.data.loader_pass import without_group
+from lightning_autopar.exact.data.rank_share import common_share
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.step import own_backward
 from lightning_autopar.exact.step.batch_norm import restore as restore_batch_norm
@@ -84,10 +92,9 @@ class EngineMixin(Strategy):
         self.running = RunningStep(self)
         #: Whether this rank runs its batches in more parts than planned, and so than others may.
         self._alone = False
-        #: Of the running step.
-        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the running step
         self._drawing: bool | None = False  # None in backward
-        self._in_backward = self._stepping = False  # this while the parts of a batch run
+        self._in_backward = self._stepping = self._arrived = False  # the second while the parts of a batch run
         self._resumed = 0
         self._resumption: resume.Resumption | None = None
         self._positions: dict[int, int] = {}
@@ -172,37 +179,35 @@ class EngineMixin(Strategy):
         for begins in self.at_batch:
             begins()
         self._share, self._drawing, self._samples, self.running.place = None, False, None, ""
-        counts = self.splits or self.in_parts
-        loaders = self._current_loaders(dataloader_idx) if counts else []
+        loaders = self._current_loaders(dataloader_idx) if self.splits or self.in_parts else []
         shares = [loader.shares.popleft() for loader in loaders]
         if self._micro is not None:
             self._micro.arrives(shares)
         if shares and not self.splits:
             self._samples = shares[0].of if loaders[0].knows_samples else None
         elif shares:
-            self._share = shares[0]
-            if any(share.weight != self._share.weight for share in shares):
-                sizes = ", ".join(str(share.of) for share in shares)
-                raise ValueError(
-                    f"the loaders' batches of one step have {sizes} samples, so their parts on each device would have different weights; "
-                    "set drop_last=True with batch sizes that the devices divide evenly, or run on one device (allow=['single'])"
-                )
+            self._share = common_share(shares)
             self._positions[dataloader_idx] = self._positions.get(dataloader_idx, -1) + 1
             self._drawing = True
-        self.batch_arrives()
+        if not self._arrived:
+            self.batch_arrives()
+        self._arrived = False
         if self._longer is not None:
             self._longer.look(self._trainer, batch, self._rank)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _current_loaders(self, dataloader_idx: int) -> list[ExactLoader]:
         """The loaders that the current batch came from; where there are several, those that aren't exhausted."""
-        trainer = self._trainer
-        combined = getattr(trainer.fit_loop if trainer.training else trainer._active_loop, "_combined_loader", None)
-        if combined is None:
-            return []
-        together = combined_mode(combined) != "sequential"
-        loaders = combined.flattened if together else [combined.flattened[dataloader_idx]]
+        loaders = loaders_of_batch(self._trainer, dataloader_idx)
         return [loader for loader in loaders if isinstance(loader, ExactLoader) and loader.shares]
+
+    def _arrives(self, dataloader_idx: int) -> None:
+        """The batch's share is known a hook before :meth:`batch_to_device`."""
+        if loaders := self._current_loaders(dataloader_idx):
+            self._share, self._drawing, self._arrived = loaders[0].shares[0], True, True
+            if self._micro is not None:
+                self._micro.part = None
+            self.batch_arrives()
 
     def batch_arrives(self) -> None:
         """The batch's share is known, and its transfer begins: random draws in the transfer's hooks belong to the batch."""
@@ -233,6 +238,7 @@ class EngineMixin(Strategy):
             self._layer_sync = None  # Lightning's layer sync works on CUDA only; ours replaces it
             synchronise_batch_norm(module, self._share_for_draws, self.data_group)
             self._exit.callback(restore_batch_norm, module)
+            self._exit.enter_context(before_transfers(trainer, self._arrives))
         if self.splits or self.in_parts:
             self.prepare_steps(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization and self.run_plan.undivided is None
@@ -287,10 +293,6 @@ class EngineMixin(Strategy):
             torch.cuda.synchronize(self.root_device)
         self.barrier()
 
-    def explain(self, error: BaseException) -> None:
-        """If memory ran out, add to the exception where, what was promised and predicted of a GPU, and what to do."""
-        self.running.explain(error)
-
     def _share_for_draws(self) -> BatchShare | None:
         """The share while draws belong to its batch: from the transfer to forward's end, and in backward, which recomputes; else None."""
         if self._drawing is False or (self._drawing is None and torch._C._current_graph_task_id() == -1):
@@ -324,9 +326,7 @@ class EngineMixin(Strategy):
         return state, [whole_optimizer_state(each, keep=keep) for each in optimizers] if affordable(1) else []
 
     def held_tensors(self) -> dict[str, Iterable[Tensor]]:
-        """What a step finds on this rank, by kind: ``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"buffers"``; on a CPU device also
-        what is offloaded to the host.
-        """
+        """What a step finds on this rank, by kind (see :mod:`.measure`); on a CPU device also what is offloaded to the host."""
         return measure.held_tensors(self)
 
     def held_gradients(self) -> Iterator[Tensor]:

@@ -190,7 +190,7 @@ class LeavingBoundary(Boundary):
                 if not self._engine.reruns_batches:  # which says so itself
                     error.add_note(f"autopar: the batch wasn't run again in more micro-batches: {why}")
                 return False
-            self._engine.explain(error)
+            self._engine.running.explain(error)
             if not (self._folder / _WHY).exists():
                 (self._folder / _WHY).write_bytes(pickle.dumps(Failure.of(error)))
             self._shortage.note()

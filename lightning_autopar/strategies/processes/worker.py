@@ -195,7 +195,7 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
                 pipe.send("paused")
                 _end()  # at once: the next generation waits for the memory, and taking shards apart takes a second
             except BaseException as error:
-                engine.explain(error)
+                engine.running.explain(error)
                 if hasattr(error, WHERE) and job.shortage is not None:
                     job.shortage.note()
                     job.shortage.answer(rank, None)

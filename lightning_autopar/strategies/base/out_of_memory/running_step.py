@@ -63,7 +63,7 @@ class RunningStep:
         return None if reruns is None else reruns.samples_at_once
 
     def explain(self, error: BaseException) -> None:
-        """See :meth:`.EngineMixin.explain`."""
+        """If memory ran out, add to the exception where, what was promised and predicted of a GPU, and what to do."""
         engine = self._engine
         device = engine.run_plan.devices[engine._rank]
         if not out_of_memory(error) or WHERE in vars(error):  # it may be asked of a rank that couldn't leave its step
