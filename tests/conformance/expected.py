@@ -67,7 +67,7 @@ UNCUT: dict[tuple[str, str], str] = {
     ("unused-parameters", "pipeline"): "the code must not dep",
     ("sums", "pipeline"): "the step keeps 'correct' for the next one",
     ("gan", "pipeline"): "the module does so by hand",
-    ("contrastive", "pipeline"): "runs before it and again after it",
+    ("contrastive", "pipeline"): "the module has 1",
     **{("gan", kind): "configures 2" for kind in ZERO},
 }
 

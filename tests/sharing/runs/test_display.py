@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.sharing.processes import pid_namespace, started_ticks
@@ -56,7 +57,7 @@ def when_running(action: Callable[[RunStatus], bool]) -> Callable[[Regression, i
     content: list[bool] = []
 
     def act(module: Regression, index: int) -> None:
-        found = [] if content or module.global_rank else runs()
+        found = [] if content or rank_zero_only.rank else runs()  # to ask the module would be told of
         if not found or found[0].state != "running":
             return
         if action(found[0]):

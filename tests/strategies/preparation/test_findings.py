@@ -19,7 +19,8 @@ from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.preparation import findings
 from lightning_autopar.strategies.preparation.decide import find_prospect
-from lightning_autopar.strategies.preparation.findings import Findings, Questions, _whole_of, find_out
+from lightning_autopar.strategies.preparation.divisible import whole_of
+from lightning_autopar.strategies.preparation.findings import Findings, Questions, find_out
 from lightning_autopar.strategies.preparation.prospect import Prospect
 from tests.strategies.modules import QUIET
 
@@ -186,7 +187,7 @@ def _batch(collate: Any) -> FirstBatch:
     ],
 )
 def test_a_number_that_samples_add_up_to_keeps_a_batch_whole(collate: Any, named: str | None) -> None:
-    words = _whole_of((_batch(collate),), "fit", collates=True)
+    words = whole_of((_batch(collate),), "fit", collates=True)
     assert words == (named and f"parts are cut out of the collated batch, whose number {named} is that of all its samples")
 
 

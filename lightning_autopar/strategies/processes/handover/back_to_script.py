@@ -397,8 +397,9 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
         if len(came) < len(built) and is_overridden("setup", module):
             # It may build by what the data module has found out, and make attributes anew that the run has filled: those come afterwards.
             _set_up(module, trainer.state.fn, lost)
-        missed = {f"{_MODULE}.{name}" for name in built} - {f"{_MODULE}.{name}" for name, _ in module.named_modules()}
-        lost = [name for name in lost if name in missed or name.removeprefix(f"{_MODULE}.") not in built]
+    # One that couldn't be sent may be here all the same: configure_model builds it in this process, too.
+    there = dict(module.named_modules())
+    lost = [name for name in lost if name.removeprefix(f"{_MODULE}.") not in first.built or name.removeprefix(f"{_MODULE}.") not in there]
     if ranks > 1 and saved["state_dict"]:
         lost += [f"the parameter {name}" for name in module.state_dict() if name not in saved["state_dict"]]
     _load_weights(module, saved, lost)
