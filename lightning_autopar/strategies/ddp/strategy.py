@@ -20,7 +20,7 @@ from lightning_autopar.exact.step.gradient_hooks import OurHook
 from lightning_autopar.exact.step.own_backward import average
 from lightning_autopar.strategies.base.mixin import EngineMixin, SplitMixin
 from lightning_autopar.strategies.base.new_parameters import refuse_new
-from lightning_autopar.strategies.base.out_of_memory.optimizer_step import FirstStep, is_tight
+from lightning_autopar.strategies.base.out_of_memory.optimizer_step import FirstStep, is_guarded
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
 
@@ -229,11 +229,12 @@ class SingleEngine(EngineMixin, SingleDeviceStrategy):
         self.attach(run_plan)
         #: The optimizers that have made a step.
         self._stepped: set[int] = set()
-        self._tight = is_tight(run_plan)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """The optimizer's step; its first one may be done again where memory is tight."""
-        if not self._tight or id(optimizer) in self._stepped:
+        """The optimizer's step; its first one may be done again."""
+        if id(optimizer) not in self._stepped and not is_guarded(self.run_plan, optimizer):
+            self._stepped.add(id(optimizer))
+        if id(optimizer) in self._stepped:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         first = FirstStep(optimizer, self.run_plan.plan.devices[0])
         with first.guarded():

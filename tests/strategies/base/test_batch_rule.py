@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import lightning.pytorch as pl
@@ -41,8 +42,8 @@ def test_draws_of_each_ranks_own_are_no_exact_run() -> None:
     assert AutoParallelStrategy(batch="per_device").settings.batch == "per_device"
 
 
-#: What this rank dropped in each step. A list of the module's own would hold the whole batch's.
-MASKS: list[Tensor] = []
+#: What this rank dropped in each step. A list would hold the whole batch's.
+MASKS: SimpleQueue[Tensor] = SimpleQueue()
 
 
 class Dropping(pl.LightningModule):
@@ -60,18 +61,20 @@ class Dropping(pl.LightningModule):
         def draws_whole(*arguments: Any) -> Tensor:
             raise AssertionError("a draw was made for the whole batch")
 
-        MASKS.clear()
+        while not MASKS.empty():
+            MASKS.get()
         if torch.distributed.is_initialized():
             random_ops.whole_like = draws_whole
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        MASKS.append(F.dropout(torch.ones(len(batch[0]), 64), 0.5))
+        MASKS.put(F.dropout(torch.ones(len(batch[0]), 64), 0.5))
         loss = F.mse_loss(self.net(batch[0]), batch[1])
         self.losses.append(loss.detach())
         return loss
 
     def on_train_end(self) -> None:
-        torch.save((torch.stack(MASKS), torch.stack(self.losses)), self.folder / f"{self.global_rank}.pt")
+        masks = [MASKS.get() for _ in range(MASKS.qsize())]
+        torch.save((torch.stack(masks), torch.stack(self.losses)), self.folder / f"{self.global_rank}.pt")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), 1e-2)

@@ -30,6 +30,7 @@ from tests.processes import descendants, left_since
 from tests.strategies.modules import HookCounter, Regression, loader, on_rank, trainer, weights
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:autopar. the module asks its trainer for global_rank"),
     pytest.mark.filterwarnings("ignore:.*called without a model"),  # what Lightning says to every OnExceptionCheckpoint
     pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
 ]

@@ -24,17 +24,20 @@ from lightning_autopar.strategies.base.worker_exception import out_of_memory
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.run_plan import RunPlan
 
-#: Where a step is predicted to leave more of a GPU than this free, nothing is copied: 10 GB of parameters take seconds.
-_ROOMY_SHARE = 0.5
+#: Where a step is predicted to take no more of a GPU than this, only so many bytes of parameters are copied: 10 GB take seconds.
+_ROOMY_SHARE, _QUICK_BYTES = 0.5, 512 << 20
 #: No warning: one that somebody has turned into an exception would end the run.
 _LOG = logging.getLogger(__name__)
 
 
-def is_tight(run_plan: RunPlan) -> bool:
-    """Whether the only device may run out of memory: a GPU of which more than half is predicted to be taken, or nothing was predicted."""
+def is_guarded(run_plan: RunPlan, optimizer: Any) -> bool:
+    """Whether an optimizer's first step is worth a copy: on a GPU, where the copy is quick, or the plan isn't known to leave half of the
+    memory.
+    """
     (device,) = run_plan.devices
     reserved_bytes = run_plan.reserved_bytes.get(device.id)
-    return device.kind == "cuda" and (reserved_bytes is None or reserved_bytes > _ROOMY_SHARE * device.free_bytes)
+    is_roomy = reserved_bytes is not None and reserved_bytes <= _ROOMY_SHARE * device.free_bytes
+    return device.kind == "cuda" and (not is_roomy or sum(each.nbytes for each in _parameters(optimizer)) <= _QUICK_BYTES)
 
 
 class FirstStep:

@@ -12,7 +12,7 @@ import torch
 
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.strategies.base.mixin import EngineMixin
-from lightning_autopar.strategies.base.out_of_memory.optimizer_step import is_tight
+from lightning_autopar.strategies.base.out_of_memory.optimizer_step import is_guarded
 from lightning_autopar.strategies.ddp import strategy
 from tests.strategies.fitted import Fitted, fit, numbers, plan
 
@@ -75,12 +75,12 @@ class Trained(Fitted):
 
 
 @pytest.fixture
-def tight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU device counts as a GPU of which most is taken."""
-    monkeypatch.setattr(strategy, "is_tight", lambda run_plan: True)
+def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU device counts as a GPU."""
+    monkeypatch.setattr(strategy, "is_guarded", lambda run_plan, optimizer: True)
 
 
-@pytest.mark.usefixtures("tight")
+@pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_first_step_is_done_again(manual: bool, caplog: pytest.LogCaptureFixture) -> None:
     make = partial(Trained, Full, 1, manual)
@@ -94,14 +94,18 @@ def test_a_first_step_is_done_again(manual: bool, caplog: pytest.LogCaptureFixtu
     assert sum("The step is done again" in each.message for each in caplog.records) == 1
 
 
-@pytest.mark.parametrize(("kind", "reserved", "expected"), [("cuda", 6, True), ("cuda", None, True), ("cuda", 4, False), ("cpu", 9, False)])
-def test_nothing_is_copied_where_there_is_room(kind: Any, reserved: int | None, expected: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "reserved", "gigabytes", "expected"),
+    [("cuda", 6, 9, True), ("cuda", None, 9, True), ("cuda", 4, 9, False), ("cuda", 4, 0, True), ("cpu", 9, 0, False)],
+)
+def test_much_is_copied_only_where_memory_is_short(kind: Any, reserved: int | None, gigabytes: int, expected: bool) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.empty(gigabytes << 28, device="meta"))])
     device = Device(id="0", kind=kind, name="one", total_bytes=10, free_bytes=10)
     run = SimpleNamespace(devices=(device,), reserved_bytes={} if reserved is None else {"0": reserved})
-    assert is_tight(run) is expected  # type: ignore[arg-type]
+    assert is_guarded(run, optimizer) is expected  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("tight")
+@pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize(("optimizer", "times"), [(Full, 2), (LongAgo, 1)], ids=["twice", "later"])
 def test_elsewhere_the_exception_is_raised(optimizer: type[Full], times: int) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="temporary tensors") as raised:
@@ -109,7 +113,7 @@ def test_elsewhere_the_exception_is_raised(optimizer: type[Full], times: int) ->
     assert "With callbacks=[CheckpointMigrate()] it would go back to its latest snapshot" in "".join(raised.value.__notes__)
 
 
-@pytest.mark.usefixtures("tight")
+@pytest.mark.usefixtures("guarded")
 def test_a_shortage_of_the_batch_isnt_the_optimizers() -> None:
     class InForward(Trained):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -133,6 +137,7 @@ class WritesToData(Full):
         return loss
 
 
+@pytest.mark.usefixtures("guarded")
 def test_writes_that_leave_no_trace_are_undone() -> None:
     (ours, our_losses, _), (theirs, their_losses, _) = (
         fit(partial(Trained, WritesToData, 1), numbers(), under) for under in (plan("single", ranks=1), None)
