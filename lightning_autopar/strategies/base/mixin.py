@@ -88,7 +88,6 @@ class EngineMixin(Strategy):
         #: The state in which the running step began; None where no batch is run again.
         self._found: StepState | None = None
         self._reruns: Reruns | None = None
-        self._evaluations, self._predictions = Evaluations(self), Predictions(self)
         self.running = RunningStep(self)
         #: Whether this rank runs its batches in more parts than planned, and so than others may.
         self._alone = False
@@ -229,6 +228,7 @@ class EngineMixin(Strategy):
     def setup(self, trainer: Trainer) -> None:
         """Prepare the module for split batches and recomputation, then let Lightning's strategy set it up."""
         self.meter.begin(self.root_device)
+        self._evaluations: Evaluations = (Predictions if trainer.predicting else Evaluations)(self)
         module = self.lightning_module
         assert module is not None
         self._exit.enter_context(recomputed(module, self.run_plan.plan.recompute))
@@ -433,11 +433,11 @@ class EngineMixin(Strategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``predict_step`` on a whole batch; ``batch_idx`` is its index among all ranks' batches."""
         if self._share is None:
-            return self._predictions.run(super().predict_step, args, kwargs)
+            return self._evaluations.run(super().predict_step, args, kwargs)
         share, self._share = self._share, None  # the batch is whole: nothing in it is split
         loader, plan = args[2] if len(args) > 2 else 0, self.run_plan.plan
         index = self._positions[loader] * plan.data_ranks + plan.data_rank(self._rank)
-        output = self._predictions.run(super().predict_step, (args[0], *([index] if len(args) > 1 else []), *args[2:]), kwargs)
+        output = self._evaluations.run(super().predict_step, (args[0], *([index] if len(args) > 1 else []), *args[2:]), kwargs)
         return output if share.rows and index < self._prediction_limits[loader] else Dropped()
 
     def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
