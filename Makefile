@@ -28,8 +28,8 @@ demo: $(INSTALLED)
 # Four parts side by side: a test waits for its processes a good part of its time, and four parts keep two cores busy. What the others say
 # follows when they are done.
 PART_2 := tests/conformance tests/exact tests/planning tests/sharing
-PART_3 := tests/memory tests/strategies/fsdp tests/strategies/pipeline tests/strategies/zero
-PART_4 := tests/state $(filter-out $(PART_3) %/__pycache__,$(patsubst %/,%,$(wildcard tests/strategies/*/ tests/strategies/test_*.py)))
+PART_3 := tests/memory tests/state tests/strategies/fsdp tests/strategies/pipeline tests/strategies/zero
+PART_4 := $(filter-out $(PART_3) %/__pycache__,$(patsubst %/,%,$(wildcard tests/strategies/*/ tests/strategies/test_*.py)))
 test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)
 	@mkdir -p build; part=1; started=; for tests in "$(PART_2)" "$(PART_3)" "$(PART_4)"; do \
