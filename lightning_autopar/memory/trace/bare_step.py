@@ -139,7 +139,7 @@ class TrainerView:
         return None
 
 
-#: What isn't the same under every plan, or on every rank.
+#: Attributes of a trainer whose values differ between plans, or between ranks.
 DIFFERS = ("world_size", "num_devices", "is_global_zero", "global_rank", "local_rank", "node_rank")
 
 

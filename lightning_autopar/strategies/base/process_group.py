@@ -87,7 +87,7 @@ def _leave_group() -> None:
 PATIENCE = timedelta(minutes=5)
 
 
-#: What to do about a condition on the rank.
+#: The remedy where a condition on the rank lets only some ranks run the code.
 _FOR_ALL = "with sharded parameters all ranks must do it: remove the condition on the rank around it"
 
 

@@ -146,9 +146,9 @@ class Pipeline(Engine):
         """Finds where the steps of the run can be cut into stages; runs the stages and the whole module, and compares them."""
         from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 
-        kept, trainer = stage_probe.kept_apart(first), first.trainer
+        trainer = first.trainer
         if not first.several or "multi" in first.excluded:
-            return Finding(refusals=kept)
+            return Finding(refusals=stage_probe.kept_apart(first))
         if first.untried is not None:
             found = stage_probe.refused(not_made(first.untried).reason if first.fakes else first.untried)
         else:

@@ -34,24 +34,30 @@ def whole_of(batches: Iterable[FirstBatch], stage: str, *, collates: bool) -> st
         samples = None if batch.samples is None else batch.batch_size
         if (words := why_whole(batch.batch, samples, several=batch.kind == "combined", collates=collates)) is not None:
             return words
-        if (name := _counted_in(batch)) is not None:
-            return f"parts are cut out of the collated batch, whose number {name} is that of all its samples"
+        if (words := _counted_in(batch)) is not None:
+            return f"parts are cut out of the collated batch, {words}"
     return None
 
 
 def _counted_in(batch: FirstBatch) -> str | None:
-    """A number in the batch that samples add up to, such as their count, by its place: a part cut out would have that of the whole."""
+    """Why a number in the batch keeps it whole: samples add up to it, such as their count, or nobody could try whether they do. A part that
+    is cut out would have the whole batch's.
+    """
     if not isinstance(batch.samples, list) or batch.collate is None or len(batch.samples) < 2:
+        return None
+    whole = {name: value for name, value in _numbers(batch.batch).items() if value}
+    if not whole:
         return None
     state = rng.capture({}, cuda=False)
     try:
-        whole, *parts = [_numbers(batch.collate(fresh(each))) for each in (batch.samples, batch.samples[::2], batch.samples[1::2])]
-    except Exception:  # the user's collate function, on fewer samples than it is used to
+        parts = [_numbers(batch.collate(fresh(each))) for each in (batch.samples[::2], batch.samples[1::2])]
+    except Exception as error:  # the user's collate function, on fewer samples than it is used to
         log.debug("the numbers of a batch's parts aren't known", exc_info=True)
-        return None
+        return f"and whether samples add up to its number {next(iter(whole))} couldn't be tried ({type(error).__name__}: {error})"
     finally:
         rng.restore(state, {})
-    return next((name for name, value in whole.items() if value and sum(part.get(name, 0.0) for part in parts) == value), None)
+    added = next((name for name, value in whole.items() if sum(part.get(name, 0.0) for part in parts) == value), None)
+    return None if added is None else f"whose number {added} is that of all its samples"
 
 
 def _numbers(batch: Any) -> dict[str, float]:

@@ -42,7 +42,7 @@ def test_draws_of_each_ranks_own_are_no_exact_run() -> None:
     assert AutoParallelStrategy(batch="per_device").settings.batch == "per_device"
 
 
-#: What this rank dropped in each step. A list would hold the whole batch's.
+#: The dropout masks of this rank's steps. In a list, ranks would exchange them.
 MASKS: SimpleQueue[Tensor] = SimpleQueue()
 
 

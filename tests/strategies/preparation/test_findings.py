@@ -191,6 +191,17 @@ def test_a_number_that_samples_add_up_to_keeps_a_batch_whole(collate: Any, named
     assert words == (named and f"parts are cut out of the collated batch, whose number {named} is that of all its samples")
 
 
+def test_a_number_of_which_nobody_can_try_that_keeps_a_batch_whole() -> None:
+    def fours(samples: Any) -> Any:
+        assert len(samples) == 4
+        return {"x": torch.stack(samples), "n": 4}
+
+    words = whole_of((_batch(fours),), "fit", collates=True)
+    assert words is not None
+    assert words.startswith("parts are cut out of the collated batch, and whether samples add up to its number ['n'] couldn't be tried")
+    assert whole_of((_batch(lambda samples: torch.stack(samples) if len(samples) == 4 else fours(samples)),), "fit", collates=True) is None
+
+
 @pytest.mark.parametrize(("layer", "splittable"), [(nn.LazyLinear(3), False), (nn.Linear(2, 3), True)])
 def test_a_parameter_without_a_shape_needs_one_device(layer: nn.Module, splittable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "run_forked", lambda *_: (SplitFinding(), DrawPlan()))
