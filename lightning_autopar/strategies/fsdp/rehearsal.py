@@ -33,6 +33,7 @@ from lightning_autopar.strategies.fsdp.strategy import BEFORE_BACKWARD, onto_sha
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 from lightning_autopar.strategies.fsdp.whole_results import whole_results
 from lightning_autopar.strategies.parity.check_outcome import Check, failed, not_made
+from lightning_autopar.strategies.parity.optimizer_trial import optimizers_run
 from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 
 if TYPE_CHECKING:
@@ -73,14 +74,18 @@ def rehearse_fsdp(
     refusal = unshardable(module)
     if refusal is not None:
         return failed(refusal)
+    optimizers = partial(optimizers_run, module, trainer, _OPTIMIZERS)
     engine = Engine(
         steps=partial(_steps, tuple(shard_fqns), by_plan),
         where="on sharded parameters",
         lost="what the step does to whole parameters is lost on shards",
         sentence=partial(_sentence, module),
-        traced=partial(_traced, module),
+        traced=lambda conduct: _traced(module, conduct) or optimizers().refusal,
     )
-    return rehearse(module, trainer, first, engine, flops=flops, conduct=conduct)
+    check = rehearse(module, trainer, first, engine, flops=flops, conduct=conduct)
+    if check.outcome == "failed" and (by_optimizer := optimizers()).outcome == "failed":
+        return by_optimizer  # the cause, and not what becomes of the step by it
+    return check
 
 
 def why_unsharded(first: FirstStep, units: Sequence[str]) -> str | None:
@@ -277,6 +282,16 @@ def _told(module: nn.Module) -> Iterator[None]:
         torch.autograd.grad = original
         for hook in hooks:
             hook.remove()
+
+
+#: The rehearsal of an optimizer on small parameters.
+_OPTIMIZERS = Engine(
+    steps=partial(_steps, (), False),
+    where="steps a shard otherwise",
+    lost="than it steps this part of a whole parameter",
+    sentence=lambda reason: f"can't step shards of parameters ({reason.splitlines()[0]})",
+    traced=lambda conduct: None,
+)
 
 
 def _sentence(module: nn.Module, reason: str) -> str:

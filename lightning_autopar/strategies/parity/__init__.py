@@ -11,4 +11,5 @@ Modules, in reading order:
     check_outcome  what came of a check that a plan needs
     losses         the losses of a step that is tried
     metric_trial   a module's metrics while the parts of a batch are tried
+    optimizer_trial   an optimizer that has shards, or some parameters only, on small ones
 """

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS
 
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
@@ -29,6 +28,7 @@ from lightning_autopar.memory.trace.bare_step import STEPS
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
 from lightning_autopar.strategies.parity.check_outcome import PASSED, Check, failed, not_made
+from lightning_autopar.strategies.parity.optimizer_trial import step_apart
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision
 from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import CannotTry, Script, Trial, recorded_together
 from lightning_autopar.strategies.pipeline.stages.record import record
@@ -316,8 +316,8 @@ def _structure(
             blocks, rows, context = given or list(find_blocks(copy)), first.batch_size, precision.context
             return record(copy, trainer, hook, batch, blocks, rows=rows, context=context, written=written)
 
-    if "training_step" in batches and _lbfgs(module):
-        return refused("LBFGS takes products over all parameters together, and no stage has them all")
+    if "training_step" in batches and (refusal := step_apart(module, trainer).refusal) is not None:
+        return refused(refusal)
     recordings = recorded_together(list(batches), one)
     uncuttable = merged(recordings)
     written = recordings["training_step"].written if "training_step" in recordings else ()
@@ -328,17 +328,6 @@ def _structure(
         notes=(untried_words(why),),
         counted=tuple(sorted(name for name, _ in module.named_buffers() if name in written)),
     )
-
-
-def _lbfgs(module: LightningModule) -> bool:
-    """Whether the optimizer is LBFGS, as far as can be told without a trainer."""
-    if not is_overridden("configure_optimizers", module) or is_overridden("configure_model", module):
-        return False
-    try:
-        return isinstance(module.configure_optimizers(), LBFGS)  # the optimizers of a copy, in a forked child
-    except Exception:  # it may need its trainer, say; the run will show
-        _LOG.debug("the optimizer can't be made", exc_info=True)
-        return False
 
 
 def merged(recordings: Mapping[str, StepRecording]) -> dict[str, str]:
