@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autopar._fork import ChildFailed, read_message, run_forked, unforkable, write_message
@@ -106,6 +106,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotati
             return _nothing, ()
         if type(target) is weakref.ref:
             return (weakref.ref, (target(),)) if target() is not None else (_gone, ())
+        if isinstance(target, nn.Module) and type(target).__new__ is not nn.Module.__new__:  # which may want arguments
+            return object.__new__, (type(target),), target.__getstate__()
         if isinstance(target, Tensor):
             here = target if type(target) is not Tensor or target.device.type in ("cpu", "meta") else target.detach().cpu()
             try:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_autopar import AutoParallelStrategy, NothingFits, _clean_process
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar.strategies.preparation import findings
+from tests.memory.test_pitfalls import Follows
 from tests.strategies.fitted import BLOCKS, Fitted, numbers
 
 UNCLEAN = "this process has used a GPU already"
@@ -109,7 +110,9 @@ def test_a_step_that_shards_would_change_is_refused_all_the_same(unclean: None) 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_a_good_one_is_taken(unclean: None) -> None:
-    strategy = planned(Fitted(), ["fsdp"])
+    module = Fitted()
+    module.follows = Follows(torch.nn.Linear(2, 2))
+    strategy = planned(module, ["fsdp"])
     assert strategy.plan is not None
     assert strategy.plan.engine == "fsdp"
 

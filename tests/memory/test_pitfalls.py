@@ -253,6 +253,27 @@ def test_6_a_fake_copy_reaches_everything_and_copies_no_storage() -> None:
         assert not isinstance(tensor, FakeTensor)
 
 
+class Follows(nn.Module):
+    """A module whose ``__new__`` wants its argument, as ema_pytorch's: copy and pickle call it without."""
+
+    def __new__(cls, net: nn.Module) -> Follows:
+        return super().__new__(cls)
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+
+def test_6_a_class_whose_new_wants_arguments_is_copied() -> None:
+    module = Module(nn.Linear(2, 2))
+    module.follows = Follows(module.net)
+    copied = fake_copy(module, None, None)
+    assert type(copied.follows) is Follows
+    assert copied.follows.net is copied.net
+    assert copied.net is not module.net
+    assert torch.equal(copied.net.weight, module.net.weight)
+
+
 def test_6_modules_are_moved_and_cast_on_fakes() -> None:
     mode, shadow = fake_mode(), ShadowValues()
     copied = fake_copy(Module(GPT()), mode, shadow).net

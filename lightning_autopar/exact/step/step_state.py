@@ -99,7 +99,7 @@ class StepState:
                 self._written.add(index)
         copied = copy_all or self._copies_all
         self._buffers = [
-            (each, _version(each), each.detach().clone() if copied or index in self._written else None)  # type: ignore[union-attr]
+            (each, _version(each), each.detach().clone() if each is not None and (copied or index in self._written) else None)
             for index, each in enumerate(found)
         ]
         self._copies_all = False

@@ -175,7 +175,8 @@ def drawing_nothing() -> Iterator[None]:
 @contextmanager
 def _copied_along(modules: list[nn.Module]) -> Iterator[None]:
     """Copies what ``copy`` would share with the original: generators (for their draws) and functions. A function that ``torch.compile``
-    made from a module's method, or that closes over a module (a hook that uses ``self``), is made anew for the copy.
+    made from a module's method, or that closes over a module (a hook that uses ``self``), is made anew for the copy. Modules whose class
+    has a ``__new__`` with arguments (ema_pytorch's) are copied without it.
     """
     dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
     own = {id(module) for module in modules}
@@ -201,11 +202,21 @@ def _copied_along(modules: list[nn.Module]) -> Iterator[None]:
         made.__dict__.update(value.__dict__)
         return made
 
+    def by_state(value: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        memo[id(value)] = made = object.__new__(type(value))
+        made.__setstate__(copy.deepcopy(value.__getstate__(), memo))
+        return made
+
+    others: set[type] = {
+        type(module) for module in modules if type(module).__new__ is not nn.Module.__new__ and not hasattr(module, "__deepcopy__")
+    }
     dispatch[torch.Generator], dispatch[FunctionType] = generator, function
+    dispatch.update(dict.fromkeys(others, by_state))
     try:
         yield
     finally:
-        del dispatch[torch.Generator]
+        for kind in {torch.Generator, *others}:
+            del dispatch[kind]
         dispatch[FunctionType] = before
 
 

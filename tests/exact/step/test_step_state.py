@@ -54,6 +54,16 @@ def test_everything_is_put_back() -> None:
     assert torch.equal(torch.rand(2, generator=module.generator), drawn[1])
 
 
+def test_a_buffer_without_a_value_may_get_one() -> None:
+    module = Module()
+    module.register_buffer("later", None)
+    state = noted(module)
+    module.later = torch.ones(2)
+    assert state.why_not() is None
+    state.put_back(None, None)
+    assert module.later is None
+
+
 def test_large_buffers_are_copied_only_after_a_step_has_written_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_autopar.exact.step.step_state.COPIED_BYTES", 8)
     module = Module()
