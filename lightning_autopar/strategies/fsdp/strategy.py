@@ -35,6 +35,7 @@ from lightning_autopar._lightning_compat import (
 )
 from lightning_autopar.exact.step.initial_weights import drawn_on, random_states, set_random_states
 from lightning_autopar.exact.step.micro_batches import overridden
+from lightning_autopar.memory.fakes.fakes import is_compiled
 from lightning_autopar.state import checkpoint as whole
 from lightning_autopar.state.pretrained import check_values, shapes_only
 from lightning_autopar.strategies.base.host_optimizers import on_host, why_not
@@ -374,6 +375,12 @@ def shard(
             child.register_forward_hook(_without_views, with_kwargs=True)
             fully_shard(child, **options, reshard_after_forward=reshard_after_forward)
     fully_shard(module, **options)
+    if not any(map(is_compiled, module.modules())):  # torch reads the mark where it compiles, and nowhere else
+        for child in module.modules():
+            # By this mark transformers (5.23, ``is_fsdp_managed_module``) runs a layer that layerdrop skips all the same, as ranks might
+            # draw apart. Ours draw alike, and that layer would draw what one device doesn't.
+            if type(child).__module__.startswith("transformers."):
+                child._is_fsdp_managed_module = False  # type: ignore[assignment]
     for name in _STEPS:
         signature = inspect.signature(getattr(module, name))
         register_fsdp_forward_method(module, name)

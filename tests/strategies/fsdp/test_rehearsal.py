@@ -10,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
@@ -290,3 +293,42 @@ def test_weights_that_go_by_rounding_are_told_from_those_that_do_not() -> None:
         ours = replace(plain, weights={**plain.weights, name: plain.weights[name] + change})
         assert "has other values" in (rehearse._difference(plain, ours, engine, rehearse.Swings()) or "")
         assert (rehearse._difference(plain, ours, engine, swings) is None) == (name == "shift")
+
+
+class Speech(pl.LightningModule):
+    """Wav2Vec2, of whose layers each step skips some at random."""
+
+    def __init__(self, layerdrop: float = 0.5) -> None:
+        super().__init__()
+        config = transformers.Wav2Vec2Config(
+            hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, num_feat_extract_layers=1, conv_dim=(8,),
+            conv_stride=(4,), conv_kernel=(8,), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0,
+            layerdrop=layerdrop,
+        )  # fmt: skip
+        self.model = transformers.Wav2Vec2ForSequenceClassification(config)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Its own loss."""
+        loss: Tensor = self.model(input_values=batch, labels=torch.zeros(len(batch), dtype=torch.long)).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Without moments, so that rounding stays small."""
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Otherwise(Speech):
+    """Draws once more where its parameters are shards."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """After that draw."""
+        if isinstance(self.model, FSDPModule):
+            torch.rand(())
+        return super().training_step(batch, batch_idx)
+
+
+def test_layers_that_are_skipped_at_random_draw_as_on_one_device() -> None:
+    first = FirstBatch(batch=torch.randn(4, 100, generator=torch.Generator().manual_seed(0)), batch_size=4)
+    torch.manual_seed(0)
+    assert rehearse_fsdp(Speech(), None, first, ["model"]).outcome == "passed"
+    assert rehearse_fsdp(Otherwise(), None, first, ["model"]).reason.endswith(": the step draws other random numbers there")
