@@ -380,7 +380,7 @@ def shard(
             # By this mark transformers (5.23, ``is_fsdp_managed_module``) runs a layer that layerdrop skips all the same, as ranks might
             # draw apart. Ours draw alike, and that layer would draw what one device doesn't.
             if type(child).__module__.startswith("transformers."):
-                child._is_fsdp_managed_module = False  # type: ignore[assignment]
+                child._is_fsdp_managed_module = False
     for name in _STEPS:
         signature = inspect.signature(getattr(module, name))
         register_fsdp_forward_method(module, name)
