@@ -11,6 +11,7 @@ if TYPE_CHECKING or chosen() == "lightning.pytorch":
     import lightning.fabric as fabric
     import lightning.pytorch as pl
     from lightning.fabric.accelerators.cuda import num_cuda_devices
+    from lightning.fabric.loggers.logger import _DummyExperiment
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
     from lightning.fabric.plugins.environments.lightning import find_free_network_port
     from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
@@ -74,6 +75,7 @@ else:
     import lightning_fabric as fabric
     import pytorch_lightning as pl
     from lightning_fabric.accelerators.cuda import num_cuda_devices
+    from lightning_fabric.loggers.logger import _DummyExperiment
     from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
     from lightning_fabric.plugins.environments.lightning import find_free_network_port
     from lightning_fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd

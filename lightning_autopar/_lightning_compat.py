@@ -37,6 +37,7 @@ from lightning_autopar._lightning import (
 )
 from lightning_autopar._lightning import _basic_subprocess_cmd as script_command
 from lightning_autopar._lightning import _distributed_is_initialized as distributed_is_initialized
+from lightning_autopar._lightning import _DummyExperiment as DummyExperiment
 from lightning_autopar._lightning import _get_default_process_group_backend_for_device as default_backend
 from lightning_autopar._lightning import _init_dist_connection as init_dist_connection
 from lightning_autopar._lightning import _Launcher as Launcher
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 __all__ = [
+    "DummyExperiment",
     "Launcher",
     "NoLoss",
     "RestartStage",

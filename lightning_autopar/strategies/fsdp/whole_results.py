@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_leaves
+
+from lightning_autopar._lightning_compat import DummyExperiment
 
 _ATEN = torch.ops.aten
 #: Draws into a tensor, whatever it holds.
@@ -27,10 +30,13 @@ _TENSOR = torch.tensor
 def whole_results() -> None:
     """Give these operations the whole tensor's results, in this process, permanently. There is no public registry.
 
-    ``.item()`` and ``float()`` of a sharded tensor become collectives: a single rank that calls them waits for the others. torch 2.13's
-    DTensor dispatches ``_local_scalar_dense`` to the local tensor, and ``torch.tensor([norm, …])``, as Lightning's ``grad_norm`` calls it,
-    doesn't ask it at all. A draw is made whole on each rank, which takes the whole tensor's memory for a moment. torch itself draws shards:
-    on CPUs the same for each, on GPUs with offsets that aren't one device's (``OffsetBasedRNGTracker``).
+    ``.item()``, ``float()``, ``.numpy()`` and ``.tolist()`` of a sharded tensor become collectives: a single rank that calls them waits for
+    the others. torch 2.13's DTensor dispatches ``_local_scalar_dense`` to the local tensor, refuses ``.numpy()``, and
+    ``torch.tensor([norm, …])``, as Lightning's ``grad_norm`` calls it, doesn't ask it at all. What ``logger.experiment`` is given
+    (``add_histogram``) a logger reads on rank 0; on the others Lightning's stand-in for it takes part.
+
+    A draw is made whole on each rank, which takes the whole tensor's memory for a moment. torch itself draws shards: on CPUs the same for
+    each, on GPUs with offsets that aren't one device's (``OffsetBasedRNGTracker``).
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers[_ATEN._local_scalar_dense.default] = _number
@@ -39,6 +45,8 @@ def whole_results() -> None:
     handlers.update(dict.fromkeys(_LIKES, _draw_like))
     if torch.tensor is _TENSOR:
         torch.tensor = _tensor_of  # type: ignore[assignment]
+    DTensor.numpy, DTensor.tolist = _numpy, _list  # type: ignore[assignment, method-assign]
+    DummyExperiment.nop = _nothing_logged  # type: ignore[assignment, method-assign]
 
 
 def part_of(whole: Tensor, shard: DTensor) -> Tensor:
@@ -59,6 +67,28 @@ def _tensor_of(data: Any, **options: Any) -> Tensor:
     if isinstance(data, (list, tuple)):
         data = [each.item() if isinstance(each, DTensor) and not each.ndim else each for each in data]
     return _TENSOR(data, **options)
+
+
+def _whole(shard: DTensor) -> Tensor:
+    """The values of all ranks, in host memory. A shard that was copied to the host is gathered on the mesh's devices all the same."""
+    there: Any = shard.detach().to(shard.device_mesh.device_type)
+    whole: Tensor = there.full_tensor()
+    return whole.cpu()
+
+
+def _numpy(shard: DTensor, **options: Any) -> Any:
+    return _whole(shard).numpy(**options)
+
+
+def _list(shard: DTensor) -> Any:
+    return _whole(shard).tolist()
+
+
+def _nothing_logged(experiment: Any, *args: Any, **options: Any) -> None:
+    """What a call of ``logger.experiment`` does on another rank than 0."""
+    for value in tree_leaves((args, options)):
+        if isinstance(value, DTensor):
+            _whole(value)
 
 
 def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import datetime
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger, rank_zero_experiment
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -23,7 +27,7 @@ from lightning_autopar.strategies.fsdp import whole_parameters
 from lightning_autopar.strategies.fsdp.strategy import shard, unshard
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 from tests.ranks import run_ranks
-from tests.strategies.fitted import BLOCKS, Fitted, assert_same, mlp, numbers, plan, tokens
+from tests.strategies.fitted import BLOCKS, Fitted, assert_same, fit, mlp, numbers, plan, tokens
 
 LAYERS = ("layers.0", "layers.1", "layers.2")
 
@@ -465,6 +469,50 @@ def test_a_number_asked_of_a_shard_is_the_whole_tensors() -> None:
     metrics, expected = ours.trainer.callback_metrics, theirs.trainer.callback_metrics
     assert float(metrics["weights"]) == pytest.approx(float(expected["weights"]), rel=1e-5)
     assert float(metrics["slope"]) == pytest.approx(float(expected["slope"]), rel=1e-5)
+
+
+class Histograms(Fitted):
+    """Gives its gradients to a logger, and keeps what NumPy says of them and of its parameters."""
+
+    def on_fit_start(self) -> None:
+        self.read: list[float] = []
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            self.logger.experiment.add(parameter.grad)  # type: ignore[union-attr]
+            self.read.append(float(np.abs(parameter.grad.numpy()).max()))  # type: ignore[union-attr]
+
+    def on_train_end(self) -> None:
+        self.read += [float(np.abs(parameter.detach().tolist()).sum()) for parameter in self.parameters()]
+
+
+class Reading(DummyLogger):
+    """A logger that reads what it is given, on rank 0."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        return SimpleNamespace(add=self.write)
+
+    def write(self, values: Any) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{np.abs(values.numpy()).sum():.4f}\n")
+
+
+def test_loggers_and_numpy_read_whole_parameters(tmp_path: Path) -> None:
+    read = []
+    for number, under in enumerate((plan("fsdp", shard=BLOCKS), None)):
+        file = tmp_path / str(number)
+        module, _, _ = fit(Histograms, numbers(), under, logger=Reading(file), limit_val_batches=0, max_epochs=1)
+        read.append((module.read, [float(line) for line in file.read_text().split()]))
+    (ours, our_lines), (theirs, their_lines) = read
+    assert len(their_lines) == 4 * len(list(Fitted().parameters()))
+    assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    assert our_lines == pytest.approx(their_lines, abs=2e-4)
 
 
 def _found_by_fully_shard(rank: int, world_size: int) -> tuple[int, int]:
