@@ -7,7 +7,6 @@ why there is a generation.
 from __future__ import annotations
 
 import contextvars
-import ctypes
 import os
 import pickle
 import signal
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 
-from lightning_autopar._fork import begin_child
+from lightning_autopar._fork import begin_child, die_with
 from lightning_autopar._lightning import rank_zero_only
 from lightning_autopar._lightning_compat import (
     SIGTERMException,
@@ -280,12 +279,3 @@ def _report(error: BaseException, rank: int, job: WorkerJob, pipe: connection.Co
     with suppress(OSError):  # the parent may be gone
         (job.folder / f"error{rank}.pkl").write_bytes(pickle.dumps(Failure.of(error)))
         pipe.send("error")
-
-
-def die_with(parent_pid: int) -> None:
-    """Ask Linux to kill this process when its parent dies, for whatever reason; elsewhere the closed pipe tells it too late."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent_pid:
-            os._exit(1)
