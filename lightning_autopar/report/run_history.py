@@ -235,8 +235,6 @@ def mark_lines(marks: Sequence[RunMark]) -> list[str]:
     return lines
 
 
-__all__ = ["run_fragment", "run_page", "run_picture"]
-
 _LOSS_PIXELS, _MEMORY_PIXELS, _PLAN_PIXELS, _LEVEL_PIXELS = 150, 46, 34, 15
 _MOST_DEVICES, _MOST_MARKS = 16, 200
 #: The width of the grid on which paths are drawn, which is stretched to the available width.

@@ -154,7 +154,8 @@ class Waiting(Generic[D]):
             status = until_the_turn.enter_context(console.status("waiting")) if console.is_terminal else None
             while True:
                 if (found := self.look()) is not None:
-                    self._say_started(found)
+                    title = found.run_plan.plan.title()
+                    rank_zero_info(f"autopar: after {format_seconds(self._waited())} it is this run's turn: {title}")
                     return found
                 left = self._begun + self._wait_seconds - time.monotonic()
                 if left <= 0:
@@ -365,9 +366,6 @@ class Waiting(Generic[D]):
             )
         for request in self._shown.requests():
             self._shown.answer(request, "the run waits for its turn and has nothing to give; cancel it, or let it wait")
-
-    def _say_started(self, decision: D) -> None:
-        rank_zero_info(f"autopar: after {format_seconds(self._waited())} it is this run's turn: {decision.run_plan.plan.title()}")
 
 
 @contextmanager

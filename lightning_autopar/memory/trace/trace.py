@@ -33,7 +33,7 @@ from lightning_autopar.memory.tape import Kind, Tape
 from lightning_autopar.memory.trace.bare_step import BareStep, announced
 from lightning_autopar.memory.trace.blocks import BlockWatcher, CallCounter, batch_norms, find_blocks, find_layers, tied_groups
 from lightning_autopar.memory.trace.extras import fill_history, held_by_callbacks, in_attributes, keep_searching
-from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch_size_of, first_batch, tensors_of
+from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch_size_of, tensors_of
 from lightning_autopar.memory.trace.guess import guess
 from lightning_autopar.memory.trace.layers import forward_bytes, layers
 from lightning_autopar.memory.trace.parameter_use import ConductWatch
@@ -81,8 +81,6 @@ def precision_of(setting: str | int | None) -> Precision:
         raise ValueError(f"unknown precision {setting!r}; use one of {', '.join(_PRECISIONS)}")
     return _PRECISIONS[name]
 
-
-__all__ = ["FirstBatch", "first_batch", "trace"]
 
 log = logging.getLogger(__name__)
 

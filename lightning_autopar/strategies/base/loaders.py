@@ -88,13 +88,9 @@ def interleaved(values: list[Any]) -> Any:
     first = values[0]
     if first is None:
         return None
-    if first and isinstance(first[0], list) and _several_loaders(values):
+    if first and isinstance(first[0], list) and all(isinstance(part, list) for value in values for part in value):
         return [interleaved(list(parts)) for parts in zip(*values, strict=True)]
     merged: list[Any] = []
     for index in range(max(len(value) for value in values)):
         merged.extend(value[index] for value in values if index < len(value))
     return [prediction for prediction in merged if not isinstance(prediction, Dropped)]
-
-
-def _several_loaders(values: list[Any]) -> bool:
-    return all(isinstance(part, list) for value in values for part in value)

@@ -200,7 +200,8 @@ class Agent(RunState):
         rendezvous = SnapshotRendezvous(decision.run_plan.plan.world_size)
         elastic = GenerationFiles(rendezvous=rendezvous, begin=get_context("fork").Event(), folder=folder)
         job = replace(job, elastic=elastic)
-        rendezvous.final = self._failures_in_a_row() >= self._moving.failures - 1 or (self._saver.latest is None and not self._failures)
+        in_a_row = max(self._failures.values(), default=0)
+        rendezvous.final = in_a_row >= self._moving.failures - 1 or (self._saver.latest is None and not self._failures)
         return RunningGeneration(generation=Generation(job), elastic=elastic, job=job, decision=decision)
 
     def _begin(self, decision: Decision, reason: str, running: RunningGeneration | None = None) -> RunningGeneration:
@@ -411,9 +412,6 @@ class Agent(RunState):
             # Nobody else can lift limits that the run set itself: it would stay parked for ever.
             self._avoided.lift()
             return None
-
-    def _failures_in_a_row(self) -> int:
-        return max(self._failures.values(), default=0)
 
     def _recover(self, running: RunningGeneration, outcome: Outcome) -> Outcome | None:
         """Go on after a failure; returns the outcome if the run is over."""

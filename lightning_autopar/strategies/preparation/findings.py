@@ -32,9 +32,9 @@ from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory import scaling
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, fresh, tensors_of
+from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, first_batch, fresh, tensors_of
 from lightning_autopar.memory.trace.guess import guess
-from lightning_autopar.memory.trace.trace import first_batch, trace
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
