@@ -59,16 +59,13 @@ def host_cores(*, root: Path = _ROOT, available: int | None = None) -> int:
     return max(1, min([available, *quotas]))
 
 
-def thread_times(*, root: Path = _ROOT) -> dict[str, tuple[int, int]] | None:
+def thread_times() -> dict[str, tuple[int, int]] | None:
     """For each of this process's threads, the nanoseconds that it ran on a core, and those that it was ready to run and had none.
 
     None where the kernel doesn't count them (``CONFIG_SCHED_INFO``).
-
-    Args:
-        root: where ``/proc`` is.
     """
     found: dict[str, tuple[int, int]] = {}
-    for folder in (root / "proc" / "self" / "task").glob("*"):
+    for folder in (_ROOT / "proc" / "self" / "task").glob("*"):
         numbers = (_text(folder / "schedstat") or "").split()  # a thread may have ended
         if len(numbers) == 3:
             found[folder.name] = int(numbers[0]), int(numbers[1])

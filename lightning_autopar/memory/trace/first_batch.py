@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy
 import torch
@@ -21,11 +21,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_autopar._lightning import CombinedLoader
+from lightning_autopar._lightning import CombinedLoader, LightningModule, Trainer
 from lightning_autopar._lightning_compat import TrainerFn, combined_mode, loader_source, loaders_apart, transfer_batch
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 log = logging.getLogger(__name__)
 

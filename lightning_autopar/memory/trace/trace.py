@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from lightning_autopar._lightning import LightningModule
+from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.fakes.fakes import UNCOMPILED, as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
@@ -39,9 +39,6 @@ from lightning_autopar.memory.trace.layers import forward_bytes, layers
 from lightning_autopar.memory.trace.parameter_use import ConductWatch
 from lightning_autopar.memory.trace.tracker import MemoryTracker, Phase
 from lightning_autopar.memory.workspace import Target
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)

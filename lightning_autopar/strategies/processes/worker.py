@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 
 from lightning_autopar._fork import begin_child, die_with
-from lightning_autopar._lightning import rank_zero_only
+from lightning_autopar._lightning import Trainer, rank_zero_only
 from lightning_autopar._lightning_compat import (
     SIGTERMException,
     TunerExit,
@@ -50,9 +50,6 @@ from lightning_autopar.strategies.processes.handover import back_to_script as ha
 from lightning_autopar.strategies.processes.protocol import GenerationFiles, ShortageRendezvous, StopRendezvous
 from lightning_autopar.strategies.processes.shortage import LeavingBoundary
 from lightning_autopar.strategies.processes.whereabouts import tell_when_asked
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 #: How long leaving the process group may take: NCCL may wait for work of a rank that is gone.
 _ABORT_SECONDS = 10.0

@@ -11,20 +11,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torchmetrics import Metric
 
+from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.logs.log_rules import Logged
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
 
 #: Relative difference up to which numbers count as equal.
 EQUAL = 1e-6
