@@ -169,7 +169,7 @@ def _be_child(parent: int, writer: int, gpus: bool, function: Callable[..., Any]
     """The child's whole life; never returns into the parent's stack."""
     code = 1
     try:
-        _die_with(parent)
+        die_with(parent)
         _forget_handlers()
         _print_nothing()
         begin_child(gpus=gpus)
@@ -206,12 +206,11 @@ def _answer(writer: int, function: Callable[..., Any], args: tuple[Any, ...]) ->
         return  # the parent has stopped waiting
 
 
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux); leave at once if the parent has ended already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends; leave at once if the parent has ended already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _forget_handlers() -> None:

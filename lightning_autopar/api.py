@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning_autopar._fork import run_forked
+from lightning_autopar._lightning import LightningModule
 from lightning_autopar._root import check
 from lightning_autopar.constraints import Constraints, check_allow, check_memory_limit
 from lightning_autopar.devices.discover import probe
@@ -21,9 +22,6 @@ from lightning_autopar.planning.refusals import missing_packages
 from lightning_autopar.plans import Plan, offered_engines
 from lightning_autopar.report.report import Report
 from lightning_autopar.strategies.calibration.calibration import calibrated
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
 
 _TRACE_SECONDS = 600.0
 

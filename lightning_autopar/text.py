@@ -99,6 +99,14 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 60:.3g} min"
 
 
+def format_length(seconds: float) -> str:
+    """``5400`` → ``"90 min"``; no fractions."""
+    for least, unit_seconds, unit in ((48 * 3600, 86400, "d"), (7200, 3600, "h"), (120, 60, "min")):
+        if seconds >= least:
+            return f"{seconds / unit_seconds:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 #: Control and format characters (escape sequences, changes of direction), halves of characters, and ends of lines.
 _UNFIT = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 #: What stands for each of these.

@@ -23,7 +23,7 @@ gc.disable()  # until all is collected: what is imported stays, and looking thro
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests.later import COLLECTED, left_to_later  # noqa: E402
+from tests.later import left_to_later, wrong_entries  # noqa: E402
 from tests.nullgpu.plugin import pytest_report_teststatus, pytest_runtest_setup  # noqa: E402, F401
 
 torch.set_num_threads(1)
@@ -59,7 +59,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = [(item, *item.nodeid.removesuffix("]").partition("[")[::2]) for item in items]
-    config.stash[COLLECTED] = [(function, case) for _, function, case in named]
+    options = config.option
+    chosen = options.keyword or options.markexpr or any("::" in name for name in config.args)  # then it hasn't its files whole
+    if not chosen and (wrong := wrong_entries((function, case) for _, function, case in named)):
+        raise pytest.UsageError(f"tests/later.md names cases that aren't there, or leaves nothing out: {', '.join(wrong)}")
     for item, function, case in named:
         if left_to_later(function, case):
             item.add_marker(pytest.mark.slow)

@@ -7,10 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
-#: What a run has collected before it leaves anything out: each test's name and case.
-COLLECTED = pytest.StashKey[list[tuple[str, str]]]()
 _CELL, _ALTERNATIVE = re.compile(r"(?<!\\)\|"), re.compile(r"\|(?![^(]*\))")
 
 
@@ -41,7 +37,9 @@ def left_to_later(test: str, case: str) -> bool:
 
 
 def wrong_entries(collected: Iterable[tuple[str, str]]) -> list[str]:
-    """Of tests that were collected with all of their cases, the entries that leave nothing out or name a case that isn't there."""
+    """Of tests that were collected with all of their cases, the entries that leave nothing out or name a case that isn't there.
+    ``tests/conftest.py`` asks for them in each part of `make test`, which collects some of the files.
+    """
     found: dict[str, list[str]] = {}
     for test, case in collected:
         if test in LATER:

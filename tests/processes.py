@@ -170,3 +170,17 @@ def _be_torchrun(*arguments: str) -> None:
 
     run.elastic_launch = launch
     run.main(list(arguments))
+
+
+def ended(process: subprocess.Popen[str] | ForkedScript, seconds: float = 200) -> tuple[int, str]:
+    """Wait for it; one that hangs is ended, with all that it started."""
+    process_itself = psutil.Process(process.pid)
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        for member in [*process_itself.children(recursive=True), process_itself]:
+            member.kill()
+        output, _ = process.communicate()
+        raise AssertionError(f"no end after {seconds:g} s\n{output}") from None
+    assert process.returncode is not None
+    return process.returncode, output

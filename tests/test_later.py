@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
-from tests.later import COLLECTED, LATER, left_to_later, wrong_entries
+from tests.later import LATER, left_to_later, wrong_entries
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,14 +27,6 @@ def test_what_is_left_out_is_covered_by_what_is_there() -> None:
         for each in part.covered:
             assert is_there(each), f"{name}: {each} doesn't exist"
             assert each not in LATER or LATER[each].cases, f"{name}: {each} is left out itself"
-
-
-def test_a_case_that_is_gone_is_an_error(request: pytest.FixtureRequest) -> None:
-    """Of the files that this run has whole."""
-    config = request.config
-    if config.option.keyword or config.option.markexpr or any("::" in name for name in config.args):
-        pytest.skip("a choice of tests says nothing of the others")
-    assert wrong_entries(config.stash[COLLECTED]) == []
 
 
 def test_the_rule() -> None:

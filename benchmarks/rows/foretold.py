@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memory.play_stages import PlayedPipeline
@@ -15,17 +15,18 @@ from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
 from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.planning.memory import predict, replay
-from lightning_autopar.planning.timing import Seconds, step_of
+from lightning_autopar.planning.timing import step_of
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.engine import FSDP
 from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths
+from lightning_autopar.strategies.fsdp.timing import FSDPStep
 from lightning_autopar.strategies.zero.engine import Zero
 from lightning_autopar.strategies.zero.settings import ZeroSettings
 from lightning_autopar.timing.collectives import known_model
 from lightning_autopar.timing.data_sheet import DataSheet
 from lightning_autopar.timing.rank import RankWork
-from lightning_autopar.timing.rates import Phase
-from lightning_autopar.timing.step import AS_STORED, Wire
+from lightning_autopar.timing.rates import Phase, Rates
+from lightning_autopar.timing.step import Seconds, Step
 from rows.kept_gradients import played
 from rows.planned import Layout
 from rows.question import Question
@@ -128,10 +129,24 @@ def foresee_bytes(footprint: Footprint, asked: Question, laid: Layout, inventory
     return fullest, plan
 
 
-def _engine(plan: Plan, widths: Widths | None = None, wire: Wire = AS_STORED, zero: ZeroSettings | None = None) -> engines.Engine:
+@dataclass(frozen=True)
+class _CastFSDP(FSDP):
+    """FSDP with a ``MixedPrecisionPolicy``: parameters are gathered in 16 bits, gradients are reduced in ``reduce_bytes`` an element."""
+
+    reduce_bytes: int | None = None
+
+    def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
+        made = FSDPStep(footprint, plan, inventory, precision, rates)
+        if self.reduce_bytes is not None:
+            stored = footprint.parameter_bytes / footprint.parameters
+            made.parameter_scale, made.gradient_scale = 2 / stored, self.reduce_bytes / stored
+        return made
+
+
+def _engine(plan: Plan, widths: Widths = AS_TRACED, reduce_bytes: int | None = None, zero: ZeroSettings | None = None) -> engines.Engine:
     """What runs a row's plan, with the settings that others have chosen."""
     if plan.engine == "fsdp":
-        return FSDP(widths or AS_TRACED, wire)
+        return _CastFSDP(widths, reduce_bytes)
     if plan.engine == "pipeline":
         return PlayedPipeline()
     return Zero(zero or ZeroSettings()) if plan.engine == "zero" else engines.of(plan)
@@ -267,10 +282,10 @@ def foresee_seconds(footprint: Footprint, asked: Question, laid: Layout, plan: P
         footprint = replace(footprint, optimizer_work=(Work(kind="pointwise", name="_fused_adamw_", dtype="fp32"),))
     if laid.narrow:
         footprint = _narrow(footprint, laid.narrow)
-    wire = Wire(parameter_bytes=2, gradient_bytes=laid.reduce_bytes) if asked.wide_storage and laid.engine == "fsdp" else AS_STORED
+    reduced = laid.reduce_bytes if asked.wide_storage and laid.engine == "fsdp" else None
     # Adam's pass is bound by memory: 28 bytes an element in fp32, half of that where parameters and states are of 16 bits.
     rates = HostRates(laid.slow_host * (0.5 if asked.optimizer == "cpu kernel same" else 1.0), laid.slow_python)
-    step = step_of(footprint, plan, inventory, precision=asked.precision, rates=rates, engine=_engine(plan, wire=wire))
+    step = step_of(footprint, plan, inventory, precision=asked.precision, rates=rates, engine=_engine(plan, reduce_bytes=reduced))
     seconds = step.seconds()
     if laid.waits and plan.engine != "pipeline":
         seconds = replace(seconds, overhead=max(seconds.overhead, _waiting(step.run(0), footprint, laid, plan, rates, seconds)))

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from lightning_autopar.timing.curves import Calibration
-
-
 #: The smallest dimension of the matrices whose rate is shown: the widest that was measured.
 _SMALLEST = 512
 _LARGE_BYTES = 1 << 20

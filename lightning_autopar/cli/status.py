@@ -24,7 +24,7 @@ from lightning_autopar.sharing.runs.folders import user_name
 from lightning_autopar.sharing.runs.leftovers import Leftover, leftovers
 from lightning_autopar.sharing.runs.requests import everyones_runs, is_here
 from lightning_autopar.sharing.runs.status import RunStatus
-from lightning_autopar.text import format_bytes, format_seconds, printable
+from lightning_autopar.text import format_bytes, format_length, format_seconds, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -132,7 +132,9 @@ def show_status(*, as_json: bool, watch_seconds: float | None) -> int:
         if watch_seconds is None:
             _show_once(as_json=as_json)
         elif as_json:
-            _watch_json(watch_seconds)
+            while True:
+                print(json.dumps(look().to_dict()), flush=True)
+                time.sleep(watch_seconds)
         else:
             _watch_page(watch_seconds)
         sys.stdout.flush()
@@ -150,12 +152,6 @@ def _show_once(*, as_json: bool) -> None:
     else:
         console = _console()
         console.print(_page(look(), console))
-
-
-def _watch_json(seconds: float) -> None:
-    while True:
-        print(json.dumps(look().to_dict()), flush=True)
-        time.sleep(seconds)
 
 
 def _watch_page(seconds: float) -> None:
@@ -329,8 +325,4 @@ def short_device(device: str) -> str:
 
 
 def _ago(seconds: float) -> str:
-    """``5400`` → ``"90 min"``."""
-    for least, unit_seconds, unit in ((48 * 3600, 86400, "d"), (7200, 3600, "h"), (120, 60, "min"), (1, 1, "s")):
-        if seconds >= least:
-            return f"{seconds / unit_seconds:.0f} {unit}"
-    return "now"
+    return "now" if seconds < 1 else format_length(seconds)

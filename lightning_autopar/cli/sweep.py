@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_autopar.cli.arguments import add_devices
 from lightning_autopar.cli.spinner import progress
+from lightning_autopar.text import format_length
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -95,7 +96,8 @@ def sweep_scripts(options: argparse.Namespace) -> int:
                 if run.word in ("failed", "done before"):
                     tell(f"{run.name}: {run.reason or 'done before'}")
             if first.placed:
-                tell(f"{len(first.placed)} runs on {len(devices)} devices: {_length(first.makespan_seconds)} expected{_unknown(runs)}")
+                expected = format_length(first.makespan_seconds)
+                tell(f"{len(first.placed)} runs on {len(devices)} devices: {expected} expected{_unknown(runs)}")
             controller.run()
         _print_result(controller, folder)
         _write(options.result, sweep, runs, first, controller)
@@ -163,9 +165,9 @@ def _progress(controller: Controller) -> Table:
     order = {"running": 0, "waiting": 1}
     open_runs = sorted((run for run in controller.runs if run.word in order), key=lambda run: order[run.word])
     over = len(controller.runs) - len(open_runs)
-    left = "" if controller.ends_in_seconds is None else f", {_length(controller.ends_in_seconds)} to go"
+    left = "" if controller.ends_in_seconds is None else f", {format_length(controller.ends_in_seconds)} to go"
     table = Table(
-        box=None, pad_edge=False, title=f"{over} of {len(controller.runs)} over, {_length(controller.elapsed_seconds)} so far{left}"
+        box=None, pad_edge=False, title=f"{over} of {len(controller.runs)} over, {format_length(controller.elapsed_seconds)} so far{left}"
     )
     for title in ("run", "state", "plan", "devices", "step", "s", "expected s"):
         table.add_column(title, justify="right" if title in ("step", "s", "expected s") else "left", no_wrap=True)
@@ -197,7 +199,7 @@ def _print_result(controller: Controller, folder: SweepFolder) -> None:
         if run.word == "failed":
             console.print(Text(f"{run.name}: {run.reason}"))
     over = sum(run.word in ("done", "done before") for run in controller.runs)
-    console.print(f"{over} of {len(controller.runs)} runs are done, after {_length(controller.elapsed_seconds)}")
+    console.print(f"{over} of {len(controller.runs)} runs are done, after {format_length(controller.elapsed_seconds)}")
 
 
 def _print_schedule(runs: Sequence[SweepRun], first: Schedule, devices: Sequence[SweepDevice]) -> None:
@@ -216,7 +218,7 @@ def _print_schedule(runs: Sequence[SweepRun], first: Schedule, devices: Sequence
         if run.word in ("failed", "done before"):
             console.print(Text(f"{run.name}: {run.reason or 'done before'}"))
     if first.placed:
-        expected = f"{_length(first.makespan_seconds)} expected, without validation"
+        expected = f"{format_length(first.makespan_seconds)} expected, without validation"
         console.print(Text(f"{len(first.placed)} runs on {len(devices)} devices: {expected}{_unknown(runs)}"))
 
 
@@ -228,14 +230,6 @@ def _unknown(runs: Sequence[SweepRun]) -> str:
 
 def _predicted(run: SweepRun) -> str:
     return "" if run.predicted_seconds is None or not run.known else f"{run.predicted_seconds:.1f}"
-
-
-def _length(seconds: float) -> str:
-    """``5400`` → ``"90 min"``."""
-    for least, unit_seconds, unit in ((48 * 3600, 86400, "d"), (7200, 3600, "h"), (120, 60, "min")):
-        if seconds >= least:
-            return f"{seconds / unit_seconds:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _short(path: Path) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,19 +29,15 @@ _last: dict[str, frozenset[str]] = {}
 _told: set[str] = set()
 
 
-def with_allowed(inventory: Inventory, environment: Mapping[str, str] | None = None) -> Inventory:
+def with_allowed(inventory: Inventory) -> Inventory:
     """The inventory without the devices that this process may not use. Devices that can only be planned for aren't checked. After the file
     was valid once, it may be missing, malformed or name no device that is here: then its last valid contents count, with one warning, or no
     device is left.
 
-    Args:
-        inventory: of all devices.
-        environment: where the variable is looked up; by default this process's.
-
     Raises:
         ValueError: if the file can't be read, or names no device that is here, and was never valid before.
     """
-    path = (os.environ if environment is None else environment).get(ALLOWED_VARIABLE, "").strip()
+    path = os.environ.get(ALLOWED_VARIABLE, "").strip()
     if not path or all(device.kind == "catalogue" for device in inventory.devices):
         return inventory
     before = path in _last

@@ -54,21 +54,18 @@ def host_cores(*, root: Path = _ROOT, available: int | None = None) -> int:
         available: number of cores that the scheduler allows; by default what the system says.
     """
     if available is None:
-        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        available = len(os.sched_getaffinity(0))
     quotas = [int(cores) for cores in _cpu_quotas(root)]
     return max(1, min([available, *quotas]))
 
 
-def thread_times(*, root: Path = _ROOT) -> dict[str, tuple[int, int]] | None:
+def thread_times() -> dict[str, tuple[int, int]] | None:
     """For each of this process's threads, the nanoseconds that it ran on a core, and those that it was ready to run and had none.
 
     None where the kernel doesn't count them (``CONFIG_SCHED_INFO``).
-
-    Args:
-        root: where ``/proc`` is.
     """
     found: dict[str, tuple[int, int]] = {}
-    for folder in (root / "proc" / "self" / "task").glob("*"):
+    for folder in (_ROOT / "proc" / "self" / "task").glob("*"):
         numbers = (_text(folder / "schedstat") or "").split()  # a thread may have ended
         if len(numbers) == 3:
             found[folder.name] = int(numbers[0]), int(numbers[1])
@@ -166,8 +163,9 @@ def machine_identity(host_threads: int, *, root: Path = _ROOT) -> tuple[str, ...
         host_threads: cores that this process may use.
         root: where ``/proc`` is; another than ``/`` is for tests.
     """
+    driver = next(iter(_lines(root / "proc" / "driver" / "nvidia" / "version")), "").strip()
     versions = {"torch": _version("torch"), "lightning": _root.version(), "lightning-autopar": _version("lightning-autopar")}
-    return (_processor(root), str(host_threads), *(f"{name} {found}" for name, found in versions.items()), _driver(root))
+    return (_processor(root), str(host_threads), *(f"{name} {found}" for name, found in versions.items()), driver)
 
 
 def machine_key(host_threads: int, *, root: Path = _ROOT) -> str:
@@ -178,11 +176,6 @@ def machine_key(host_threads: int, *, root: Path = _ROOT) -> str:
 def _processor(root: Path) -> str:
     name = next((line.partition(":")[2].strip() for line in _lines(root / "proc" / "cpuinfo") if line.startswith("model name")), "")
     return name or platform.processor() or platform.machine()
-
-
-def _driver(root: Path) -> str:
-    """The version of the GPUs' driver; empty without a driver."""
-    return next(iter(_lines(root / "proc" / "driver" / "nvidia" / "version")), "").strip()
 
 
 def _lines(path: Path) -> list[str]:

@@ -49,16 +49,13 @@ class Neighbour:
         return {"taken": self.taken_bytes, "slowdown": self.slowdown, "gone": self.gone, "error": self.error}
 
 
-def read_neighbours(environment: Mapping[str, str] | None = None) -> dict[str, Neighbour]:
+def read_neighbours() -> dict[str, Neighbour]:
     """The file's neighbours, by device id; empty if the variable isn't set or the file doesn't exist.
-
-    Args:
-        environment: where the variable is looked up; by default this process's.
 
     Raises:
         ValueError: if the file can't be read or isn't valid, with the variable, the file and what is wrong.
     """
-    path = (os.environ if environment is None else environment).get(NEIGHBOURS_VARIABLE, "").strip()
+    path = os.environ.get(NEIGHBOURS_VARIABLE, "").strip()
     if not path:
         return {}
     try:

@@ -10,18 +10,12 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, cast
 
+import numpy
 import torch
 
-try:
-    import numpy
-except ImportError:  # torch runs without it
-    numpy = None  # type: ignore[assignment]
+from lightning_autopar.memory.trace.first_batch import GENERATORS
 
 RngState: TypeAlias = dict[str, Any]
-#: The classes of generator objects.
-GENERATORS: tuple[type, ...] = (torch.Generator, random.Random)
-if numpy is not None:
-    GENERATORS += (numpy.random.Generator, numpy.random.RandomState)
 
 
 def find_generators(places: Iterable[tuple[str, object]]) -> dict[str, Any]:
@@ -47,8 +41,7 @@ def capture(own: Mapping[str, Any], *, cuda: bool = True, kept: bool = True) -> 
         kept: whether the state goes into a checkpoint or is compared; otherwise it can only be restored.
     """
     state: RngState = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if numpy is not None:
-        state["numpy"] = numpy.random.get_state() if kept else numpy.random.get_state(legacy=False)
+    state["numpy"] = numpy.random.get_state() if kept else numpy.random.get_state(legacy=False)
     if cuda and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     for name, generator in own.items():
@@ -64,8 +57,7 @@ def restore(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         elif name == "python":
             random.setstate(value)
         elif name == "numpy":
-            if numpy is not None:
-                numpy.random.set_state(value)
+            numpy.random.set_state(value)
         elif name == "cuda":
             if torch.cuda.is_available():
                 torch.cuda.set_rng_state(value)
@@ -89,10 +81,8 @@ def seeded(seed: int) -> RngState:
     """The states of freshly seeded generators, without touching the process's own."""
     generator = torch.Generator()
     generator.manual_seed(seed)
-    state: RngState = {"torch": generator.get_state(), "python": random.Random(seed).getstate()}
-    if numpy is not None:
-        state["numpy"] = numpy.random.RandomState(seed % 2**32).get_state()
-    return state
+    numpy_state = numpy.random.RandomState(seed % 2**32).get_state()
+    return {"torch": generator.get_state(), "python": random.Random(seed).getstate(), "numpy": numpy_state}
 
 
 class RankSeed:
@@ -133,7 +123,7 @@ def set_generator(generator: Any, value: Any) -> None:
     """Give a generator object a state from :func:`get_generator`."""
     if isinstance(generator, random.Random):
         generator.setstate(value)
-    elif numpy is not None and isinstance(generator, numpy.random.Generator):
+    elif isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = value
     else:
         generator.set_state(value)
@@ -142,11 +132,11 @@ def set_generator(generator: Any, value: Any) -> None:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
-    if numpy is not None and isinstance(one, numpy.ndarray):
+    if isinstance(one, numpy.ndarray):
         return bool(numpy.array_equal(one, other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
-    if isinstance(one, tuple) and any(numpy is not None and isinstance(value, numpy.ndarray) for value in one):
+    if isinstance(one, tuple) and any(isinstance(value, numpy.ndarray) for value in one):
         return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
     return bool(one == other)
 
@@ -155,9 +145,9 @@ def _plain(value: Any) -> Any:
     """Arrays and long tuples of integers become tensors, with a tag that says how to get back."""
     if isinstance(value, torch.Tensor):
         return value.cpu()
-    if numpy is not None and isinstance(value, numpy.ndarray):
+    if isinstance(value, numpy.ndarray):
         return {"array": torch.from_numpy(value.astype(numpy.int64)), "dtype": value.dtype.name}
-    if numpy is not None and isinstance(value, numpy.generic):
+    if isinstance(value, numpy.generic):
         return value.item()
     if isinstance(value, tuple):
         if len(value) > 16:

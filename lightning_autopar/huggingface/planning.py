@@ -21,11 +21,12 @@ from lightning_autopar.huggingface.relaunch import launched_by_others
 from lightning_autopar.huggingface.settings import Batch, Settings
 from lightning_autopar.huggingface.step import Look, look
 from lightning_autopar.memory.allocator.options import options_from_environment
+from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.block_units import recomputable, with_recompute
 from lightning_autopar.planning.device_sets import device_sets, single_sets
-from lightning_autopar.planning.memory import DeviceBytes, predict
+from lightning_autopar.planning.memory import predict
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import micro_batch_refusal, missing_packages, multi_refusal, own_refusal
 from lightning_autopar.planning.timing import device_speeds

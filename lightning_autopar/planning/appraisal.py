@@ -17,14 +17,16 @@ from lightning_autopar.memory.device_bytes import DeviceBytes, HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.step_times import TimeFactors
 from lightning_autopar.memory.scaling import for_rank, scaled
+from lightning_autopar.planning import memory
 from lightning_autopar.planning.candidates import notes_of
 from lightning_autopar.planning.host_memory import host_need
 from lightning_autopar.planning.refusals import cannot_run
-from lightning_autopar.planning.timing import Seconds, predict_seconds
+from lightning_autopar.planning.timing import predict_seconds
 from lightning_autopar.plans import Plan, order_of
 from lightning_autopar.report.report import Candidate, DeviceNeed
 from lightning_autopar.text import format_bytes, format_seconds
 from lightning_autopar.timing.rates import Rates
+from lightning_autopar.timing.step import Seconds
 
 #: By how much a plan must be faster than a simpler one to be taken instead: predictions miss by more than a smaller share from run to run.
 WORTHWHILE = 0.01
@@ -47,13 +49,6 @@ class Predict(Protocol):
 
     def __call__(self, footprint: Footprint, plan: Plan, inventory: Inventory) -> Mapping[str, DeviceNeed]:
         """The prediction."""
-
-
-def _predict_bytes(footprint: Footprint, plan: Plan, inventory: Inventory, *, precision: str) -> Mapping[str, DeviceNeed]:
-    """The default: the prediction of planning/memory."""
-    from lightning_autopar.planning.memory import predict
-
-    return predict(footprint, plan, inventory, precision=precision)
 
 
 class _Bytes(NamedTuple):
@@ -114,7 +109,7 @@ class Appraiser:
         self.inventory = inventory
         self.constraints = constraints
         self.question = Question(footprint=footprint, inventory=inventory, constraints=constraints)
-        self.predict = predict or partial(_predict_bytes, precision=constraints.precision)
+        self.predict = predict or partial(memory.predict, precision=constraints.precision)
         self.rates = rates
         self.device = {device.id: device for device in inventory.devices}
         self.budget = {device.id: constraints.budget_bytes(device) for device in inventory.devices}

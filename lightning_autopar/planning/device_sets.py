@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.inventory import Device, Inventory, Link, busy_share
+from lightning_autopar.devices.inventory import Device, Inventory, busy_share
 
 #: Up to this number, every number of devices is tried.
 _EVERY_SIZE = 32
@@ -206,11 +206,8 @@ def _node_size(devices: Sequence[Device]) -> int:
 
 def _link_ranks(inventory: Inventory, ids: set[str]) -> dict[tuple[str, str], _Rank]:
     """The rank of each known link between these devices; a pair without a known link has the slowest kind."""
-    return {(link.a, link.b): _link_rank(link) for link in inventory.links if link.a in ids and link.b in ids}
-
-
-def _link_rank(link: Link) -> _Rank:
-    return LINKS.index(link.kind), link.bytes_per_second or 0.0
+    found = [link for link in inventory.links if link.a in ids and link.b in ids]
+    return {(link.a, link.b): (LINKS.index(link.kind), link.bytes_per_second or 0.0) for link in found}
 
 
 def _connected(devices: Sequence[Device], rank: Mapping[tuple[str, str], _Rank], threshold: _Rank) -> list[list[Device]]:

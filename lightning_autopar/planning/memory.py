@@ -24,8 +24,6 @@ from lightning_autopar.memory.moments import RNG_STATE_BYTES, Moments, moments_o
 from lightning_autopar.memory.workspace import context_bytes, nccl_bytes, workspace_bytes
 from lightning_autopar.plans import Plan
 
-__all__ = ["DeviceBytes", "host_bytes", "predict", "replay"]
-
 
 def host_bytes(
     footprint: Footprint,

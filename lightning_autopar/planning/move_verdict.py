@@ -20,7 +20,6 @@ from functools import partial
 from typing import Literal
 
 from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.changes import DeviceEvent, device_events, usable
 from lightning_autopar.devices.inventory import Inventory, device_label
 from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.planning.appraisal import Appraiser
@@ -109,24 +108,6 @@ def pace_of(
             known *= learned(best) / predicted(best) * predicted(current) / learned(current)
     return TimeScale(now=now, then=predicted(best) * known, factor=factor)
 
-
-__all__ = [
-    "DeviceEvent",
-    "MoveHistory",
-    "Rules",
-    "TimeScale",
-    "Verdict",
-    "decide_move",
-    "decide_resume",
-    "device_events",
-    "fits",
-    "must_leave",
-    "pace_of",
-    "plan_kind",
-    "raw_batch_seconds",
-    "same_plan",
-    "usable",
-]
 
 #: The longest that a run that went back and forth waits before it moves of its own accord, or resumes.
 LONGEST_WAIT_SECONDS, LONGEST_PARKED_SECONDS = 3600.0, 600.0

@@ -122,9 +122,6 @@ def _next(candidate: Candidate) -> str:
     return f"{candidate.plan.title()} with {format_seconds(candidate.step_seconds)}"
 
 
-__all__ = ["Predict", "best_candidate", "make_report"]
-
-
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """While open, Python doesn't collect cycles. A search makes hundreds of thousands of small objects, none in a cycle. They would start

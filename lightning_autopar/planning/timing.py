@@ -15,13 +15,10 @@ from lightning_autopar.engines import Engine
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Plan
-from lightning_autopar.timing.collectives import group_bandwidth, pair_bandwidths
 from lightning_autopar.timing.data_sheet import DATA_SHEET
 from lightning_autopar.timing.rates import Phase, Rates, slowed
 from lightning_autopar.timing.roofline import computing_dtype, layout_of, part_load
 from lightning_autopar.timing.step import Seconds, Step
-
-__all__ = ["Seconds", "device_speed", "group_bandwidth", "idle_share", "pair_bandwidths", "predict_seconds", "step_of"]
 
 #: A matrix product that every device computes well, to compare devices.
 _LARGE = 4096

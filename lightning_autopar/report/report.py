@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from lightning_autopar.devices.inventory import Inventory, device_label, devices_label
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.device_bytes import HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.corrections import Corrections
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from lightning_autopar.report.page.svg_file import Picture
-
-__all__ = ["Advice", "Candidate", "DeviceNeed", "NothingFits", "Report", "Seconds", "device_label", "devices_label"]
 
 #: Where the text isn't for a terminal, whose width it takes.
 _WIDTH, _LEAST_WIDTH = 110, 60

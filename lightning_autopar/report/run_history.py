@@ -10,17 +10,13 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_autopar.report.page.drawing import Figure, Row, axis
 from lightning_autopar.report.page.markup import Html, element, fragment, page, rect, share, text
 from lightning_autopar.report.page.style import PLANS
 from lightning_autopar.report.page.svg_file import Picture, picture_of
 from lightning_autopar.text import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from lightning_autopar.report.page.svg_file import Picture
-
 
 #: The most marks and losses that can be read; further marks are only counted.
 MOST_WORDS, _MOST_POINTS = 14, 4000
@@ -234,8 +230,6 @@ def mark_lines(marks: Sequence[RunMark]) -> list[str]:
         lines.append(f"and {len(marks) - MOST_WORDS} more")
     return lines
 
-
-__all__ = ["run_fragment", "run_page", "run_picture"]
 
 _LOSS_PIXELS, _MEMORY_PIXELS, _PLAN_PIXELS, _LEVEL_PIXELS = 150, 46, 34, 15
 _MOST_DEVICES, _MOST_MARKS = 16, 200

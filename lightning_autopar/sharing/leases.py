@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar.devices.inventory import Inventory
@@ -28,12 +28,9 @@ from lightning_autopar.sharing.ledger import (
     room_bytes,
     without_leased,
 )
-from lightning_autopar.sharing.queue import PlaceFile, live_places
+from lightning_autopar.sharing.queue import Place, PlaceFile, live_places
 from lightning_autopar.sharing.runs.folders import user_name
 from lightning_autopar.text import format_bytes, printable
-
-if TYPE_CHECKING:
-    from lightning_autopar.sharing.queue import Place
 
 _Answer = TypeVar("_Answer")
 

@@ -203,7 +203,8 @@ def reserve(
     Raises:
         ValueError: as :func:`quantum_seconds`.
     """
-    made = _with_room(plan, inventory, leases, ahead, now_ns, may_ask(leases, priority, now_ns, _quantum(quantum), refused))
+    quantum = quantum_seconds() if quantum is None else quantum
+    made = _with_room(plan, inventory, leases, ahead, now_ns, may_ask(leases, priority, now_ns, quantum, refused))
     if made is not None:
         return made
     times = moments(leases, ahead, now_ns)
@@ -270,10 +271,6 @@ def _with_room(
 
 def _names(leases: Iterable[Lease]) -> tuple[str, ...]:
     return tuple(sorted(lease.name for lease in leases))
-
-
-def _quantum(seconds: float | None) -> float:
-    return quantum_seconds() if seconds is None else seconds
 
 
 def may_ask(leases: Iterable[Lease], priority: int, now_ns: int, quantum: float, refused: Collection[str] = ()) -> list[Lease]:

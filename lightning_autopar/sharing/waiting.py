@@ -15,26 +15,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 
 from lightning_autopar._lightning import rank_zero_info
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.report.report import NothingFits
-from lightning_autopar.sharing.leases import words
+from lightning_autopar.sharing.lease_files import Lease
+from lightning_autopar.sharing.leases import Leases, words
 from lightning_autopar.sharing.ledger import LEDGER_VARIABLE, is_leased
+from lightning_autopar.sharing.queue import Place, PlaceFile
 from lightning_autopar.sharing.reservation import Asking, Need, Reservation, ahead, idle, left_for_later, may_ask, quantum_seconds, reserve
-from lightning_autopar.sharing.runs.display import Decided
+from lightning_autopar.sharing.runs.display import Decided, RunDisplay
 from lightning_autopar.sharing.runs.folders import user_name
 from lightning_autopar.text import format_bytes, format_seconds, printable
-
-if TYPE_CHECKING:
-    from lightning_autopar.devices.inventory import Inventory
-    from lightning_autopar.sharing.lease_files import Lease
-    from lightning_autopar.sharing.leases import Leases
-    from lightning_autopar.sharing.queue import Place, PlaceFile
-    from lightning_autopar.sharing.runs.display import RunDisplay
 
 #: The type of the decision that planning makes for a run.
 D = TypeVar("D", bound=Decided)
@@ -154,7 +150,8 @@ class Waiting(Generic[D]):
             status = until_the_turn.enter_context(console.status("waiting")) if console.is_terminal else None
             while True:
                 if (found := self.look()) is not None:
-                    self._say_started(found)
+                    title = found.run_plan.plan.title()
+                    rank_zero_info(f"autopar: after {format_seconds(self._waited())} it is this run's turn: {title}")
                     return found
                 left = self._begun + self._wait_seconds - time.monotonic()
                 if left <= 0:
@@ -365,9 +362,6 @@ class Waiting(Generic[D]):
             )
         for request in self._shown.requests():
             self._shown.answer(request, "the run waits for its turn and has nothing to give; cancel it, or let it wait")
-
-    def _say_started(self, decision: D) -> None:
-        rank_zero_info(f"autopar: after {format_seconds(self._waited())} it is this run's turn: {decision.run_plan.plan.title()}")
 
 
 @contextmanager

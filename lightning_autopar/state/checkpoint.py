@@ -163,8 +163,8 @@ def like(whole: Tensor, target: Tensor) -> Tensor:
         return whole
     if whole.shape != target.shape:
         return whole  # load_state_dict reports it
-    # Local parts are cut on the CPU first: the whole tensor never lies on the device.
-    local = distribute_tensor(whole, _cpu_mesh(target), target.placements, src_data_rank=None).to_local()
+    # Local parts are cut on the CPU first: the whole tensor never lies on the device. Cutting without a source rank doesn't communicate.
+    local = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None).to_local()
     return DTensor.from_local(
         local.to(target.to_local().device),
         target.device_mesh,
@@ -173,11 +173,6 @@ def like(whole: Tensor, target: Tensor) -> Tensor:
         shape=target.shape,
         stride=target.stride(),
     )
-
-
-def _cpu_mesh(target: DTensor) -> Any:
-    """The mesh for cutting; the tensor's own works, since cutting without a source rank doesn't communicate."""
-    return target.device_mesh
 
 
 class OneFile(Strategy):

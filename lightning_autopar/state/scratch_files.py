@@ -67,7 +67,7 @@ class ScratchFile:
             # Without blocks of its own, a page that finds the disk full would end the process by SIGBUS.
             os.posix_fallocate(self._file.fileno(), start, length)
             mapping = mmap.mmap(self._file.fileno(), length, offset=start)
-        except (OSError, AttributeError):  # macOS has no such call
+        except OSError:
             return torch.empty(shape, dtype=dtype), None
         self._end += length
         _mappings.add(mapping)

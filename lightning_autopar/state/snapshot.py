@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_autopar._lightning import Trainer
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.state import placed
 from lightning_autopar.state.fragments import FlatPart, Fragment
 from lightning_autopar.state.snapshot_files import PlainReader, PlainWriter
 from lightning_autopar.state.snapshot_folder import REST, SPARE
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _TENSORS = "tensors"
 #: The key, in Lightning's dictionary, of the optimizers' values that aren't tensors.

@@ -19,7 +19,7 @@ import torch
 
 from lightning_autopar import _root, engines
 from lightning_autopar._fork import unforkable
-from lightning_autopar._lightning import ParallelStrategy, rank_zero_info, rank_zero_warn
+from lightning_autopar._lightning import ParallelStrategy, Trainer, rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import (
     Launcher,
     TrainerFn,
@@ -58,8 +58,6 @@ from lightning_autopar.strategies.processes.worker_generation import Outcome, ru
 from lightning_autopar.strategies.smaller_plans import SmallerPlans
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
     from lightning_autopar.devices.inventory import Inventory
     from lightning_autopar.strategies.base.run_host import RunHost
 

@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_autopar._lightning import Trainer
 from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.devices.host import host_memory
 from lightning_autopar.report.report import NothingFits
@@ -33,8 +34,6 @@ from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_generation import Outcome
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
     from lightning_autopar.strategies.base.run_host import RunHost
 
 

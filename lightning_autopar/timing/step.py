@@ -1,7 +1,7 @@
 """One step of a plan: the ranks' own work by class of rank, and their communication. An engine's own step overrides what it does otherwise.
 It finds no plans, and knows no engine.
 
-What a prediction of time says: seconds by part; and as what a plan's bytes are sent.
+What a prediction of time says: seconds by part.
 """
 
 from __future__ import annotations
@@ -58,20 +58,6 @@ class Seconds:
         return {**self.parts(), "step": self.step}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wire:
-    """The types in which parameters and gradients are sent, where an engine casts them first. None: as they are stored.
-
-    Args:
-        parameter_bytes: of an element of gathered parameters (``MixedPrecisionPolicy.param_dtype``).
-        gradient_bytes: of an element of reduced gradients (``reduce_dtype``, or a hook that compresses).
-    """
-
-    parameter_bytes: int | None = None
-    gradient_bytes: int | None = None
-
-
-AS_STORED = Wire()
 #: How much slower torch's Adam is as a loop of operations on the host's tensors than as one pass over them: 1.39 and 0.22 s for a billion
 #: parameters ("ZeRO-Offload", https://arxiv.org/abs/2101.06840, table 4).
 PLAIN_ADAM = 1.39 / 0.22
@@ -90,7 +76,6 @@ class Step:
         inventory: devices and links.
         precision: Lightning's name.
         rates: of single things.
-        wire: the types in which parameters and gradients are sent.
 
     Attributes:
         plain_update: by how much the optimizer's loop of operations in host memory is slower than one pass.
@@ -98,9 +83,7 @@ class Step:
 
     plain_update = 1.0
 
-    def __init__(
-        self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates, wire: Wire = AS_STORED
-    ) -> None:
+    def __init__(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> None:
         self.footprint, self.plan, self.inventory = footprint, plan, inventory
         self.layout = layout_of(footprint, precision)
         self.half = computing_dtype(precision) in ("bf16", "fp16")
@@ -109,9 +92,6 @@ class Step:
         self.batch = max(1, footprint.batch_size)
         self.rows = plan.rows(footprint.batch_size) if footprint.batch_size else (1,) * plan.world_size
         self.training = footprint.training
-        stored = footprint.parameter_bytes / max(1, footprint.parameters)
-        self.parameter_scale = (wire.parameter_bytes or stored) / stored if stored else 1.0
-        self.gradient_scale = (wire.gradient_bytes or stored) / stored if stored else 1.0
 
     # -- replicas and shards -----------------------------------------------------------------------------------------------------------
 

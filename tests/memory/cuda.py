@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +16,18 @@ from lightning_autopar.memory.fakes.as_cuda import as_cuda
 
 aten = torch.ops.aten
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+class FirstOutput(nn.Module):
+    """The first output of a module."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.net(x)[0]
+        return output
 
 
 class Seen(TorchDispatchMode):

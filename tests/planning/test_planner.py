@@ -7,8 +7,8 @@ import pytest
 from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.memory import DeviceBytes
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits, Report

@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_autopar.devices.inventory import Link
-from lightning_autopar.planning.timing import Seconds, device_speed, predict_seconds
+from lightning_autopar.planning.timing import device_speed, predict_seconds
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.ddp.engine import DDP
-from lightning_autopar.strategies.fsdp.engine import FSDP
 from lightning_autopar.strategies.fsdp.timing import ACCUMULATED_BYTES_PER_SECOND, OFFLOADED_PARAMETER, SHARDED_OPERATION
 from lightning_autopar.strategies.zero.engine import Zero
 from lightning_autopar.strategies.zero.settings import ZeroSettings
-from lightning_autopar.timing.step import Wire
+from lightning_autopar.timing.step import Seconds
 from tests.fakes.rates import PlainRates
 from tests.fakes.traced import BLOCKS, GPUS, HERE, traced
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
@@ -169,12 +167,6 @@ def test_where_the_same_cores_do_both_nothing_is_hidden() -> None:
     assert seconds("ddp", "cpu:0", "cpu:1", step=traced(forward=2 * 10**12), rates=half).communication == pytest.approx(1 + 1.5, rel=MICRO)
 
 
-def test_a_compressed_gradient_takes_half() -> None:
-    rates = PlainRates(wire_bytes_per_second=100 * MIB, hides=0.0)
-    found = seconds("ddp", *GPUS[:2], step=traced(), rates=rates, asked=DDP(Wire(gradient_bytes=2)))
-    assert found.communication == pytest.approx(2, rel=MICRO)
-
-
 def test_without_gradients_replicas_have_nothing_to_say_to_each_other() -> None:
     step = footprint(training=False)
     assert seconds("ddp", "cpu:0", "cpu:1", step=step).communication == 0
@@ -215,13 +207,6 @@ def test_each_part_of_a_batch_gathers_anew() -> None:
     }
     assert counts[2] == pytest.approx(2 * counts[1], rel=0.02)
     assert counts[8] == pytest.approx(8 * counts[1], rel=0.02)
-
-
-def test_gathering_in_half_precision_takes_half() -> None:
-    rates = PlainRates(wire_bytes_per_second=1 * MIB)
-    narrow = FSDP(wire=Wire(parameter_bytes=2, gradient_bytes=4))
-    half = seconds("fsdp", *GPUS[:2], step=traced(), rates=rates, reshard_after_forward=False, asked=narrow)
-    assert half.step == pytest.approx(600, rel=0.02)
 
 
 def test_hybrid_shards_gather_near_and_reduce_far() -> None:

@@ -14,11 +14,13 @@ import pytest
 from rich.console import Console
 
 from lightning_autopar.constraints import Constraints, SplitFinding
+from lightning_autopar.devices.inventory import devices_label
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Engine, Plan, offered_engines
-from lightning_autopar.report.report import Candidate, NothingFits, Report, Seconds, devices_label
+from lightning_autopar.report.report import Candidate, NothingFits, Report
 from lightning_autopar.report.table import by_category, by_part, time_words
+from lightning_autopar.timing.step import Seconds
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
 

@@ -10,13 +10,9 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
-
-try:
-    import numpy
-except ImportError:  # torch runs without it
-    numpy = None  # type: ignore[assignment]
 
 #: How many elements of a larger tensor count, evenly spaced: a random draw changes many elements, not one.
 _ELEMENTS = 1 << 16
@@ -32,7 +28,7 @@ def fingerprint(batch: Any, _inside: frozenset[int] = frozenset()) -> int:
     """
     if isinstance(batch, Tensor):
         return _of_tensor(batch)
-    if numpy is not None and isinstance(batch, numpy.ndarray):
+    if isinstance(batch, numpy.ndarray):
         if batch.dtype.kind not in "biufc" or not batch.dtype.isnative:
             return zlib.crc32(repr(batch.shape).encode())
         picked = batch.reshape(-1)[:: -(-batch.size // _ELEMENTS) or 1].copy()

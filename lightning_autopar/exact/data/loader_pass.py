@@ -114,7 +114,8 @@ class LoaderPass(Iterator[Any]):
             inner = loader._make_inner(self._workers if loader._inner is None else None)
         order: Order | None = loader._order if loader._source == "order" else None
         self._previous: PassRecord | None = loader._track
-        self._track = PassRecord(order, _samplers(loader) if loader._source == "order" else {}, alone(sized_len, loader))
+        samplers = {name: place for name, place in loader._places() if "sampler" in name and place is not None}
+        self._track = PassRecord(order, samplers if loader._source == "order" else {}, alone(sized_len, loader))
         loader.__dict__["_track"] = self._track
         if order is not None:
             order.on_drawn = self._drawn if not loader.num_workers and (self._keeps or loader._isolates) else None
@@ -331,7 +332,3 @@ def _base(progress: EpochProgress | None, previous: PassRecord | None) -> int:
     if progress is None or progress.started == 0 or (progress.last and progress.finished == progress.started):
         return 0
     return progress.started if previous is None else previous.base + previous.handed
-
-
-def _samplers(loader: ExactLoader) -> dict[str, Any]:
-    return {name: place for name, place in loader._places() if "sampler" in name and place is not None}

@@ -14,16 +14,12 @@ from random import SystemRandom
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lightning_autopar.exact.data.rank_share import Dealing, cut, index_of
-
-try:
-    import numpy
-except ImportError:  # torch runs without it
-    numpy = None  # type: ignore[assignment]
 
 _NO_BATCHES = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, torch.Generator)
 _Path = tuple[Any, ...]
@@ -143,13 +139,13 @@ def _single(one: Callable[[], Any] | None) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
+    return isinstance(value, (Tensor, numpy.ndarray))
 
 
 def _is_leaf(value: Any) -> bool:
     """Whether a value has no rows at all."""
     kinds = (str, bytes, int, float, complex, torch.dtype, torch.device)
-    return value is None or isinstance(value, kinds) or (numpy is not None and isinstance(value, numpy.generic))
+    return value is None or isinstance(value, (*kinds, numpy.generic))
 
 
 def _is_leaves(value: Any) -> bool:

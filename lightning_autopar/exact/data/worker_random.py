@@ -12,15 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch.utils.data import get_worker_info
 
 from lightning_autopar.exact import random_state as rng
-
-try:
-    import numpy
-except ImportError:  # torch runs without it
-    numpy = None  # type: ignore[assignment]
 
 #: The most batches that may be handed out and not yet finished, as in ``track``.
 _AHEAD = 8
@@ -64,10 +60,9 @@ class GoOn:
         # As torch.utils.data._utils.worker._worker_loop seeds it.
         random.seed(self.base + number)
         torch.manual_seed(self.base + number)
-        if numpy is not None:
-            from torch.utils.data._utils.worker import _generate_state
+        from torch.utils.data._utils.worker import _generate_state
 
-            numpy.random.seed(_generate_state(self.base, number))
+        numpy.random.seed(_generate_state(self.base, number))
         if self.then is not None:
             self.then(number)
         state = self.states[number]

@@ -21,14 +21,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_autopar._lightning import LightningModule, rank_zero_warn
+from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
 from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.hooks import (
@@ -56,9 +56,6 @@ from lightning_autopar.exact.logs.metrics_over_ranks import States, adopt, hold_
 from lightning_autopar.exact.logs.rank_exchange import Exchange
 from lightning_autopar.exact.step.attribute_rules import KeptRules
 from lightning_autopar.exact.step.attributes import KeptSteps
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class GlobalLogging:

@@ -10,16 +10,13 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from lightning_autopar._lightning import Callback, LightningModule
+from lightning_autopar._lightning import Callback, LightningModule, Trainer
 from lightning_autopar._lightning_compat import bare_optimizer, is_overridden
 from lightning_autopar._root import PYTORCH, within
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 #: Hooks that can log while a batch runs, but outside its step.
 _BATCH_HOOKS = (

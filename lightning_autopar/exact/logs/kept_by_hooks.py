@@ -10,15 +10,12 @@ import dis
 import inspect
 import types
 from collections.abc import Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchmetrics import Metric, MetricCollection
 
-from lightning_autopar._lightning import LightningModule
+from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar.exact.logs.hooks import overridden, reached
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _HOOKS = tuple(f"on_{stage}_batch_{point}" for stage in ("train", "validation", "test") for point in ("start", "end"))
 #: Of a prediction, which returns what it finds: nobody has tried what it keeps.

@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_autopar._lightning import Trainer
 from lightning_autopar.exact.logs.log_rules import LogRules
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 #: Lightning's own reductions by their names, which other processes understand.
 REDUCTIONS: dict[Any, str] = {

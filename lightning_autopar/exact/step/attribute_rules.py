@@ -15,16 +15,12 @@ from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar.exact.data.rank_share import BatchShare
-
-try:
-    import numpy
-except ImportError:  # torch runs without it
-    numpy = None  # type: ignore[assignment]
 
 Path = tuple[Any, ...]
 #: How the parts' values of a path combine into the whole batch's; see :func:`combined`.
@@ -223,7 +219,7 @@ def _number(value: Any) -> Tensor:
         return value.detach()
     if isinstance(value, (bool, int, float)):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+    if isinstance(value, (numpy.ndarray, numpy.generic)):
         return torch.from_numpy(numpy.array(value))
     raise TypeError(f"a {type(value).__name__} is no number")
 
@@ -309,11 +305,11 @@ def taken(value: Any, path: Path = (), rules: PathRules | None = None) -> Any:
         path: its path.
         rules: where they are known; for lists that only grow, the length is enough.
     """
-    if isinstance(value, (bool, int, float, str, bytes, type(None))) or (numpy is not None and isinstance(value, numpy.generic)):
+    if isinstance(value, (bool, int, float, str, bytes, type(None), numpy.generic)):
         return value
     if type(value) is Tensor and value.nbytes <= _TENSOR_BYTES:
         return Before(container=value, copy=value.detach().clone())
-    if (numpy is not None and isinstance(value, numpy.ndarray)) or isinstance(value, (set, frozenset)):
+    if isinstance(value, (numpy.ndarray, set, frozenset)):
         return Before(container=value, copy=value.copy())
     if isinstance(value, (list, deque, dict)) and rules is not None and _grows(path, rules):
         return Before(container=value, copy=None, length=len(value))

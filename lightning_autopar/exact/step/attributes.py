@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_autopar._lightning import LightningModule, rank_zero_warn
+from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
 from lightning_autopar._root import PYTORCH
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.reached import Reached
@@ -38,9 +38,6 @@ from lightning_autopar.exact.step.attribute_rules import (
     taken,
 )
 from lightning_autopar.text import format_bytes
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ which engine runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torchmetrics import Metric, MetricCollection
 
+from lightning_autopar._lightning import Trainer
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.exact.step.attribute_rules import MISSING, PathRules, restored, taken
 from lightning_autopar.exact.step.attributes import Place, places_of
 from lightning_autopar.exact.step.random_draws import GlobalDraws
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 #: The most bytes of buffers that are copied before a step.
 COPIED_BYTES = 16 << 20

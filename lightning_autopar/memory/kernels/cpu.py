@@ -28,8 +28,6 @@ from lightning_autopar.memory.kernels.measured import (
 )
 from lightning_autopar.memory.storages import tensor_bytes
 
-__all__ = ["CPU_HIDDEN", "CPU_SCRATCH", "UNREAD", "HiddenOf", "KernelBytes", "Rounds", "ScratchOf", "cpu_scratch"]
-
 aten = torch.ops.aten
 
 #: (args, kwargs, output) of a call → its temporaries; None for none.

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autopar.memory.kernels.cpu import CPU_HIDDEN, CPU_SCRATCH, HiddenOf, KernelBytes, Rounds, ScratchOf
+from lightning_autopar.memory.kernels.cpu import CPU_HIDDEN, CPU_SCRATCH, HiddenOf, ScratchOf
 from lightning_autopar.memory.kernels.cuda_reduction import reduction
+from lightning_autopar.memory.kernels.measured import KernelBytes, Rounds
 from lightning_autopar.memory.storages import tensor_bytes
 
 aten = torch.ops.aten

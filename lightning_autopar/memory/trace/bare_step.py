@@ -13,21 +13,17 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_autopar._lightning import LightningModule, LightningOptimizer, Precision
+from lightning_autopar._lightning import LightningModule, LightningOptimizer, Precision, Trainer
 from lightning_autopar._lightning_compat import is_overridden, parse_optimizers
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar._temporary import patched
 from lightning_autopar.memory.trace.first_batch import RAISED
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 #: The value of ``trainer.estimated_stepping_batches`` where the true number needs the loaders; it changes schedules, never memory.
 _SOME_STEPS = 10_000

@@ -7,16 +7,13 @@ Knows Lightning's callbacks and torch's optimizers; nothing of fakes or ledgers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_autopar._lightning import callbacks
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+from lightning_autopar._lightning import LightningModule, Trainer, callbacks
 
 #: Attributes of modules whose tensors are counted elsewhere, or don't belong to the module.
 _OTHERS = ("_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_hparams", "_hparams_initial")

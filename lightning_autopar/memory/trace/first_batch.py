@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy
 import torch
@@ -21,21 +21,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_autopar._lightning import CombinedLoader
+from lightning_autopar._lightning import CombinedLoader, LightningModule, Trainer
 from lightning_autopar._lightning_compat import TrainerFn, combined_mode, loader_source, loaders_apart, transfer_batch
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 log = logging.getLogger(__name__)
 
 #: Exceptions that the user's code may raise while planning runs it. It runs in a forked child, which gets no Ctrl-C: a KeyboardInterrupt
 #: comes from that code.
 RAISED = (Exception, KeyboardInterrupt, SystemExit)
-
-#: How many batches of a loader are looked at, and from how many of its order they are picked.
+#: The classes of generator objects.
+GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 #: How far own generators of a dataset are looked for.
 _DEEP, _FEW = 3, 32
+#: How many batches of a loader are looked at, and from how many of its order they are picked.
 _LOOKS = 6
 _LISTED = 20_000
 #: How many times as long a loader that makes its batches by itself is read: its batches can't be picked.
@@ -334,7 +332,7 @@ def _own_generators(owners: Iterable[Any], depth: int = _DEEP) -> list[Any]:
     for owner in owners:
         inside = owner if isinstance(owner, (list, tuple)) and len(owner) <= _FEW else getattr(owner, "__dict__", {}).values()
         for value in inside:
-            if isinstance(value, (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)):
+            if isinstance(value, GENERATORS):
                 found.append(value)
             elif depth and not isinstance(value, (torch.Tensor, torch.nn.Module, type)):
                 found += _own_generators([value], depth - 1)

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from lightning_autopar._lightning import LightningModule
+from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.fakes.fakes import UNCOMPILED, as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
@@ -33,15 +33,12 @@ from lightning_autopar.memory.tape import Kind, Tape
 from lightning_autopar.memory.trace.bare_step import BareStep, announced
 from lightning_autopar.memory.trace.blocks import BlockWatcher, CallCounter, batch_norms, find_blocks, find_layers, tied_groups
 from lightning_autopar.memory.trace.extras import fill_history, held_by_callbacks, in_attributes, keep_searching
-from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch_size_of, first_batch, tensors_of
+from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch_size_of, tensors_of
 from lightning_autopar.memory.trace.guess import guess
 from lightning_autopar.memory.trace.layers import forward_bytes, layers
 from lightning_autopar.memory.trace.parameter_use import ConductWatch
 from lightning_autopar.memory.trace.tracker import MemoryTracker, Phase
 from lightning_autopar.memory.workspace import Target
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +78,6 @@ def precision_of(setting: str | int | None) -> Precision:
         raise ValueError(f"unknown precision {setting!r}; use one of {', '.join(_PRECISIONS)}")
     return _PRECISIONS[name]
 
-
-__all__ = ["FirstBatch", "first_batch", "trace"]
 
 log = logging.getLogger(__name__)
 

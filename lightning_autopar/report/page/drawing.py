@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from lightning_autopar.report.page.markup import Html, chart, element, join, share, text
 
-__all__ = ["AXIS_PIXELS", "SWATCH_PIXELS", "Figure", "Row", "axis", "ticks"]
-
 AXIS_PIXELS, SWATCH_PIXELS = 20, 13
 #: The share at the axis' end that has no number, as it would be cut off there.
 _LAST_TICK = 0.96
@@ -75,7 +73,9 @@ class Figure:
         parts += [element("p", self.caption, class_="soft")] if self.caption else []
         parts += [_legend(self.legend)] if self.legend else []
         if self.rows:
-            below = [] if self.axis is None else [_axis_html(self.axis)]
+            below = []
+            if (low := self.axis) is not None:
+                below = [element("svg", *low.drawn, class_=low.class_, width="100%", height=low.height, aria_hidden="true")]
             parts.append(element("div", *(row.html() for row in self.rows), *below, class_="rows"))
         return join([*parts, *(element("p", note, class_="soft") for note in self.notes)])
 
@@ -108,10 +108,6 @@ def ticks(end: float, about: int = 5) -> list[float]:
         power /= 10
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= end / about * 0.75)
     return [index * step for index in range(int(end / step) + 1)]
-
-
-def _axis_html(row: Row) -> Html:
-    return element("svg", *row.drawn, class_=row.class_, width="100%", height=row.height, aria_hidden="true")
 
 
 def _legend(marks: Sequence[tuple[str, str]]) -> Html:

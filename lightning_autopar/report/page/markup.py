@@ -12,8 +12,6 @@ from pathlib import Path
 
 from lightning_autopar.report.page.style import hatching, page_style, style
 
-__all__ = ["Html", "chart", "element", "fragment", "join", "page", "percent", "rect", "scrolled", "share", "text", "write"]
-
 _VOID = frozenset({"meta", "rect", "line", "path", "col", "polyline", "circle"})
 
 

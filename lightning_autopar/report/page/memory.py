@@ -90,8 +90,6 @@ def unit_of(most_bytes: int) -> tuple[int, str]:
     return 1024**power, ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
 
 
-__all__ = ["layer_section", "memory_figure", "memory_section"]
-
 #: More bars, columns and layers than these can't be read; the rest is counted in words.
 _MOST_BARS, _MOST_COLUMNS, _MOST_LAYERS = 24, 8, 200
 _BAR_PIXELS, _ALLOWED = 26, "allowed for what may be missed"

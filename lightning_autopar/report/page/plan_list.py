@@ -13,8 +13,6 @@ from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.report.table import fullest, fullest_words, grouped, headroom_words, occasion_words, time_words
 from lightning_autopar.text import format_seconds
 
-__all__ = ["table_section"]
-
 #: How many fitting plans are shown; further ones are folded.
 _MOST_OPEN = 12
 _BAR_PIXELS = 7

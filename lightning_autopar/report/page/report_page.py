@@ -14,8 +14,6 @@ from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.report.table import device_words, fullest
 from lightning_autopar.text import format_bytes, format_seconds
 
-__all__ = ["report_fragment", "report_page", "report_picture"]
-
 
 def report_page(report: Report, candidate: Candidate | None = None) -> Html:
     """A whole page.

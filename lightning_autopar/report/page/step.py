@@ -95,8 +95,6 @@ def _spans(rank: int, events: Iterable[LaneSpan], step_seconds: float) -> list[S
     return spans
 
 
-__all__ = ["parts_figure", "step_figure", "step_section"]
-
 #: The most rows that can be read; more only if one replica has more stages.
 _MOST_RANKS, _MOST_STAGES = 16, 64
 #: About the most spans of a page; shorter ones are merged until there are so few.

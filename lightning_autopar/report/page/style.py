@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ["CATEGORIES", "PLANS", "color_class", "hatching", "on_color", "page_style", "pattern", "picture_style", "style"]
-
 #: A drawing sets all its colours, so that no surrounding page makes it unreadable.
 PAPER, INK, FAINT, ALARM = "#fbfbf9", "#24292f", "#b9bdc3", "#c62828"
 #: The colour of what other processes hold of a device.

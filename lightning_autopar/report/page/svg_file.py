@@ -16,8 +16,6 @@ from lightning_autopar.report.page.drawing import SWATCH_PIXELS, Figure, Row
 from lightning_autopar.report.page.markup import Html, element, join, write
 from lightning_autopar.report.page.style import pattern, picture_style
 
-__all__ = ["Picture", "is_page", "picture_of", "save"]
-
 _WIDTH, _EDGE, _GAP, _ROW_GAP = 1100, 20, 12, 7
 #: The greatest width of names before the rows and words after them; longer ones are wrapped.
 _MOST_SIDE = 210

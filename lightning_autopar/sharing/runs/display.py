@@ -11,15 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from lightning_autopar._lightning import rank_zero_warn
+from lightning_autopar._lightning import Trainer, rank_zero_warn
 from lightning_autopar.sharing.reservation import Need
 from lightning_autopar.sharing.runs.progress import RunProgress, RunSpeed
 from lightning_autopar.sharing.runs.status import SHOW_SECONDS, Request, RunFiles, open_run
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class Decided(Protocol):

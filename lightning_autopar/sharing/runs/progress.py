@@ -11,14 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_autopar._lightning import Trainer
 from lightning_autopar._lightning_compat import TrainerFn
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 #: Between two notes.
 NOTE_NS = 250_000_000

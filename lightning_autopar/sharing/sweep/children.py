@@ -25,7 +25,7 @@ GRACE_SECONDS = 15.0
 #: Seconds between two looks where the kernel doesn't report a process's end.
 _LOOK_SECONDS = 0.1
 #: Looked up before any fork.
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+_prctl = ctypes.CDLL(None).prctl
 
 
 class Signals:
@@ -124,10 +124,9 @@ class Children:
         parent = os.getpid()
 
         def follow() -> None:
-            if _prctl is not None:
-                _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-                if os.getppid() != parent:
-                    os._exit(1)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(1)
 
         process = subprocess.Popen(
             list(words), cwd=cwd, env=dict(env), stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0, preexec_fn=follow
@@ -178,7 +177,7 @@ def _descriptor(pid: int) -> int | None:
     """The descriptor for :func:`wait`; None where the kernel has none, or a container forbids it."""
     try:
         return os.pidfd_open(pid)
-    except (AttributeError, OSError):
+    except OSError:
         return None
 
 

@@ -183,15 +183,17 @@ def schedule(
     if not jobs:
         return listing.schedule([], [])
     bound = listing.bound_seconds() * (1 + 1e-9)
-    starts = _distinct(listing, _starts(listing))
+    # One list for each choice of options.
+    found = {tuple(options): (listing.length(order, options), (order, options)) for order, options in _starts(listing)}
+    starts = sorted(found.values(), key=lambda each: each[0])
     best = starts[0]
     looks = min(_MOST_LOOKS, _LOOKS // len(jobs)) if looks is None else looks
     draw = random.Random(len(jobs))
     for start in starts[:_KEPT]:
         if best[0][0] <= bound:
             break
-        found = _annealed(listing, start, looks // _KEPT, bound, draw)
-        best = min(best, found, key=lambda each: each[0])
+        annealed = _annealed(listing, start, looks // _KEPT, bound, draw)
+        best = min(best, annealed, key=lambda each: each[0])
     return listing.schedule(*best[1])
 
 
@@ -245,12 +247,6 @@ def _longest_first(listing: Listing, options: Sequence[int]) -> list[int]:
 
 
 _Looked = tuple[tuple[float, float], _List]
-
-
-def _distinct(listing: Listing, lists: Iterator[_List]) -> list[_Looked]:
-    """The lists with their lengths, best first, without those of equal options."""
-    found = {tuple(options): (listing.length(order, options), (order, options)) for order, options in lists}
-    return sorted(found.values(), key=lambda each: each[0])
 
 
 def _annealed(listing: Listing, start: _Looked, looks: int, bound: float, draw: random.Random) -> _Looked:

@@ -8,22 +8,18 @@ from __future__ import annotations
 import copyreg
 import hashlib
 import pickle
-import random
 import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any, cast
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from lightning_autopar.exact import random_state as rng
-
-try:
-    import numpy
-except ImportError:  # torch runs without it
-    numpy = None  # type: ignore[assignment]
+from lightning_autopar.memory.trace.first_batch import GENERATORS
 
 #: Of buffers larger than this, a sample is compared.
 _COMPARED_BYTES = 1024**3
@@ -33,9 +29,6 @@ ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, type(...),
 CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
 _VALUES = frozenset({tuple, frozenset, bytearray, torch.Size, torch.UntypedStorage, torch.TypedStorage})
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class written in Python, or one that may as well be
-GENERATORS: tuple[type, ...] = (torch.Generator, random.Random)
-if numpy is not None:
-    GENERATORS += (numpy.random.Generator, numpy.random.RandomState)
 
 
 def kind_of(target: Any) -> str:
@@ -82,7 +75,7 @@ def importable(target: Any) -> bool:
 
 def is_array(target: Any) -> bool:
     """Whether it is a numpy array of plain values without gaps."""
-    return numpy is not None and type(target) is numpy.ndarray and not target.dtype.hasobject and target.flags.c_contiguous
+    return type(target) is numpy.ndarray and not target.dtype.hasobject and target.flags.c_contiguous
 
 
 def _size_bytes(value: Any) -> int:
@@ -149,7 +142,7 @@ def fingerprint(buffer: Any) -> bytes:
     if isinstance(buffer, Tensor):
         data = buffer.contiguous().view(-1).view(torch.uint8) if buffer.numel() else torch.empty(0, dtype=torch.uint8)
         data = data.cpu() if data.device.type != "cpu" else data
-    elif numpy is not None and isinstance(buffer, numpy.ndarray):
+    elif isinstance(buffer, numpy.ndarray):
         data = torch.frombuffer(memoryview(cast(Any, buffer)).cast("B") if buffer.size else bytearray(1), dtype=torch.uint8)
     else:
         data = torch.frombuffer(buffer, dtype=torch.uint8)

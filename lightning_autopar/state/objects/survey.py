@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.memory.trace.first_batch import GENERATORS
 from lightning_autopar.state.objects.contents import (
     ATOMS,
     CONTAINERS,
-    GENERATORS,
     dispensable,
     fingerprint,
     get_items,

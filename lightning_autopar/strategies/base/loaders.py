@@ -7,20 +7,17 @@ process.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_autopar._lightning import Trainer
 from lightning_autopar.exact.data.batch_making import Loading, collation_for, loader_key
 from lightning_autopar.exact.data.loader import ExactLoader, orders_alike
 from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.exact.data.track import fit_progress
+from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base.run_plan import RunPlan
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-    from lightning_autopar.plans import Plan
 
 
 def exact_loader(
@@ -88,13 +85,9 @@ def interleaved(values: list[Any]) -> Any:
     first = values[0]
     if first is None:
         return None
-    if first and isinstance(first[0], list) and _several_loaders(values):
+    if first and isinstance(first[0], list) and all(isinstance(part, list) for value in values for part in value):
         return [interleaved(list(parts)) for parts in zip(*values, strict=True)]
     merged: list[Any] = []
     for index in range(max(len(value) for value in values)):
         merged.extend(value[index] for value in values if index < len(value))
     return [prediction for prediction in merged if not isinstance(prediction, Dropped)]
-
-
-def _several_loaders(values: list[Any]) -> bool:
-    return all(isinstance(part, list) for value in values for part in value)

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_autopar._lightning import Strategy
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar._temporary import Exits, without_noise
 from lightning_autopar.devices.host import thread_times, waited_share
@@ -23,11 +24,7 @@ from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.step.step_state import own_gradient
 from lightning_autopar.memory.allocation_recorder import HOST, AllocationRecorder
 from lightning_autopar.memory.storages import storage_sizes
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
-
-    from lightning_autopar.plans import Plan
+from lightning_autopar.plans import Plan
 
 
 def storages_by_kind(strategy: Strategy) -> dict[str, dict[int, int]]:

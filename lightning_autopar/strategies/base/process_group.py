@@ -7,16 +7,14 @@ import os
 import sys
 import warnings
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
+from lightning_autopar._lightning import ParallelStrategy
 from lightning_autopar._lightning_compat import distributed_is_initialized, init_dist_connection
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy
-    from torch.distributed import Store
 
 #: The variable in which the parent names the file where its forked workers meet. Unlike a port, nobody else can take a file in between.
 RENDEZVOUS_FILE = "AUTOPAR_RENDEZVOUS_FILE"

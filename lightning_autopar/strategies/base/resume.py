@@ -11,23 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
-from lightning_autopar._lightning import ProgressBar, callbacks
+from lightning_autopar._lightning import ProgressBar, Trainer, callbacks
 from lightning_autopar._lightning_compat import RestartStage, loop_position, make_result, set_loop_position
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.loader import ExactLoader
 from lightning_autopar.exact.logs.metrics_over_ranks import sync_states
 from lightning_autopar.state.checkpoint import KEY, put_loader_states_back, set_loader_states_aside
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 #: The fields of a logged value's metadata that are plain values; the reduction is kept besides.
 _OPTIONS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "dataloader_idx", "metric_attribute")

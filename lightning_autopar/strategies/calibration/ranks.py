@@ -270,8 +270,7 @@ def measure_host(subject: str, threads: int, folder: Path) -> list[Curve]:
         file.flush()
         os.fsync(file.fileno())
         written = time.perf_counter() - begun
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         begun = time.perf_counter()
         file.read()

@@ -18,7 +18,7 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.ddp.memory import whole_bytes
 from lightning_autopar.strategies.ddp.timing import DDPStep
 from lightning_autopar.timing.rates import Rates
-from lightning_autopar.timing.step import AS_STORED, Step, Wire
+from lightning_autopar.timing.step import Step
 
 
 class Single(Engine):
@@ -69,13 +69,8 @@ class Single(Engine):
 
 @dataclass(frozen=True)
 class DDP(Engine):
-    """A replica of the module on each device.
+    """A replica of the module on each device."""
 
-    Args:
-        wire: the type in which gradients are sent, where another program's run is predicted.
-    """
-
-    wire: Wire = AS_STORED
     name = "ddp"
     shares = True
     replays = True
@@ -93,7 +88,7 @@ class DDP(Engine):
 
     def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
         """A step that reduces buckets of gradients during backward."""
-        return DDPStep(footprint, plan, inventory, precision, rates, self.wire)
+        return DDPStep(footprint, plan, inventory, precision, rates)
 
     def player(self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]) -> Player:
         """The player of a rank that holds everything, with DDP's buckets."""

@@ -12,7 +12,7 @@ class DDPStep(Step):
 
     def played(self, run: RankWork, events: list[LaneSpan] | None = None) -> LaneSeconds:
         """Play the step: each bucket is reduced when backward has filled it."""
-        return play_replicas(self.layout, run, self.links(), self.gradient_scale, events)
+        return play_replicas(self.layout, run, self.links(), 1.0, events)
 
     def links(self) -> Links:
         """Each rank has a whole copy."""

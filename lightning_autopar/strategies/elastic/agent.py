@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from rich.console import Console
 
 from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.devices.changes import usable
+from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import limit_after_out_of_memory
 from lightning_autopar.strategies.base.worker_exception import IN_STEP, WorkerFailed, out_of_memory
@@ -30,16 +31,13 @@ from lightning_autopar.strategies.elastic.run_state import RunState
 from lightning_autopar.strategies.elastic.running import RunningGeneration
 from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
+from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.learning import learn_shortage
 from lightning_autopar.strategies.preparation.smaller import in_more_evaluation_parts, samples_at_once
 from lightning_autopar.strategies.processes.protocol import GenerationFiles, SnapshotRendezvous
 from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_generation import Generation, Outcome
 from lightning_autopar.text import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from lightning_autopar.devices.inventory import Inventory
-    from lightning_autopar.strategies.preparation.decision import Decision
 
 
 def with_more(decision: Decision, promises: Promises) -> Decision | None:
@@ -200,7 +198,8 @@ class Agent(RunState):
         rendezvous = SnapshotRendezvous(decision.run_plan.plan.world_size)
         elastic = GenerationFiles(rendezvous=rendezvous, begin=get_context("fork").Event(), folder=folder)
         job = replace(job, elastic=elastic)
-        rendezvous.final = self._failures_in_a_row() >= self._moving.failures - 1 or (self._saver.latest is None and not self._failures)
+        in_a_row = max(self._failures.values(), default=0)
+        rendezvous.final = in_a_row >= self._moving.failures - 1 or (self._saver.latest is None and not self._failures)
         return RunningGeneration(generation=Generation(job), elastic=elastic, job=job, decision=decision)
 
     def _begin(self, decision: Decision, reason: str, running: RunningGeneration | None = None) -> RunningGeneration:
@@ -411,9 +410,6 @@ class Agent(RunState):
             # Nobody else can lift limits that the run set itself: it would stay parked for ever.
             self._avoided.lift()
             return None
-
-    def _failures_in_a_row(self) -> int:
-        return max(self._failures.values(), default=0)
 
     def _recover(self, running: RunningGeneration, outcome: Outcome) -> Outcome | None:
         """Go on after a failure; returns the outcome if the run is over."""

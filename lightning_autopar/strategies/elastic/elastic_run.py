@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
+from lightning_autopar._lightning import Trainer, rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException, TrainerFn, run_arguments
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.runs.display import RunDisplay
@@ -41,8 +41,6 @@ from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_generation import Outcome, noted_interrupts, run_folder
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
     from lightning_autopar.devices.inventory import Inventory
     from lightning_autopar.strategies.base.run_host import RunHost
 

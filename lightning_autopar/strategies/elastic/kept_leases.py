@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 from lightning_autopar.sharing.leases import Leases, words
 
 if TYPE_CHECKING:
-    from lightning_autopar.devices.inventory import Inventory
-    from lightning_autopar.sharing.queue import PlaceFile
     from lightning_autopar.strategies.elastic.preemption import Preemption
     from lightning_autopar.strategies.preparation.decision import Decision
 

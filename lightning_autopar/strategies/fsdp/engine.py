@@ -23,7 +23,7 @@ from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths, offloade
 from lightning_autopar.strategies.fsdp.replay import FSDPPlayer
 from lightning_autopar.strategies.fsdp.timing import FSDPStep
 from lightning_autopar.timing.rates import Rates
-from lightning_autopar.timing.step import AS_STORED, Step, Wire
+from lightning_autopar.timing.step import Step
 
 #: Up to this number of devices, every number of copies of the model is tried.
 _FEW_DEVICES = 16
@@ -35,11 +35,9 @@ class FSDP(Engine):
 
     Args:
         widths: the types of parameters and gradients under mixed precision; in our engine those that were traced.
-        wire: the type in which parameters and gradients are sent, where another program's run is predicted.
     """
 
     widths: Widths = AS_TRACED
-    wire: Wire = AS_STORED
     name = "fsdp"
     shares = True
     whole = False
@@ -120,7 +118,7 @@ class FSDP(Engine):
 
     def step(self, footprint: Footprint, plan: Plan, inventory: Inventory, precision: str, rates: Rates) -> Step:
         """A step that gathers each unit's parameters while the unit before computes, and reduces its gradients afterwards."""
-        return FSDPStep(footprint, plan, inventory, precision, rates, self.wire)
+        return FSDPStep(footprint, plan, inventory, precision, rates)
 
     def import_early(self) -> None:
         """FSDP2, with what shards and gathers tensors."""

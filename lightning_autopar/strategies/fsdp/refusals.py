@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_autopar._lightning import BitsandbytesPrecision
+from lightning_autopar._lightning import BitsandbytesPrecision, Trainer
 from lightning_autopar._lightning_compat import TrainerFn
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 #: Precisions with which FSDP2 runs a plain run's arithmetic: not 16-mixed, whose gradient scaler doesn't know shards.
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")

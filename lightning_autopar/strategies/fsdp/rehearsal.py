@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar.engines import FirstStep
@@ -35,9 +36,6 @@ from lightning_autopar.strategies.fsdp.whole_results import whole_results
 from lightning_autopar.strategies.parity.check_outcome import Check, failed, not_made
 from lightning_autopar.strategies.parity.optimizer_trial import optimizers_run
 from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 #: Whether a block's parameters are freed between forward and backward, for each step.
 _RESHARD = (True, False, False)

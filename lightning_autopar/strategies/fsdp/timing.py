@@ -30,9 +30,14 @@ ACCUMULATED_BYTES_PER_SECOND = 4e9
 
 
 class FSDPStep(Step):
-    """One step of an FSDP plan."""
+    """One step of an FSDP plan.
+
+    Attributes:
+        parameter_scale: bytes of a parameter on the wire, beside those that it has at rest; ``gradient_scale`` of a gradient.
+    """
 
     plain_update = PLAIN_ADAM
+    parameter_scale, gradient_scale = 1.0, 1.0
 
     @property
     def shards(self) -> int:

@@ -65,7 +65,9 @@ class WholeParameters:
     def inside(self, *, backward: bool = False) -> Iterator[None]:
         """The context of a step or its backward pass, where FSDP2 itself knows when to gather."""
         if not backward:
-            _begin_step(self._units)
+            for group in (group for unit in self._units for group in groups_of(unit)):
+                # Gathers wait for earlier writes to shards by themselves.
+                group._versions = [_version(parameter.sharded_param) for parameter in group.fsdp_params]
         before, self._inside = self._inside, True
         try:
             yield
@@ -282,13 +284,6 @@ def _unshard(group: Any, original: Any, *args: Any, **kwargs: Any) -> None:
     if group.device.type == "cuda" and (frozen or versions != vars(group).get("_versions", versions)):
         _order(group)
     original(*args, **kwargs)
-
-
-def _begin_step(units: Iterable[FSDPModule]) -> None:
-    """A step begins; gathers wait for earlier writes to shards by themselves."""
-    for unit in units:
-        for group in groups_of(unit):
-            group._versions = [_version(parameter.sharded_param) for parameter in group.fsdp_params]
 
 
 def _to_unsharded(parameter: Any, original: Any) -> None:

@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar._temporary import patched
 from lightning_autopar.memory.footprint import Conduct
@@ -36,9 +37,6 @@ from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.strategies.parity.check_outcome import PASSED, Check, failed, not_made
 from lightning_autopar.text import format_bytes
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy
 import psutil
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
@@ -22,11 +23,6 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.step.attribute_rules import MISSING
 from lightning_autopar.exact.step.attributes import Place
 from lightning_autopar.text import format_bytes
-
-try:
-    import numpy
-except ImportError:  # torch runs without it
-    numpy = None  # type: ignore[assignment]
 
 #: Relative difference up to which written values count as equal: rounding of float32 sums taken in another order, and some cancellation.
 _EQUAL = 1e-5
@@ -150,7 +146,7 @@ def _held_by(module: nn.Module, outside: Mapping[str, Any]) -> list[tuple[str, C
         seen.add(id(value))
         if type(value) is Tensor and value.is_leaf and value.nbytes <= _TENSOR_BYTES:
             undo.append((name, partial(_fill, value, value.detach().clone())))
-        elif numpy is not None and isinstance(value, numpy.ndarray) and value.nbytes <= _TENSOR_BYTES:
+        elif isinstance(value, numpy.ndarray) and value.nbytes <= _TENSOR_BYTES:
             undo.append((name, partial(_overwrite, value, value.copy())))
         elif isinstance(value, (list, deque, set, dict)) and len(value) <= _MOST_OBJECTS:
             undo.append((name, partial(_refill, value, copy(value))))

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from lightning_autopar._lightning import BitsandbytesPrecision
+from lightning_autopar._lightning import BitsandbytesPrecision, Trainer
 from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.exact.random_state import find_generators
 from lightning_autopar.memory.fakes.fakes import is_compiled
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 #: Precisions that replace layers or weights by another library's, which can't be left out of a stage.
 _UNSTAGED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")

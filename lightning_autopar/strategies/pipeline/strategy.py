@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_autopar._lightning import ParallelStrategy, rank_zero_only
+from lightning_autopar._lightning import ParallelStrategy, Trainer, rank_zero_only
 from lightning_autopar._lightning_compat import NoLoss, default_backend, let_steps_be_skipped, reduce_over_ranks
 from lightning_autopar.exact.data.fingerprint import fingerprint
 from lightning_autopar.exact.data.rank_share import BatchShare
@@ -42,7 +42,6 @@ from lightning_autopar.strategies.pipeline.stages.stage_module import StageModul
 from lightning_autopar.strategies.pipeline.weights.checkpoint_files import StagedState
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
     from torch.nn import Module, Parameter
 
 T = TypeVar("T")

@@ -10,19 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_autopar._fork import ChildFailed, run_forked
-from lightning_autopar._lightning import lightning_setattr, rank_zero_info
+from lightning_autopar._lightning import Trainer, lightning_setattr, rank_zero_info
 from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.report.report import Candidate, NothingFits
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
 from lightning_autopar.strategies.preparation.prospect import Prospect
 from lightning_autopar.strategies.preparation.trial import assigned, run_steps
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning_autopar import engines
 from lightning_autopar._fork import unforkable
+from lightning_autopar._lightning import Trainer
 from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify_configuration
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.changes import usable
@@ -39,9 +40,6 @@ from lightning_autopar.strategies.preparation.prospect import Prospect
 from lightning_autopar.strategies.preparation.trainer_options import exclusions
 from lightning_autopar.strategies.processes.script import NO_WORKERS, runs_script
 from lightning_autopar.timing.measured_rates import MeasuredRates
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -154,16 +152,14 @@ def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, 
     return again.decision()
 
 
-def plan_only(
-    trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None], *, world_size: int | None = None
-) -> tuple[Report, Findings]:
+def plan_only(trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None]) -> tuple[Report, Findings]:
     """Every plan for what the trainer is about to do, also on devices that can only be planned for. Arguments as :func:`decide`'s.
 
     Raises:
         NothingFits: if no plan fits.
         ValueError: if a pinned plan can't be run on these devices.
     """
-    look = _look(trainer, settings, bound, world_size)
+    look = _look(trainer, settings, bound, None)
     return look.report, look.findings
 
 

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from lightning_autopar._lightning import Callback
+from lightning_autopar._lightning import Callback, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._root import PYTORCH
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.batch_making import Loading
 from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.memory.trace.first_batch import FirstBatch, fresh
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 log = logging.getLogger(__name__)
 

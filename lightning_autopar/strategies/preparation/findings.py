@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
-from lightning_autopar._lightning import rank_zero_warn
+from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar.constraints import SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
@@ -32,9 +32,9 @@ from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory import scaling
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, fresh, tensors_of
+from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, first_batch, fresh, tensors_of
 from lightning_autopar.memory.trace.guess import guess
-from lightning_autopar.memory.trace.trace import first_batch, trace
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
@@ -42,9 +42,6 @@ from lightning_autopar.strategies.parity.split_probe import probe_evaluation, pr
 from lightning_autopar.strategies.preparation.divisible import made_of_samples, whole_of
 from lightning_autopar.strategies.preparation.lengths import Seen, at_lengths, seen_sizes, step_bytes
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 log = logging.getLogger(__name__)
 

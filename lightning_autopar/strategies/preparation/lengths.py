@@ -8,18 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from lightning_autopar._fork import ChildFailed
+from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar.exact.data.longest import Look, between, look
 from lightning_autopar.memory import scaling
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.lengths import Lengths
 from lightning_autopar.memory.trace.first_batch import FirstBatch
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
 
 log = logging.getLogger(__name__)
 

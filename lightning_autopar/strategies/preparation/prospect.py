@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
+from lightning_autopar._lightning import Trainer
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.trace.first_batch import FirstBatch
-from lightning_autopar.memory.trace.trace import first_batch
+from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
 from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.plans import Engine, Plan
@@ -34,10 +33,6 @@ from lightning_autopar.strategies.parity.rehearsal import STEPS
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs, need_of
 from lightning_autopar.strategies.preparation.findings import idle_threads, look_later, stage_of, validation_batch
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 log = logging.getLogger(__name__)
 

@@ -6,16 +6,13 @@ Knows plans and their predictions; neither who ran out, nor from where the run g
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from lightning_autopar._lightning import Trainer
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.worker_exception import EVALUATED
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 def in_more_parts(trainer: Trainer, decision: Decision, inventory: Inventory) -> Decision | None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from lightning_autopar import engines
-from lightning_autopar._lightning import callbacks, is_param_in_hook_signature, lightning_hasattr
+from lightning_autopar._lightning import Trainer, callbacks, is_param_in_hook_signature, lightning_hasattr
 from lightning_autopar._lightning_compat import TrainerFn, has_own_loaders
 from lightning_autopar.plans import all_engines
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 def finder_of(trainer: Trainer) -> Any:

@@ -11,10 +11,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_autopar._fork import ChildFailed, run_forked, unforkable
-from lightning_autopar._lightning import BaseFinetuning, GradientAccumulationScheduler, rank_zero_warn
+from lightning_autopar._lightning import BaseFinetuning, GradientAccumulationScheduler, Trainer, rank_zero_warn
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration.calibration import be_silent
@@ -23,9 +23,6 @@ from lightning_autopar.strategies.processes.handover import back_to_script as ha
 from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_generation import run_folder, run_generation
 from lightning_autopar.text import format_seconds
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core import rank_zero
 
-from lightning_autopar._lightning import ProgressBar, get_filesystem
+from lightning_autopar._lightning import ProgressBar, Trainer, get_filesystem
 from lightning_autopar._lightning_compat import latest_metrics, mute_hooks, no_hyperparameters
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import batches_left
@@ -28,8 +28,6 @@ from lightning_autopar.strategies.processes.handover.to_next_generation import c
 from lightning_autopar.strategies.processes.protocol import BEGIN, GenerationFiles
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
     from lightning_autopar.strategies.processes.handover.back_to_script import Before
 
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_autopar import engines
+from lightning_autopar._fork import die_with
 from lightning_autopar._lightning import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, rank_zero_info
 from lightning_autopar._lightning_compat import find_free_network_port
 from lightning_autopar.devices.host import host_cores, host_memory
@@ -35,7 +36,6 @@ from lightning_autopar.strategies.base.process_group import meet_at
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.processes.peer_watch import watch
 from lightning_autopar.strategies.processes.script import rerun_command
-from lightning_autopar.strategies.processes.worker import die_with
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.mixin import EngineMixin

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_autopar import engines
+from lightning_autopar._lightning import Trainer
 from lightning_autopar._lightning_compat import mute_hooks
 from lightning_autopar.exact.data.loader import ExactLoader
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, RunningStep
@@ -34,8 +35,6 @@ from lightning_autopar.strategies.processes.handover.to_next_generation import c
 from lightning_autopar.strategies.processes.protocol import BEGIN, GenerationFiles, ShortageRendezvous
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
     from lightning_autopar.strategies.processes.handover.back_to_script import Before
 
 #: How long a rank waits for what the others say; they come out of a collective, or to a batch's end.

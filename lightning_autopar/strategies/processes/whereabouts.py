@@ -22,8 +22,8 @@ import torch
 
 from lightning_autopar._lightning import fabric, pl
 
-#: The signal that asks for the stack: the last real-time signal, which no library and no launcher uses; macOS has none.
-_ASK = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+#: The signal that asks for the stack: the last real-time signal, which no library and no launcher uses.
+_ASK = signal.SIGRTMAX
 #: A frame in a traceback.
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 #: Names of functions whose frames surround the collective that the user knows.

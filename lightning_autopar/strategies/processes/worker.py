@@ -7,7 +7,6 @@ why there is a generation.
 from __future__ import annotations
 
 import contextvars
-import ctypes
 import os
 import pickle
 import signal
@@ -20,14 +19,14 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 
-from lightning_autopar._fork import begin_child
-from lightning_autopar._lightning import rank_zero_only
+from lightning_autopar._fork import begin_child, die_with
+from lightning_autopar._lightning import Trainer, rank_zero_only
 from lightning_autopar._lightning_compat import (
     SIGTERMException,
     TunerExit,
@@ -51,9 +50,6 @@ from lightning_autopar.strategies.processes.handover import back_to_script as ha
 from lightning_autopar.strategies.processes.protocol import GenerationFiles, ShortageRendezvous, StopRendezvous
 from lightning_autopar.strategies.processes.shortage import LeavingBoundary
 from lightning_autopar.strategies.processes.whereabouts import tell_when_asked
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 #: How long leaving the process group may take: NCCL may wait for work of a rank that is gone.
 _ABORT_SECONDS = 10.0
@@ -280,12 +276,3 @@ def _report(error: BaseException, rank: int, job: WorkerJob, pipe: connection.Co
     with suppress(OSError):  # the parent may be gone
         (job.folder / f"error{rank}.pkl").write_bytes(pickle.dumps(Failure.of(error)))
         pipe.send("error")
-
-
-def die_with(parent_pid: int) -> None:
-    """Ask Linux to kill this process when its parent dies, for whatever reason; elsewhere the closed pipe tells it too late."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent_pid:
-            os._exit(1)

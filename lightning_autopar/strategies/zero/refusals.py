@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_autopar._lightning import Callback, HalfPrecision, MixedPrecision, Precision
+from lightning_autopar._lightning import Callback, HalfPrecision, LightningModule, MixedPrecision, Precision, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.parameter_use import GRADIENT_HOOKS
 from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
 from lightning_autopar.strategies.parity.rehearsal import rehearsed
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from lightning_autopar._lightning import LightningEnvironment
+from lightning_autopar._lightning import LightningEnvironment, LightningModule, Trainer
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.first_batch import FirstBatch
@@ -25,9 +25,6 @@ from lightning_autopar.strategies.parity.check_outcome import Check
 from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 from lightning_autopar.strategies.zero import deepspeed as doorway
 from lightning_autopar.strategies.zero.strategy import ZeroEngine, plugin
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 #: The rehearsal runs on CPU devices in 32 bits, whatever the plan's devices and the run's precision are.
 _DEVICE, _PRECISION = "cpu:1GiB", "32-true"

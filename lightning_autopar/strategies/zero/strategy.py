@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_autopar._lightning import DeepSpeedStrategy, GradClipAlgorithmType, HalfPrecision, MixedPrecision, Precision, Strategy, pl
+from lightning_autopar._lightning import (
+    DeepSpeedStrategy,
+    GradClipAlgorithmType,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    Strategy,
+    Trainer,
+    pl,
+)
 from lightning_autopar._lightning_compat import TrainerFn, bare_optimizer, update_properties
 from lightning_autopar.exact.step.initial_weights import drawn_on
 from lightning_autopar.memory.trace.parameter_use import GradientLooks
@@ -39,9 +48,6 @@ from lightning_autopar.strategies.zero.partitions.checkpoint_files import ZeroFi
 from lightning_autopar.strategies.zero.partitions.module import held_by_zero, host_held_by_zero
 from lightning_autopar.strategies.zero.partitions.pieces import Edits, OptimizerBridge, ParameterPart
 from lightning_autopar.strategies.zero.settings import deepspeed_config, zero_settings
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class _ByDeepSpeed(Precision):

@@ -28,8 +28,8 @@ from torch.utils.data import (
 )
 
 from lightning_autopar.exact.data import order as order_module
-from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
-from lightning_autopar.exact.data.rank_share import Dealing
+from lightning_autopar.exact.data.loader import ExactLoader, is_loader_state
+from lightning_autopar.exact.data.rank_share import BatchShare, Dealing
 from lightning_autopar.exact.data.track import EpochProgress
 from lightning_autopar.plans import deal
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_autopar.memory.fakes.as_cuda import as_cuda
 from lightning_autopar.memory.fakes.fakes import fake_copy, fake_mode
 from lightning_autopar.memory.trace.bare_step import default_dtype
-from tests.memory.cuda import BF16, FLOAT, saved_bytes
+from tests.memory.cuda import BF16, FLOAT, FirstOutput, saved_bytes
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -53,18 +53,6 @@ class Loss(nn.Module):
         )
 
 
-class Recurrent(nn.Module):
-    """One recurrent layer's outputs."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x)[0]
-        return output
-
-
 SEQUENCE = (4, 40, 64)
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.SiLU()), SEQUENCE),
@@ -81,7 +69,7 @@ CUDA_CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "norms": (lambda: nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.RMSNorm(64)), SEQUENCE),
 }
 RECURRENT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    name: (lambda name=name: Recurrent(getattr(nn, name)(64, 128, 2)), (50, 8, 64))  # type: ignore[misc]
+    name: (lambda name=name: FirstOutput(getattr(nn, name)(64, 128, 2)), (50, 8, 64))  # type: ignore[misc]
     for name in ("LSTM", "GRU", "RNN")
 }
 PRECISIONS: dict[str, tuple[torch.dtype, bool]] = {"32-true": (FLOAT, False), "bf16-mixed": (FLOAT, True), "bf16-true": (BF16, False)}

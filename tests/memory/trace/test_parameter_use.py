@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import mse_loss
 
 from lightning_autopar.memory.footprint import Conduct
-from lightning_autopar.memory.trace.trace import FirstBatch, trace
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import shardable
 from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import unstaged
 from tests.strategies.fitted import BLOCKS, Fitted

@@ -22,8 +22,9 @@ from lightning_autopar._fork import run_forked
 from lightning_autopar._lightning_compat import TrainerFn, attach_data
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.trace import trace as tracing
+from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
 from lightning_autopar.memory.trace.guess import guess
-from lightning_autopar.memory.trace.trace import FirstBatch, first_batch, trace
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.strategies.preparation.decide import Settings, decide
 from tests.conformance.zoo import ZOO
 from tests.memory.measured import Copies, make_trainer, peak_bytes, real_peak_bytes

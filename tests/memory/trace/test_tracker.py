@@ -16,12 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_autopar.memory.fakes.as_cuda import as_cuda
 from lightning_autopar.memory.fakes.fake_mode import FastFakeMode
-from lightning_autopar.memory.kernels.cpu import KernelBytes
+from lightning_autopar.memory.kernels.measured import KernelBytes
 from lightning_autopar.memory.tape import KINDS, Tape
 from lightning_autopar.memory.trace.attribution import Places
 from lightning_autopar.memory.trace.tracker import MemoryTracker
 from lightning_autopar.memory.work.tally import collected
 from lightning_autopar.memory.work.work import flops, moved_bytes
+from tests.memory.cuda import FirstOutput
 from tests.memory.tapes import levels, marks
 
 aten = torch.ops.aten
@@ -91,18 +92,6 @@ class Checkpointed(nn.Module):
         return x
 
 
-class First(nn.Module):
-    """The first output of a module."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.net(x)[0]
-        return output
-
-
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +105,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.LayerNorm(64), nn.Dropout(0.1), nn.Linear(64, 8)),
     "buffers": lambda: nn.Sequential(nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True)),
     "checkpointed": Checkpointed,
-    "recurrent": lambda: First(nn.GRU(32, 16)),
+    "recurrent": lambda: FirstOutput(nn.GRU(32, 16)),
     "sparse gradients": Sparse,
 }
 
@@ -322,7 +311,7 @@ def test_outputs_in_lists_of_outputs_count() -> None:
     """``_cudnn_rnn_backward`` gives three tensors and a list, the gradients of the weights."""
     torch.manual_seed(0)
     with FastFakeMode(), as_cuda({}):
-        tracker, _ = record(First(nn.LSTM(32, 64)), torch.randn(16, 32))
+        tracker, _ = record(FirstOutput(nn.LSTM(32, 64)), torch.randn(16, 32))
     events = list(tracker.tape or ())
     begin = next(index for index, event in enumerate(events) if event.action == "leave")
     assert [event for event in events[begin:] if event.action == "allocate" and event.kind == "gradients"] == []

@@ -17,19 +17,11 @@ from torchmetrics import MeanAbsoluteError, MeanMetric, MeanSquaredError, Metric
 
 from lightning_autopar.plans import Plan
 from tests.strategies.fitted import numbers
+from tests.strategies.pipeline.chained import Block
 from tests.strategies.pipelines import pipeline, run
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
 BLOCKS = tuple(f"blocks.{index}" for index in range(4))
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
 
 
 class Logging(pl.LightningModule):
@@ -37,7 +29,7 @@ class Logging(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Layer() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(8, 1)
         self.level, self.error, self.epoch = MeanMetric(), MeanSquaredError(), PearsonCorrCoef()
         self.both = MetricCollection({"mae": MeanAbsoluteError(), "mse": MeanSquaredError()}, prefix="set_")

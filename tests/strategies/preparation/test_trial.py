@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
-from lightning_autopar.report.report import Candidate, Report, Seconds
+from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.preparation import decide as deciding
@@ -27,6 +27,7 @@ from lightning_autopar.strategies.preparation.trial import Outcome, choose
 from lightning_autopar.timing.curves import Calibration
 from lightning_autopar.timing.data_sheet import DataSheet
 from lightning_autopar.timing.measured_rates import MeasuredRates
+from lightning_autopar.timing.step import Seconds
 
 INVENTORY = parse_spec("2xcpu:64MiB", cores=2)
 PLANS = {

@@ -25,7 +25,7 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.processes import external_launcher
 from lightning_autopar.strategies.processes.external_launcher import Peers
 from tests.fakes.nvml import FakeGpu, FakeNvml
-from tests.processes import ForkedScript, lean_path
+from tests.processes import ForkedScript, ended, lean_path
 
 SCRIPT = """
 import json, os, signal, sys, warnings
@@ -98,26 +98,12 @@ def _fork(script: Path, task: dict[str, Any], torchrun: tuple[str, ...] | None =
     return ForkedScript(script, json.dumps(task), environment=_environment(**more), folder=script.parent, torchrun=torchrun)
 
 
-def _end(process: subprocess.Popen[str] | ForkedScript, seconds: float = 200) -> tuple[int, str]:
-    """Wait for it; one that hangs is ended, with all that it started."""
-    family = [psutil.Process(process.pid)]
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        for member in [*family[0].children(recursive=True), *family]:
-            member.kill()
-        output, _ = process.communicate()
-        raise AssertionError(f"no end after {seconds:g} s\n{output}") from None
-    assert process.returncode is not None
-    return process.returncode, output
-
-
 def _task(script: Path, task: dict[str, Any]) -> list[str]:
     return [str(script), json.dumps(task)]
 
 
 def _torchrun(script: Path, ranks: int, task: dict[str, Any], **more: str) -> tuple[int, str]:
-    return _end(_fork(script, task, ("--standalone", "--nproc-per-node", str(ranks)), **more))
+    return ended(_fork(script, task, ("--standalone", "--nproc-per-node", str(ranks)), **more))
 
 
 def _results(output: str) -> list[Any]:
@@ -127,7 +113,7 @@ def _results(output: str) -> list[Any]:
 @pytest.fixture(scope="session")
 def plain(script: Path) -> list[float]:
     """What three fits of plain Lightning come to, three figures each."""
-    code, output = _end(_fork(script, {"fits": 3}))
+    code, output = ended(_fork(script, {"fits": 3}))
     assert code == 0, output
     values: list[float] = _results(output)[0][0]
     return values
@@ -142,7 +128,7 @@ def test_torchrun_several_fits(forked: bool, script: Path, plain: list[float]) -
         code, output = _torchrun(script, 2, task)
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        code, output = _end(_start([*command, *_task(script, task)]), 220)
+        code, output = ended(_start([*command, *_task(script, task)]), 220)
     assert code == 0, output
     results = _results(output)
     assert [plans for _, _, plans in results] == [[[engine, 2] for engine in engines]] * 2
@@ -201,7 +187,7 @@ def test_slurm(script: Path, plain: list[float]) -> None:
     task = {"devices": 2, "strategy": {"allow": ["ddp"]}}
     common = {f"SLURM_{name}": value for name, value in slurm.items()}
     processes = [_fork(script, task, **common, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1")]
-    for code, output in [_end(process) for process in processes]:
+    for code, output in [ended(process) for process in processes]:
         assert code == 0, output
         assert _results(output)[0][1] == ["ddp", 2]
         assert _results(output)[0][0] == pytest.approx(plain[:3], rel=1e-4, abs=1e-5)
@@ -210,7 +196,7 @@ def test_slurm(script: Path, plain: list[float]) -> None:
 def test_a_rerun_has_had_the_earlier_runs_when_it_joins(script: Path, plain: list[float]) -> None:
     """Those that its starter ran alone; it took its first one for the run that it was started for."""
     task = {"cuda": True, "strategies": [{"allow": [engine], "devices": "2xcpu:1GiB"} for engine in ("single", "ddp")]}
-    code, output = _end(_start([sys.executable, *_task(script, task)]))
+    code, output = ended(_start([sys.executable, *_task(script, task)]))
     assert code == 0, output
     results = _results(output)
     assert [plans for _, _, plans in results] == [[["single", 1], ["ddp", 2]]] * 2
@@ -249,7 +235,7 @@ def test_a_rerun_that_fails_ends_everything(script: Path, rank: int) -> None:
 def test_a_rerun_that_is_stopped_ends_everything(script: Path) -> None:
     task = {"cuda": True, "stop": 1, "strategy": {"allow": ["ddp"], "devices": "2xcpu:1GiB"}}
     process = _start([sys.executable, *_task(script, task)])
-    code, output = _end(process)
+    code, output = ended(process)
     assert code == 1, output
     assert re.search(
         r"rank 1 on cpu:1, process \d+, has been stopped by a signal \(SIGSTOP\) for 2 s, and this rank waited for it in", output
@@ -268,7 +254,7 @@ def test_a_process_of_slurms_that_is_stopped_ends_the_others(script: Path) -> No
     task = {"devices": 2, "stop": 1, "strategy": {"allow": ["ddp"]}}
     first, second = (_fork(script, task, **common, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1"))
     try:
-        code, output = _end(first)
+        code, output = ended(first)
     finally:
         os.kill(second.pid, signal.SIGKILL)
         second.communicate(10)

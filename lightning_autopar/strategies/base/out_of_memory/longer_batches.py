@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning_autopar._lightning import Trainer
 from lightning_autopar.exact.data.longest import shapes_in
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-    from lightning_autopar.memory.lengths import Lengths
+from lightning_autopar.memory.lengths import Lengths
 
 _LOG = logging.getLogger(__name__)
 

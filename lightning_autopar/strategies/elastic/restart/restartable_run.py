@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_autopar._lightning import SLURMEnvironment, rank_zero_info, rank_zero_warn
+from lightning_autopar._lightning import SLURMEnvironment, Trainer, rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import TrainerFn, TunerExit, arguments_from
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, asked_for, snapshot_settings, watchers
 from lightning_autopar.strategies.elastic.restart.signals import Signals
@@ -31,8 +31,6 @@ from lightning_autopar.strategies.elastic.snapshot_store import Snapshot, Snapsh
 from lightning_autopar.strategies.processes.boundary import Boundary, CheckpointJournal
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
     from lightning_autopar.strategies.base.run_plan import BatchRule
     from lightning_autopar.strategies.elastic.restart.store_rendezvous import Stop
     from lightning_autopar.strategies.processes.external_launcher import Peers

@@ -12,13 +12,10 @@ import threading
 import time
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_autopar._lightning import rank_zero_warn
+from lightning_autopar._lightning import Trainer, rank_zero_warn
 from lightning_autopar.strategies.elastic.restart.store_rendezvous import Word
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 #: If a process that was told to leave comes to no boundary for so long, and for three batches, it waits for a rank that is gone.
 _PATIENCE_SECONDS = 20.0

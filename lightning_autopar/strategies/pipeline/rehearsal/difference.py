@@ -11,19 +11,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
+from torchmetrics import Metric
 
+from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.logs.log_rules import Logged
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
 
 #: Relative difference up to which numbers count as equal.
 EQUAL = 1e-6
@@ -228,15 +226,11 @@ def _attributes(module: LightningModule, blocks: Sequence[str]) -> Iterator[tupl
     """The attributes of the module and its children, without those of blocks and metrics, by a dotted name."""
     within = tuple(f"{name}." for name in blocks)
     for prefix, child in module.named_modules():
-        if f"{prefix}.".startswith(within) or _is_metric(child):
+        if f"{prefix}.".startswith(within) or isinstance(child, Metric):
             continue
         for name, value in vars(child).items():
             if name not in _TORCH and not name.startswith("_"):
                 yield f"{prefix}.{name}" if prefix else name, value
-
-
-def _is_metric(module: nn.Module) -> bool:
-    return any(base.__name__ == "Metric" and base.__module__.startswith("torchmetrics") for base in type(module).__mro__)
 
 
 def _alike(one: Any, other: Any, depth: int) -> bool:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.tensor import absent_like, is_absent
 from lightning_autopar.exact.logs.log_rules import Logged, recorded_logs
@@ -23,9 +24,6 @@ from lightning_autopar.strategies.pipeline.run.stage_draws import in_short, pyth
 from lightning_autopar.strategies.pipeline.stages.module_state import StageParameters, take_stages
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 #: A part of a batch: a function that makes it anew each time, since a step may change it; and its weight in the whole batch's loss.
 Part = tuple[Callable[[], Any], float]

@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
+from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning import grads as lightning_grads
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.logs.log_rules import recorded_logs
@@ -29,9 +30,6 @@ from lightning_autopar.strategies.pipeline.rehearsal.difference import EQUAL, Ou
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision, Together, rehearse
 from lightning_autopar.strategies.pipeline.stages.record import record
 from lightning_autopar.strategies.pipeline.stages.recording import Staging, StepRecording
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 _LOG = logging.getLogger(__name__)
 

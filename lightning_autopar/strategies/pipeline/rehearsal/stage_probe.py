@@ -10,13 +10,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.step.attributes import is_variable, title
@@ -33,9 +34,6 @@ from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Preci
 from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import CannotTry, Script, Trial, recorded_together
 from lightning_autopar.strategies.pipeline.stages.record import record
 from lightning_autopar.strategies.pipeline.stages.recording import Staging, StepRecording
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 
 def untried_words(reason: str) -> str:

@@ -15,14 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-try:
-    import numpy
-except ImportError:  # torch runs without it
-    numpy = None  # type: ignore[assignment]
 
 #: After so many batches with equal shapes, the batch's index doesn't matter.
 TRIALS = 4
@@ -172,11 +168,11 @@ def signature_of(batch: Any) -> Any:
 def _signature(value: Any) -> Any:
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
-    if numpy is not None and isinstance(value, numpy.ndarray):
+    if isinstance(value, numpy.ndarray):
         return value.shape, str(value.dtype)
     if isinstance(value, (bool, int)):
         return value
-    if value is None or isinstance(value, (str, bytes, float, complex)) or (numpy is not None and isinstance(value, numpy.generic)):
+    if value is None or isinstance(value, (str, bytes, float, complex, numpy.generic)):
         return type(value)
     if isinstance(value, Mapping):
         return type(value), tuple((key, _signature(item)) for key, item in value.items())

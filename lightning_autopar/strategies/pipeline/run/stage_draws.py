@@ -30,11 +30,6 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.step.random_draws import GlobalDraws, default_generator
 
-try:
-    import numpy
-except ImportError:  # torch runs without it
-    numpy = None  # type: ignore[assignment]
-
 _LOG = logging.getLogger(__name__)
 #: The tag of stage 0's messages, different from those of other messages between the same ranks.
 _TAG = 1 << 20
@@ -337,7 +332,6 @@ def in_short(states: rng.RngState) -> int:
     """A hash of the states of Python's and NumPy's generators, the same in every process (62 bits)."""
     _, words, gauss = states["python"]
     numbers = [hash((words, gauss is None, gauss or 0.0))]
-    if numpy is not None:
-        kind = states["numpy"]
-        numbers += [zlib.crc32(kind[1].tobytes()), int(kind[2]), int(kind[3]), hash(float(kind[4]))]
+    kind = states["numpy"]
+    numbers += [zlib.crc32(kind[1].tobytes()), int(kind[2]), int(kind[3]), hash(float(kind[4]))]
     return hash(tuple(numbers)) >> 2

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_autopar._lightning import Trainer
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.logs.hooks import overridden
@@ -28,9 +29,6 @@ from lightning_autopar.strategies.pipeline.run.agreement import SameBatch
 from lightning_autopar.strategies.pipeline.run.shapes import Signature, signature_of
 from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage, count_parts, make_schedule
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 #: The hooks that see a step's output; predictions are collected in any case.
 _WATCHERS = {

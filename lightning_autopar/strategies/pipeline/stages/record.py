@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
+from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.memory.trace.bare_step import STEPS, BareStep
 from lightning_autopar.memory.trace.first_batch import copied
@@ -22,9 +23,6 @@ from lightning_autopar.strategies.pipeline.stages.block_router import unseen
 from lightning_autopar.strategies.pipeline.stages.module_state import ModuleState, attributes, changes, counters
 from lightning_autopar.strategies.pipeline.stages.recording import StepRecording
 from lightning_autopar.strategies.pipeline.stages.step_recorder import StepRecorder
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 _HOOKS = frozenset(f"_forward_{kind}{suffix}" for kind in ("hooks", "pre_hooks") for suffix in ("", "_with_kwargs", "_always_called"))
 

@@ -34,7 +34,9 @@ class BlockResults:
         outputs = recording.outputs.get(fqn, ())
         self._output: Output | None = outputs[0] if outputs else None
         self._extras: Sequence[Output] = outputs[1:]
-        self._alike = bool(outputs) and all(_is_told(leaf) for leaf in outputs[0].leaves)
+        # Whether its results can be made without running it.
+        told = [leaf.same_as is not None or (is_like_argument(leaf) and not leaf.computed) for leaf in outputs[0].leaves] if outputs else []
+        self._alike = bool(outputs) and all(told)
         self._measured: dict[Any, list[Any] | None] = {}
         self._caught: list[Any] = []
 
@@ -179,11 +181,6 @@ def _device_of(value: Any) -> torch.device | None:
         return value.device
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     return next((found for item in items if (found := _device_of(item)) is not None), None)
-
-
-def _is_told(leaf: Leaf) -> bool:
-    """Whether the result can be made without running the block."""
-    return leaf.same_as is not None or (is_like_argument(leaf) and not leaf.computed)
 
 
 def _dtype(leaf: Leaf, given: Any) -> torch.dtype:

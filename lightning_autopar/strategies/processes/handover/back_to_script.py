@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_autopar._lightning import Callback, CombinedLoader, Logger
+from lightning_autopar._lightning import Callback, CombinedLoader, LightningModule, Logger, Trainer
 from lightning_autopar._lightning_compat import (
     TrainerFn,
     bare_optimizer,
@@ -48,9 +48,6 @@ from lightning_autopar.state.pretrained import move_tensors
 from lightning_autopar.state.scratch_files import save_without_copies
 from lightning_autopar.strategies.base.measure import Measured
 from lightning_autopar.text import format_bytes
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 #: Optimizer states larger than this share of the host's memory aren't brought back; a warning says so.
 _OPTIMIZER_SHARE = 0.25

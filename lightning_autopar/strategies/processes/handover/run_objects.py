@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
-from lightning_autopar._lightning import Callback, LightningDataModule, LRSchedulerConfig, ProgressBar
+from lightning_autopar._lightning import Callback, LightningDataModule, LRSchedulerConfig, ProgressBar, Trainer
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.state.objects.contents import get_items
@@ -24,8 +24,6 @@ from lightning_autopar.state.objects.survey import Part, Survey, is_under
 from lightning_autopar.state.objects.unpacking import put
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
     from lightning_autopar.strategies.processes.handover.back_to_script import Before
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_autopar._lightning import CSVLogger
+from lightning_autopar._lightning import CSVLogger, Trainer
 from lightning_autopar.state.objects.survey import Changes, Part, Survey, merged
 from lightning_autopar.state.objects.unpacking import put
 from lightning_autopar.strategies.processes.handover import run_objects as pristine
@@ -28,8 +28,6 @@ from lightning_autopar.strategies.processes.handover.carried_files import Carrie
 from lightning_autopar.strategies.processes.handover.run_objects import MODULE, PLAIN, SCHEDULERS, RunObjects
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
     from lightning_autopar.strategies.processes.handover.back_to_script import Before
 
 _RANK, _LOGGERS = "carried{}", "carried_loggers"

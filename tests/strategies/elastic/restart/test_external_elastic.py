@@ -5,17 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import pytest
 import torch.distributed as dist
 
 from lightning_autopar.strategies.elastic.restart.store_rendezvous import StoreRendezvous
-from tests.processes import ForkedScript
+from tests.processes import ForkedScript, ended
 
 SCRIPT = """
 import json, os, signal, sys, threading, warnings
@@ -120,22 +118,8 @@ def _start(
     return ForkedScript(script, json.dumps(task), environment=environment, folder=folder, torchrun=torchrun)
 
 
-def _end(process: ForkedScript) -> tuple[int, str]:
-    """Wait for it; one that hangs is ended, with all that it started."""
-    family = psutil.Process(process.pid)
-    try:
-        output, _ = process.communicate(timeout=100)
-    except subprocess.TimeoutExpired:
-        for member in [*family.children(recursive=True), family]:
-            member.kill()
-        output, _ = process.communicate()
-        raise AssertionError(f"no end after 100 s\n{output}") from None
-    assert process.returncode is not None
-    return process.returncode, output
-
-
 def _torchrun(script: Path, folder: Path, ranks: int, orders: dict[str, Any] | None = None, *options: str, **task: Any) -> tuple[int, str]:
-    return _end(_start(script, folder, task, orders, ("--standalone", "--nproc-per-node", str(ranks), *options)))
+    return ended(_start(script, folder, task, orders, ("--standalone", "--nproc-per-node", str(ranks), *options)))
 
 
 def _result(folder: Path) -> Result:
@@ -148,7 +132,7 @@ def _result(folder: Path) -> Result:
 @pytest.fixture(scope="module")
 def plain(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     folder = tmp_path_factory.mktemp("plain")
-    code, output = _end(_start(script, folder, {"plain": True}))
+    code, output = ended(_start(script, folder, {"plain": True}))
     assert code == 0, output
     return _result(folder)
 
@@ -204,11 +188,11 @@ def test_slurm_requeues_after_our_snapshot_and_one_process_goes_on(script: Path,
 
     orders = {"at": 6, "signal": "SIGUSR1", "by": 1}
     ranks = [_start(script, folder, {}, orders, **slurm, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1")]
-    for code, output in [_end(process) for process in ranks]:
+    for code, output in [ended(process) for process in ranks]:
         assert code == -15, output
     assert (folder / "requeued").read_text() == "requeue 4711\n"
     assert not list(folder.rglob("hpc_ckpt*"))
-    code, output = _end(_start(script, folder, {}))
+    code, output = ended(_start(script, folder, {}))
     assert code == 0, output
     assert _assert_like(folder, plain) == 0, "it goes on in a forked worker; had it begun anew, the log would have more rows"
 
