@@ -22,6 +22,7 @@ from lightning_autopar.planning.refusals import (
     multi_refusal,
     norm_notes,
     own_refusal,
+    sharing_notes,
     split_notes,
     split_refusal,
     world_notes,
@@ -62,13 +63,13 @@ def enumerate_candidates(
         several = device_sets(footprint.batch_size, inventory, constraints, speed)
     else:
         alone = [devices for devices in sets or () if len(devices) == 1]
-    together = multi_refusal(question) is None
     # Offload needs no second device. But a user who allows no engine of one device wants several.
     alone_too = len(inventory.devices) == 1 or any(not engines.named(name).several for name in constraints.allow)
     for name in all_engines():
         if not keep(name) or own_refusal(name, question) is not None:
             continue
         engine = engines.named(name)
+        together = multi_refusal(question, engine) is None
         for devices in (*alone, *(several if together and engine.several else ())):
             if len(devices) < (constraints.min_devices or 1):
                 continue
@@ -110,6 +111,8 @@ def notes_of(plan: Plan, footprint: Footprint, constraints: Constraints) -> tupl
         own = (*norm_notes(footprint, constraints), *own)
     if plan.world_size > 1:
         own = (*own, *world_notes(footprint, constraints))
+    if footprint.sharing is not None and footprint.shares_network(plan):
+        return (*own, *sharing_notes(footprint.sharing, constraints))
     return (*own, *(split_notes(constraints) if plan.data_ranks > 1 or plan.micro_batches > 1 else ()))
 
 

@@ -13,7 +13,7 @@ from lightning_autopar import engines
 from lightning_autopar.constraints import SPLIT_TOLERANCE, Constraints, SplitFinding, overrule, overruled
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.engines import Question
-from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.footprint import Footprint, Sharing
 from lightning_autopar.plans import Engine, Plan, all_engines, entry_of, offered_engines
 
 Feature = Literal["micro_batches", "shares", "replicas", "offload", "disk"]
@@ -68,7 +68,7 @@ def engine_refusal(engine: Engine, question: Question) -> str | None:
     asked = engines.named(engine)
     if (refusal := own_refusal(engine, question)) is not None or not asked.several:
         return refusal
-    return multi_refusal(question) if asked.splits else devices_refusal(question.inventory, question.constraints)
+    return multi_refusal(question, asked) if asked.splits else devices_refusal(question.inventory, question.constraints)
 
 
 def own_refusal(engine: Engine, question: Question) -> str | None:
@@ -103,8 +103,10 @@ def _missing_words(package: str, extra: str) -> str:
     return f"the package {package} is not installed; install lightning-autopar[{extra}]"
 
 
-def multi_refusal(question: Question) -> str | None:
-    """Why no plan that splits the batch over devices is a candidate; None if some are."""
+def multi_refusal(question: Question, engine: engines.Engine | None = None) -> str | None:
+    """Why no plan of the engine, or of any other than those whose ranks can share a network, splits the batch over devices; None if some
+    do.
+    """
     footprint, constraints = question.footprint, question.constraints
     if (refusal := devices_refusal(question.inventory, constraints)) is not None or not constraints.split_batch:
         return refusal
@@ -114,7 +116,12 @@ def multi_refusal(question: Question) -> str | None:
         return "a batch of 1 sample can't be split over ranks"
     if footprint.batch_size < (constraints.min_devices or 1):
         return f"a batch of {footprint.batch_size} samples can't be split over the {constraints.min_devices} processes that were started"
-    return split_refusal(constraints)
+    return None if engine is not None and shares_network(engine, footprint) else split_refusal(constraints)
+
+
+def shares_network(engine: engines.Engine, footprint: Footprint) -> bool:
+    """Whether the ranks of an engine's plans share the network, so that the batch needn't be split."""
+    return footprint.sharing is not None and engine.shares_network
 
 
 def devices_refusal(inventory: Inventory, constraints: Constraints) -> str | None:
@@ -224,6 +231,17 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
     if not split.difference <= SPLIT_TOLERANCE:
         return (f"{_difference_words(split)}; exact=True rules such plans out", *notes)
     return notes
+
+
+def sharing_notes(sharing: Sharing, constraints: Constraints) -> tuple[str, ...]:
+    """What a reader should know about a plan whose ranks share the network."""
+    split, modules = constraints.split, sharing.modules
+    named = f"{modules[0]!r}" + (f" and {len(modules) - 1} other submodules" if len(modules) > 1 else "")
+    note = (
+        f"the ranks share {named} by rows and gather what these give; each runs the rest of the step on the whole batch, as on one device"
+    )
+    apart = split is not None and split.drawn_apart
+    return (note, f"{_apart_words(split)}; exact=True rules such plans out") if split is not None and apart else (note,)
 
 
 def norm_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:

@@ -78,6 +78,7 @@ class DDP(Engine):
     wire: Wire = AS_STORED
     name = "ddp"
     shares = True
+    shares_network = True
     replays = True
     reruns = True
     measured = ("all_reduce", "loop/ddp")

@@ -30,6 +30,7 @@ from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.exact.step.random_operators import draws_apart
+from lightning_autopar.exact.step.shared_network import SharedModules
 from lightning_autopar.memory import scaling
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, fresh, tensors_of
@@ -38,6 +39,7 @@ from lightning_autopar.memory.trace.trace import first_batch, trace
 from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
+from lightning_autopar.strategies.parity.sharing_probe import SharingFinding, probe_sharing
 from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
 from lightning_autopar.strategies.preparation.divisible import made_of_samples, whole_of
 from lightning_autopar.strategies.preparation.lengths import Seen, at_lengths, seen_sizes, step_bytes
@@ -94,6 +96,7 @@ class Findings:
     Args:
         footprint: of its step.
         split: what a split batch changes; None where no candidate splits it.
+        shared: the submodules that ranks can share where splitting the batch would change its loss; see ``footprint.sharing``.
         draws: the step's random draws; None where it draws nothing.
         data_draws: where making a batch draws, see :class:`.run_plan.RunPlan`.
         engines: what each engine that was asked found, by its name.
@@ -113,6 +116,7 @@ class Findings:
     split: SplitFinding | None
     draws: DrawPlan | None
     data_draws: tuple[str, ...]
+    shared: SharedModules = field(default_factory=dict)
     engines: Mapping[str, Finding] = field(default_factory=dict)
     later: tuple[str, ...] = ()
     several_loaders: bool = False
@@ -253,6 +257,17 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
         split = replace(split, notes=(*split.notes, *keeping_hooks(trainer)))
     if questions.several and stage == "predict" and (kept := keeping_hooks(trainer, predicting=True)):
         split = replace(split or SplitFinding(), notes=kept)
+    shared: SharedModules = {}
+    if questions.split and stage == "fit" and split is not None and _differs(split):
+        tried = partial(
+            _sharing,
+            module,
+            trainer,
+            as_drawn[0],
+            more if _is_quick(footprint) else [],
+            [] if validation is None else [validation, *others],
+        )
+        footprint, shared = tried(footprint)
     told: Any = {"batch": as_drawn[0], "validation": lambda: as_drawn[1], "footprint": footprint, "split": split}
     # What a long look finds of buffers, the probe of a split batch finds as well.
     waits = questions.later and len(questions.engines) > 1 and split is not None and split.probed
@@ -263,6 +278,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
         footprint=footprint,
         split=split,
         draws=draws,
+        shared=shared,
         data_draws=batch.draws,
         engines=found,
         later=later,
@@ -432,6 +448,30 @@ def _split(
     except ChildFailed as error:
         reason = f"not checked: whether the parts of a batch make up the whole ({error.reason})"
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
+
+
+def _differs(split: SplitFinding) -> bool:
+    """Whether splitting the batch is known to change the loss, or can't be done."""
+    return not split.raised and (not split.splittable or (split.probed and not split.difference <= SPLIT_TOLERANCE))
+
+
+def _sharing(
+    module: LightningModule,
+    trainer: Trainer,
+    batch: FirstBatch,
+    more: Sequence[FirstBatch],
+    evaluated: Sequence[FirstBatch],
+    footprint: Footprint,
+) -> tuple[Footprint, SharedModules]:
+    """Finds out in another child whether ranks can share the network instead: the footprint with that, and the submodules."""
+    blocks = {block.fqn: block.flops for block in footprint.blocks if block.repeated}
+    try:
+        told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "blocks": blocks}
+        found: SharingFinding = run_forked(partial(probe_sharing, **told), module, trainer, batch, more, evaluated)
+    except ChildFailed:
+        log.debug("whether ranks can share the network can't be tried", exc_info=True)
+        return footprint, {}
+    return replace(footprint, sharing=found.sharing), found.modules
 
 
 def stage_of(trainer: Trainer) -> str:

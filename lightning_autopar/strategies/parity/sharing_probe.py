@@ -1,0 +1,510 @@
+"""Which submodules ranks can share by rows, so that the rest of a step runs whole on every rank. Found out on a batch, on the CPU.
+
+The step runs on the whole batch. Each call of a submodule with parameters, from the outermost on, is tried on parts of its arguments' rows:
+where these give the rows of the whole's output, it is shared; else its own submodules are tried. Then loss, gradients, logged values,
+buffers and what the step keeps must be those of the step as it is, for two and for three ranks. Meant for a forked child.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_autopar._lightning import LightningModule
+from lightning_autopar._lightning_compat import transfer_batch
+from lightning_autopar._root import LIGHTNING
+from lightning_autopar._temporary import patched
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.rank_share import Dealing, share_of
+from lightning_autopar.exact.logs.log_rules import recorded_logs
+from lightning_autopar.exact.step.attribute_rules import Before
+from lightning_autopar.exact.step.shared_network import Call, SharedModule, SharedModules, SharingSteps, flattened
+from lightning_autopar.memory.footprint import Conduct, Sharing
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.strategies.parity.batch_parts import BatchParts
+from lightning_autopar.strategies.parity.draw_probe import DrawObserver, everything
+from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
+from lightning_autopar.strategies.parity.split_probe import _Probe, _words
+from lightning_autopar.strategies.parity.undo import undone
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+_LOG = logging.getLogger(__name__)
+#: Relative differences that are rounding, in double precision and in single precision.
+_EQUAL_DOUBLE, _EQUAL = 1e-8, 1e-5
+#: How often the step runs while submodules are ruled out one after the other.
+_ROUNDS = 20
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+#: Whose code may ask torch for the process group within a step.
+_NOT_THE_USERS = ("torch", "torchmetrics", "lightning_autopar", *(name.removesuffix(".") for name in LIGHTNING))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingFinding:
+    """What was found out about sharing a step's network.
+
+    Args:
+        modules: the submodules that ranks share; empty where they can't, or need not.
+        sharing: what that means for a plan's seconds; None likewise.
+        reason: why they can't; None where they can.
+    """
+
+    modules: SharedModules
+    sharing: Sharing | None = None
+    reason: str | None = None
+
+
+def probe_sharing(
+    module: LightningModule,
+    trainer: Trainer | None,
+    first: FirstBatch,
+    more: Sequence[FirstBatch] = (),
+    evaluated: Sequence[FirstBatch] = (),
+    *,
+    flops: int = 0,
+    blocks: Mapping[str, int] | None = None,
+    conduct: Conduct | None = None,
+    time_limit_seconds: float = 60.0,
+) -> SharingFinding:
+    """Find the submodules that ranks can share by rows.
+
+    Args:
+        module: the user's module, set up; it is changed.
+        trainer: the trainer that it was passed to, read only.
+        first: the first training batch.
+        more: others, on which it must hold as well.
+        evaluated: batches of the validation, on which it must hold as well.
+        flops: the footprint's, of forward and backward on the whole batch.
+        blocks: FLOPs of the forward of each repeated block, by FQN.
+        conduct: what the traced step itself does to parameters; None where it wasn't traced.
+        time_limit_seconds: how long the trial may take.
+    """
+    size = max(1, first.batch_size)
+    counts = [size] if first.samples is None else [size, *(few for few in (8, 4) if few < size)]
+    chosen = extent(module, blocks or {}, flops / 3 / size, counts, size)
+    if chosen is None:
+        return _not(f"a step of {flops:.1e} floating-point operations is too long to try on the CPU")
+    count, sorts, _ = chosen
+    state = rng.capture({})
+    try:
+        do_without(module, sorts)
+        found = _SharingProbe(module, trainer, BatchParts(first, count, hooks=trainer is not None), conduct, time_limit_seconds)
+        modules = found.find()
+        for batch, hook in [(each, "training_step") for each in more] + [(each, "validation_step") for each in evaluated]:
+            modules = found.confirm(BatchParts(batch, max(1, batch.batch_size), hooks=trainer is not None), hook, modules)
+        sharing = found.measured(modules, size / count)
+    except _CannotShareError as error:
+        return _not(str(error))
+    except Exception as error:  # the user's step, under conditions that it isn't made for
+        _LOG.debug("the step can't be tried with a shared network", exc_info=True)
+        return _not(_words(error))
+    finally:
+        rng.restore(state, {})
+    if sorts:  # the other blocks' draws aren't known
+        modules = {name: replace(each, draws=()) for name, each in modules.items()}
+    return SharingFinding(modules=modules, sharing=sharing)
+
+
+def _not(reason: str) -> SharingFinding:
+    _LOG.debug("ranks can't share the network: %s", reason)
+    return SharingFinding(modules={}, reason=reason)
+
+
+class _CannotShareError(Exception):
+    """Says why ranks can't share the network."""
+
+
+@dataclass
+class _Outcome:
+    """What a step came to."""
+
+    losses: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    left: dict[str, Tensor]
+
+    def difference(self, other: _Outcome) -> tuple[float, str]:
+        """The largest relative difference, and of what."""
+        largest = (0.0, "")
+        for mine, others in ((self.losses, other.losses), (self.gradients, other.gradients), (self.left, other.left)):
+            if mine.keys() != others.keys():
+                return math.inf, ", ".join(sorted(mine.keys() ^ others.keys())[:3])
+            floor = 1e-2 * max((float(each.abs().max()) for each in mine.values() if each.numel()), default=0.0)
+            for name, tensor in mine.items():
+                largest = max(largest, (_apart(tensor, others[name], floor if mine is self.gradients else 0.0), name))
+        return largest
+
+
+class _SharingProbe(_Probe):
+    """The step with parts of its network run in parts."""
+
+    def __init__(
+        self, module: LightningModule, trainer: Trainer | None, batches: BatchParts, conduct: Conduct | None, seconds: float
+    ) -> None:
+        super().__init__(module, trainer, batches, conduct)
+        self.asks = ""
+        self.ends_at = time.monotonic() + seconds
+
+    def find(self) -> SharedModules:
+        """The submodules to share.
+
+        Raises:
+            _CannotShareError: if there are none, or the step comes to something else with them.
+        """
+        if not self.module.automatic_optimization:
+            raise _CannotShareError("the module runs backward by hand")
+        self._prepare()
+        try:
+            with self._in_double():
+                return self._found(_EQUAL_DOUBLE)
+        except _CannotShareError:
+            raise
+        except Exception:  # the step insists on single precision
+            _LOG.debug("the step can't be run in double precision", exc_info=True)
+            return self._found(_EQUAL)
+
+    def _found(self, tolerance: float) -> SharedModules:
+        reference = self._reference("training_step")
+        trial = _Trial(self.module, tolerance)
+        for trial.ranks in (2, 3):
+            shared = self._settled(trial, "training_step")
+            self._check(trial, "training_step", reference, tolerance)
+        if not shared:
+            raise _CannotShareError("none of its submodules with parameters maps rows to rows")
+        return shared
+
+    def confirm(self, batches: BatchParts, hook: str, modules: SharedModules) -> SharedModules:
+        """The same submodules, with what another batch shows of their calls.
+
+        Raises:
+            _CannotShareError: if that batch's step comes to something else with them.
+        """
+        self.batches = batches
+        if hook != "training_step":
+            self.rehearsal.begin_evaluation("validation")
+        try:
+            with self._in_double():
+                return self._confirmed(hook, modules, _EQUAL_DOUBLE)
+        except _CannotShareError:
+            raise
+        except Exception:  # as above
+            _LOG.debug("the step can't be run in double precision", exc_info=True)
+            return self._confirmed(hook, modules, _EQUAL)
+
+    def _confirmed(self, hook: str, modules: SharedModules, tolerance: float) -> SharedModules:
+        reference = self._reference(hook)
+        trial = _Trial(self.module, tolerance, modules)
+        self._check(trial, hook, reference, tolerance)
+        if trial.excluded:
+            raise _CannotShareError(f"in another batch {sorted(trial.excluded)[0]!r} doesn't map rows to rows")
+        for name, seen in trial.shared.items():
+            joined = modules[name].joined(replace(seen, draws=()))
+            if joined is None:
+                raise _CannotShareError(f"{name!r} is called in another way in another batch")
+            modules = {**modules, name: joined}
+        return modules
+
+    def _reference(self, hook: str) -> _Outcome:
+        """The step as it is; run twice where it keeps something."""
+        reference = self._outcome(hook)
+        if self.asks:
+            raise _CannotShareError(f"{hook} asks torch.distributed ({self.asks}), which answers otherwise on several ranks")
+        kept = [name for name in self.effects[-1].kept if name not in ("trainer", *vars(LightningModule()))]
+        self.watched = tuple(dict.fromkeys(kept))
+        return self._outcome(hook) if self.watched else reference
+
+    def _settled(self, trial: _Trial, hook: str) -> SharedModules:
+        """What is shared when nothing is ruled out any more."""
+        for _ in range(_ROUNDS):
+            ruled_out = len(trial.excluded)
+            with trial.shadowed():
+                self._outcome(hook, trial)
+            trial.excluded |= {name for name in trial.shared if _within(name, trial.shared)}
+            if len(trial.excluded) == ruled_out:
+                return dict(trial.shared)
+            if time.monotonic() > self.ends_at:
+                break
+        raise _CannotShareError("it takes too long to find out which of its submodules map rows to rows")
+
+    def _check(self, trial: _Trial, hook: str, reference: _Outcome, tolerance: float) -> None:
+        with trial.shadowed():
+            outcome = self._outcome(hook, trial)
+        difference, where = reference.difference(outcome)
+        if not difference <= tolerance:
+            raise _CannotShareError(f"with a shared network {where!r} differs by {difference:.2g} of it")
+
+    def _outcome(self, hook: str, trial: _Trial | None = None) -> _Outcome:
+        """Run the step on the whole batch, from the same state each time."""
+        state, training = rng.capture({}), hook == "training_step"
+        batch = self.batches.part(everything(self.batches.count))
+        rng.restore(state, {})
+        if trial is not None:
+            trial.begin()
+        self.metrics.next_run()
+        gradients: dict[str, Tensor] = {}
+        with self._harmless(), torch.enable_grad() if training else torch.no_grad(), recorded_logs(self.module) as logged, self._noted():
+            batch = transfer_batch(self.module, batch) if self.batches.raw else batch
+            if training:
+                self.rehearsal._hook("on_train_batch_start", batch, 0)
+            with nullcontext() if trial is None else trial.step():
+                output = self.rehearsal._call(hook, batch, 0)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if training:
+                if not isinstance(loss, Tensor) or not loss.requires_grad:
+                    raise _CannotShareError("training_step returns no loss that has a gradient")
+                self.module.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                named = self.module.named_parameters()
+                gradients = {name: each.grad.clone() for name, each in named if each.grad is not None}
+                self.module.zero_grad()
+        losses = {name: torch.tensor(value.value, dtype=torch.float64) for name, value in logged.items()}
+        losses |= {f"the loss{place}": leaf.detach() for place, leaf in flattened(loss)[0] if isinstance(leaf, Tensor)}
+        left = {f"{name}{place}": value for name, kept in self.left[-1].items() for place, value in _tensors_in(kept)}
+        left |= {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        for name, buffer in self.module.named_buffers():
+            if name in self.buffers:
+                buffer.data = self.buffers[name].clone()
+        rng.restore(state, {})
+        return _Outcome(losses=losses, gradients=gradients, left=left)
+
+    def _noted(self) -> ExitStack:
+        """While open, notes whether the user's code asks for the process group."""
+        stack = ExitStack()
+        for name in ("is_initialized", "get_rank", "get_world_size"):
+            stack.enter_context(patched(dist, name, self._noting(name, getattr(dist, name))))
+        return stack
+
+    def _noting(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
+                self.asks = name
+            return own(*args, **kwargs)
+
+        return asked
+
+    def measured(self, modules: SharedModules, scale: float) -> Sharing:
+        """What sharing these submodules means for a step's seconds.
+
+        Args:
+            modules: those.
+            scale: by how much the whole batch is larger than the one that was tried.
+        """
+        measure = _Measure(self.module, modules)
+        self.rehearsal._trainer.give(training=True, validating=False)
+        with measure.counter, measure.shadowed(), self._harmless(), measure.step(), recorded_logs(self.module):
+            batch = self.batches.part(everything(self.batches.count))
+            batch = transfer_batch(self.module, batch) if self.batches.raw else batch
+            self.rehearsal._call("training_step", batch, 0)
+        flops = measure.counter.get_total_flops()
+        return Sharing(
+            modules=tuple(modules),
+            work_share=measure.inside / flops if flops else 0.0,
+            gathered_bytes=round(measure.gathered_bytes * scale),
+            gathers=measure.gathers,
+        )
+
+
+class _Trial(SharingSteps):
+    """Runs submodules on parts of their arguments' rows, one rank's after the other, and puts the rows together.
+
+    Args:
+        module: the root.
+        tolerance: relative difference up to which outputs are the same.
+        only: the submodules that are known to be shared; None to find them.
+    """
+
+    def __init__(self, module: nn.Module, tolerance: float, only: Collection[str] | None = None) -> None:
+        able = {name for name, child in module.named_modules() if name and _may_be_shared(child)}
+        super().__init__(module, frozenset(able if only is None else only))
+        self.tolerance, self.ranks = tolerance, 2
+        self.excluded: set[str] = set()
+        self.shared: dict[str, SharedModule] = {}
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.shared.clear()
+
+    def call(self, name: str, child: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output as ranks would put it together; the submodule's own where it can't be shared."""
+        if name in self.excluded:
+            return own(*args, **kwargs)
+        state, buffers = rng.capture({}), {each: buffer.clone() for each, buffer in child.named_buffers()}
+        try:
+            self._inside = True
+            found = self._tried(name, child, own, (args, kwargs))
+        except Exception:  # a part has other shapes than the submodule is made for
+            _LOG.debug("%s can't be run on parts of its rows", name, exc_info=True)
+            found = None
+        finally:
+            self._inside = False
+        seen = None if found is None else self.shared[name].joined(found[1]) if name in self.shared else found[1]
+        if found is None or seen is None:
+            self.excluded.add(name)
+            self.shared.pop(name, None)
+            rng.restore(state, {})
+            _put_back(child, buffers)
+            return own(*args, **kwargs)
+        self.shared[name] = seen
+        return found[0]
+
+    def _tried(self, name: str, child: nn.Module, own: Any, given: Any) -> tuple[Any, SharedModule] | None:
+        leaves, _ = flattened(given)
+        tensors = {place: leaf for place, leaf in leaves if isinstance(leaf, Tensor)}
+        if rng.find_generators(child.named_modules()) or not all(type(leaf) in (Tensor, Parameter, *_PLAIN) for _, leaf in leaves):
+            return None
+        run = _Runs(child, own)
+        whole, ended = run.on(given, DrawObserver(everything(1), None, False))
+        before, drawn = flattened(whole)
+        outputs = {place: leaf for place, leaf in before if isinstance(leaf, Tensor)}
+        sizes = {leaf.shape[0] for leaf in tensors.values() if leaf.ndim}
+        rows = next((leaf.shape[0] for leaf in outputs.values() if leaf.ndim and leaf.shape[0] in sizes), 0)
+        if rows < 2 or not all(type(leaf) in (Tensor, *_PLAIN) for _, leaf in before):
+            return None
+        cut = frozenset(place for place, leaf in tensors.items() if leaf.ndim and leaf.shape[0] == rows)
+        seen = SharedModule(cut=cut, whole=frozenset(tensors) - cut, gathered=frozenset(), kept=frozenset())
+        call = Call(name, seen, given)
+        shares = [share for rank in range(self.ranks) if (share := share_of(rows, rank, Dealing.even(self.ranks))).rows]
+        parts = []
+        for share in shares:
+            observer = DrawObserver(share, run.draws, False)
+            part, end = run.on(call.part(lambda tensor, share=share: tensor[share.rank :: self.ranks].contiguous()), observer)
+            others, structure = flattened(part)
+            if observer.irregular or len(observer.draws) != len(run.draws) or rng.changed(ended, end) or structure != drawn:
+                return None
+            parts.append((dict(others), [draw.choice for draw in observer.draws]))
+        if run.changes or any(choices != parts[0][1] for _, choices in parts):
+            return None
+        joined = {}
+        for place, leaf in outputs.items():
+            pieces = [each[place] for each, _ in parts]
+            joined[place] = _joined(leaf, pieces, [share.rank for share in shares], self.ranks)
+            if joined[place] is None:
+                if any(each.shape != leaf.shape or _apart(leaf, each) > self.tolerance for each in pieces):
+                    return None
+                joined[place] = pieces[0]
+                seen = replace(seen, kept=seen.kept | {place})
+            elif not _apart(leaf, joined[place]) <= self.tolerance:
+                return None
+            else:
+                seen = replace(seen, gathered=seen.gathered | {place})
+        return _replaced(whole, joined), replace(seen, draws=(observer.plan(),))
+
+
+class _Runs:
+    """Runs of a submodule from one state; whether it changes anything but its output."""
+
+    def __init__(self, child: nn.Module, own: Any) -> None:
+        self.child, self.own = child, own
+        self.state, self.buffers = rng.capture({}), {name: buffer.clone() for name, buffer in child.named_buffers()}
+        self.draws: list[Any] | None = None
+        self.changes = False
+        self._after: dict[str, Tensor] | None = None
+
+    def on(self, given: Any, observer: DrawObserver) -> tuple[Any, rng.RngState]:
+        """The output, and the generators' states then."""
+        rng.restore(self.state, {})
+        _put_back(self.child, self.buffers)
+        with undone(self.child, ()) as effects:
+            output = observer.run(lambda arguments: self.own(*arguments[0], **arguments[1]), lambda share: given)
+        ended = rng.capture({})
+        if self.draws is None:
+            self.draws = observer.draws
+        after = {name: buffer.clone() for name, buffer in self.child.named_buffers()}
+        self._after = after if self._after is None else self._after
+        same = after.keys() == self._after.keys() and all(_apart(self._after[name], value) <= _EQUAL for name, value in after.items())
+        self.changes |= bool(effects.kept) or not same
+        return output, ended
+
+
+class _Measure(SharingSteps):
+    """Counts the FLOPs of shared submodules and the bytes that ranks gather for them."""
+
+    def __init__(self, module: nn.Module, shared: SharedModules) -> None:
+        super().__init__(module, shared)
+        self._shared, self.counter = shared, FlopCounterMode(display=False)
+        self.inside = self.gathered_bytes = self.gathers = 0
+
+    def call(self, name: str, child: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The submodule's own output."""
+        before, self._inside = self.counter.get_total_flops(), True
+        try:
+            output = own(*args, **kwargs)
+        finally:
+            self._inside = False
+        self.inside += self.counter.get_total_flops() - before
+        sent = [leaf for place, leaf in flattened(output)[0] if place in self._shared[name].gathered]
+        sent += [leaf for place, leaf in flattened((args, kwargs))[0] if place in self._shared[name].cut and leaf.requires_grad]
+        self.gathered_bytes += sum(leaf.nbytes for leaf in sent)
+        self.gathers += len(sent)
+        return output
+
+
+def _may_be_shared(child: nn.Module) -> bool:
+    return any(True for _ in child.parameters()) and not isinstance(child, (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin))
+
+
+def _within(name: str, others: Collection[str]) -> bool:
+    """Whether a submodule lies in one of others."""
+    return any(name.startswith(f"{other}.") for other in others)
+
+
+def _put_back(child: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    for name, buffer in child.named_buffers():
+        if name in buffers:
+            buffer.data = buffers[name].clone()
+
+
+def _joined(whole: Tensor, pieces: Sequence[Tensor], ranks: Sequence[int], step: int) -> Tensor | None:
+    """The rows of all parts, laid out in memory as the whole's; None where a part hasn't its rows."""
+    if not whole.ndim or any(not piece.ndim or piece.shape[1:] != whole.shape[1:] for piece in pieces):
+        return None
+    if any(len(piece) != len(range(rank, len(whole), step)) for rank, piece in zip(ranks, pieces, strict=True)):
+        return None
+    joined = torch.empty_like(whole, requires_grad=False)
+    for rank, piece in zip(ranks, pieces, strict=True):
+        joined[rank::step] = piece
+    return joined
+
+
+def _replaced(output: Any, joined: Mapping[str, Tensor]) -> Any:
+    leaves, structure = flattened(output)
+    return torch.utils._pytree.tree_unflatten([joined.get(place, leaf) for place, leaf in leaves], structure)
+
+
+def _tensors_in(kept: Any, place: str = "") -> list[tuple[str, Tensor]]:
+    """The numbers in what a step kept."""
+    if isinstance(kept, Before):
+        return _tensors_in(kept.copy, place)
+    if isinstance(kept, (bool, int, float)):
+        return [(place, torch.tensor(float(kept), dtype=torch.float64))]
+    if isinstance(kept, Tensor):
+        return [(place, kept)]
+    items = enumerate(kept) if isinstance(kept, (list, tuple)) else kept.items() if isinstance(kept, dict) else ()
+    return [found for key, item in items for found in _tensors_in(item, f"{place}.{key}")]
+
+
+def _apart(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
+    """The largest difference, relative to the largest value; infinite where shapes or types differ."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return math.inf
+    if not one.numel() or torch.equal(one, other):
+        return 0.0
+    left, right = (each.detach().to(torch.complex128 if each.is_complex() else torch.float64) for each in (one, other))
+    same = (left == right) | (left.isnan() & right.isnan())
+    finite = left[left.isfinite()].abs()
+    scale = max(float(finite.max()) if finite.numel() else 0.0, floor)
+    distance = float((left - right)[~same].abs().max()) if not bool(same.all()) else 0.0
+    return 0.0 if not distance else distance / scale if scale else math.inf
