@@ -28,7 +28,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
 from lightning_autopar.exact.step.batch_norm import restore, synchronise
-from lightning_autopar.exact.step.random_draws import DrawPlan, GlobalDraws, Rows, whole_like
+from lightning_autopar.exact.step.random_draws import Choice, DrawPlan, GlobalDraws, Rows, whole_like
 
 _Own = Callable[..., Any]
 
@@ -166,6 +166,21 @@ class SharingSteps(ABC):
         """The submodule's output for all rows."""
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A call that runs, or whose backward does.
+
+    Args:
+        share: this rank's rows of its arguments.
+        draws: its random draws.
+        chosen: how they were made, for a forward that is recomputed in backward.
+    """
+
+    share: BatchShare
+    draws: DrawPlan
+    chosen: dict[tuple[object, ...], Choice] = field(default_factory=dict)
+
+
 class SharedNetwork(SharingSteps):
     """Runs the shared submodules on this rank's rows and gathers the rows of all ranks; a collective for each output.
 
@@ -178,11 +193,11 @@ class SharedNetwork(SharingSteps):
     def __init__(self, module: nn.Module, shared: SharedModules, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(module, shared)
         self._shared, self._group = shared, group
-        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._dealing = Dealing.even(self._ranks)
-        self._share: BatchShare | None = None
-        #: The share of the submodule whose backward runs, which may recompute: then its draws are made again.
-        self._behind: BatchShare | None = None
+        self._rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._dealing = Dealing.even(self.ranks)
+        #: The call whose forward runs; and the one whose backward does, which may recompute: then its draws are made again.
+        self._running: _Running | None = None
+        self._behind: _Running | None = None
         self._draws = _CallDraws(self._share_now)
         self._calls: dict[str, int] = {}
 
@@ -205,29 +220,38 @@ class SharedNetwork(SharingSteps):
             yield
 
     def _share_now(self) -> BatchShare | None:
-        return self._share or (self._behind if torch._C._current_graph_task_id() != -1 else None)
+        running = self._running or (self._behind if torch._C._current_graph_task_id() != -1 else None)
+        return None if running is None else running.share
 
     def call(self, name: str, child: nn.Module, own: _Own, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`SharingSteps`."""
         call = Call(name, self._shared[name], (args, kwargs))
-        share = share_of(call.rows, self._rank, self._dealing)
         number = self._calls[name] = self._calls.get(name, -1) + 1
-        plans = self._shared[name].draws
-        part, options = call.part(lambda whole: _Cut.apply(whole, share, self))  # type: ignore[no-untyped-call]
-        self._draws.take(plans[number] if child.training and number < len(plans) else DrawPlan())
-        self._inside, self._share = True, share
+        plans = self._shared[name].draws if child.training else ()
+        # In backward the user's checkpoint calls it once more.
+        draws = plans[min(number, len(plans) - 1)] if plans else DrawPlan()
+        running = _Running(share_of(call.rows, self._rank, self._dealing), draws)
+        part, options = call.part(lambda whole: _Cut.apply(whole, running, self))  # type: ignore[no-untyped-call]
+        self._inside, self._running = True, running
+        self._draws.take(running)
         try:
             output = own(*part, **options)
         finally:
-            self._inside, self._share = False, None
-        return call.put_together(output, share, lambda rows: _Gather.apply(rows, share, self))  # type: ignore[no-untyped-call]
+            self._inside, self._running = False, None
+        return call.put_together(output, running.share, lambda rows: _Gather.apply(rows, running, self))  # type: ignore[no-untyped-call]
+
+    def behind(self, running: _Running | None) -> None:
+        """The backward of a call begins, or has come to its arguments."""
+        self._behind = running
+        if running is not None:
+            self._draws.take(running)
 
     def gathered(self, own: Tensor, share: BatchShare) -> Tensor:
         """The rows of all ranks, laid out in memory as this rank's; a collective."""
-        most = -(-share.of // self._ranks)
+        most = -(-share.of // self.ranks)
         padded = own.new_zeros((most, *own.shape[1:]))
         padded[: share.fed] = own  # a rank without rows was fed one, which lies behind the last
-        everyone = padded.new_empty((self._ranks, *padded.shape))
+        everyone = padded.new_empty((self.ranks, *padded.shape))
         if padded.numel():  # as bytes: gloo doesn't know every type
             sent = [each.view(-1).view(torch.uint8) for each in everyone.unbind()]
             dist.all_gather(sent, padded.view(-1).view(torch.uint8), group=self._group)
@@ -238,10 +262,10 @@ class SharedNetwork(SharingSteps):
 class _CallDraws(GlobalDraws):
     """The draws of one call after another, each by its own plan."""
 
-    def take(self, plan: DrawPlan) -> None:
-        """A call begins."""
-        self._plan, self._places = plan, {}
-        self.begin()
+    def take(self, running: _Running) -> None:
+        """A call's forward or backward begins."""
+        self._plan, self._places = running.draws, {}
+        self.go_on(running.chosen, 0)
 
 
 class _Cut(torch.autograd.Function):
@@ -250,32 +274,29 @@ class _Cut(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, share: BatchShare, network: SharedNetwork) -> Tensor:
-        ctx.share, ctx.network = share, network
-        own: Tensor = cut(whole, share.rank, share.dealing)
+    def forward(ctx: Any, whole: Tensor, running: _Running, network: SharedNetwork) -> Tensor:
+        ctx.running, ctx.network = running, network
+        own: Tensor = cut(whole, running.share.rank, running.share.dealing)
         return own.clone() if own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() else own
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         network = ctx.network
-        network._behind = None
-        return _Gather.apply(gradients[0] / network._ranks, ctx.share, network), None, None  # type: ignore[no-untyped-call]
+        network.behind(None)
+        return _Gather.apply(gradients[0] / network.ranks, ctx.running, network), None, None  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
     """The rows of all ranks. This rank's gradient is its own rows' times the number of ranks, as the engine takes the mean over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, share: BatchShare, network: SharedNetwork) -> Tensor:
-        ctx.share, ctx.network = share, network
-        if not own.is_floating_point() and not own.is_complex():
-            ctx.mark_non_differentiable(whole := network.gathered(own, share))
-            return whole
-        return network.gathered(own, share)
+    def forward(ctx: Any, own: Tensor, running: _Running, network: SharedNetwork) -> Tensor:
+        ctx.running, ctx.network = running, network
+        return network.gathered(own, running.share)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        share, network = ctx.share, ctx.network
-        network._behind = share
-        own = _Cut.apply(gradients[0], share, network)  # type: ignore[no-untyped-call]
-        return own * (network._ranks if share.rows else 0), None, None
+        running, network = ctx.running, ctx.network
+        network.behind(running)
+        own = _Cut.apply(gradients[0], running, network)  # type: ignore[no-untyped-call]
+        return own * (network.ranks if running.share.rows else 0), None, None

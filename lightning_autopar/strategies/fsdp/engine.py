@@ -42,6 +42,7 @@ class FSDP(Engine):
     wire: Wire = AS_STORED
     name = "fsdp"
     shares = True
+    shares_network = True
     whole = False
     plainer = ("ddp", "replicas")
     replays = True

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_unflatten
 
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import transfer_batch
@@ -33,6 +34,7 @@ from lightning_autopar.exact.step.attribute_rules import Before
 from lightning_autopar.exact.step.shared_network import Call, SharedModule, SharedModules, SharingSteps, flattened
 from lightning_autopar.memory.footprint import Conduct, Sharing
 from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.memory.work.operations import operation
 from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import DrawObserver, everything
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
@@ -192,7 +194,7 @@ class _SharingProbe(_Probe):
         Raises:
             _CannotShareError: if that batch's step comes to something else with them.
         """
-        self.batches = batches
+        batches.converted, self.batches = self.batches.converted, batches
         if hook != "training_step":
             self.rehearsal.begin_evaluation("validation")
         try:
@@ -207,7 +209,8 @@ class _SharingProbe(_Probe):
     def _confirmed(self, hook: str, modules: SharedModules, tolerance: float) -> SharedModules:
         reference = self._reference(hook)
         trial = _Trial(self.module, tolerance, modules)
-        self._check(trial, hook, reference, tolerance)
+        for trial.ranks in (2, 3):
+            self._check(trial, hook, reference, tolerance)
         if trial.excluded:
             raise _CannotShareError(f"in another batch {sorted(trial.excluded)[0]!r} doesn't map rows to rows")
         for name, seen in trial.shared.items():
@@ -308,7 +311,7 @@ class _SharingProbe(_Probe):
             batch = self.batches.part(everything(self.batches.count))
             batch = transfer_batch(self.module, batch) if self.batches.raw else batch
             self.rehearsal._call("training_step", batch, 0)
-        flops = measure.counter.get_total_flops()
+        flops = measure.counter.flops
         return Sharing(
             modules=tuple(modules),
             work_share=measure.inside / flops if flops else 0.0,
@@ -326,9 +329,9 @@ class _Trial(SharingSteps):
         only: the submodules that are known to be shared; None to find them.
     """
 
-    def __init__(self, module: nn.Module, tolerance: float, only: Collection[str] | None = None) -> None:
+    def __init__(self, module: nn.Module, tolerance: float, only: SharedModules | None = None) -> None:
         able = {name for name, child in module.named_modules() if name and _may_be_shared(child)}
-        super().__init__(module, frozenset(able if only is None else only))
+        super().__init__(module, frozenset(able) if only is None else only)
         self.tolerance, self.ranks = tolerance, 2
         self.excluded: set[str] = set()
         self.shared: dict[str, SharedModule] = {}
@@ -340,6 +343,10 @@ class _Trial(SharingSteps):
     def call(self, name: str, child: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output as ranks would put it together; the submodule's own where it can't be shared."""
         if name in self.excluded:
+            return own(*args, **kwargs)
+        known = self._names[name] if isinstance(self._names, Mapping) else None
+        if known is not None and Call(name, known, (args, kwargs)).rows == 1:  # nothing to take apart
+            self.shared.setdefault(name, known)
             return own(*args, **kwargs)
         state, buffers = rng.capture({}), {each: buffer.clone() for each, buffer in child.named_buffers()}
         try:
@@ -434,21 +441,35 @@ class _Measure(SharingSteps):
 
     def __init__(self, module: nn.Module, shared: SharedModules) -> None:
         super().__init__(module, shared)
-        self._shared, self.counter = shared, FlopCounterMode(display=False)
+        self._shared, self.counter = shared, _Flops()
         self.inside = self.gathered_bytes = self.gathers = 0
 
     def call(self, name: str, child: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The submodule's own output."""
-        before, self._inside = self.counter.get_total_flops(), True
+        before, self._inside = self.counter.flops, True
         try:
             output = own(*args, **kwargs)
         finally:
             self._inside = False
-        self.inside += self.counter.get_total_flops() - before
+        self.inside += self.counter.flops - before
         sent = [leaf for place, leaf in flattened(output)[0] if place in self._shared[name].gathered]
         sent += [leaf for place, leaf in flattened((args, kwargs))[0] if place in self._shared[name].cut and leaf.requires_grad]
         self.gathered_bytes += sum(leaf.nbytes for leaf in sent)
         self.gathers += len(sent)
+        return output
+
+
+class _Flops(TorchDispatchMode):
+    """Counts the FLOPs of what runs while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        formula = operation(func).flops
+        self.flops += formula(args, kwargs or {}, output) if formula is not None else 0
         return output
 
 
@@ -481,7 +502,7 @@ def _joined(whole: Tensor, pieces: Sequence[Tensor], ranks: Sequence[int], step:
 
 def _replaced(output: Any, joined: Mapping[str, Tensor]) -> Any:
     leaves, structure = flattened(output)
-    return torch.utils._pytree.tree_unflatten([joined.get(place, leaf) for place, leaf in leaves], structure)
+    return tree_unflatten([joined.get(place, leaf) for place, leaf in leaves], structure)
 
 
 def _tensors_in(kept: Any, place: str = "") -> list[tuple[str, Tensor]]:

@@ -58,6 +58,8 @@ TRACE_SECONDS = 600.0
 QUICK_FLOPS, QUICK_BYTES, QUICK_OPERATIONS = 10**10, 15 * 10**8, 5000
 #: Finds out what a split of a batch changes.
 Split = Callable[[FirstBatch], tuple[SplitFinding, DrawPlan]]
+#: What a module asks its trainer for where a single rank does something alone, which would leave its peers waiting.
+_RANKS = {"is_global_zero", "global_rank", "local_rank", "node_rank"}
 _OWN_DRAWS = (
     "draws='per-rank': each rank, and each part of a batch, draws the random numbers of its own samples, so that this is another run than "
     "one device's"
@@ -258,7 +260,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
     if questions.several and stage == "predict" and (kept := keeping_hooks(trainer, predicting=True)):
         split = replace(split or SplitFinding(), notes=kept)
     shared: SharedModules = {}
-    if questions.split and stage == "fit" and split is not None and _differs(split):
+    if questions.split and stage == "fit" and split is not None and _differs(split) and not _RANKS & {*footprint.asked}:
         tried = partial(
             _sharing,
             module,
