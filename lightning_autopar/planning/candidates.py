@@ -17,12 +17,13 @@ from lightning_autopar.engines import Engine, Question
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.device_sets import device_sets, freest_first, islands, one_of_each_gpu, single_sets
 from lightning_autopar.planning.refusals import (
+    apart_notes,
     engine_refusal,
     feature_refusal,
     multi_refusal,
     norm_notes,
     own_refusal,
-    sharing_notes,
+    sharing_words,
     split_notes,
     split_refusal,
     world_notes,
@@ -111,8 +112,8 @@ def notes_of(plan: Plan, footprint: Footprint, constraints: Constraints) -> tupl
         own = (*norm_notes(footprint, constraints), *own)
     if plan.world_size > 1:
         own = (*own, *world_notes(footprint, constraints))
-    if footprint.sharing is not None and footprint.shares_network(plan):
-        return (*own, *sharing_notes(footprint.sharing, constraints))
+    if footprint.shares_network(plan):
+        return (*own, *apart_notes(constraints.split))
     return (*own, *(split_notes(constraints) if plan.data_ranks > 1 or plan.micro_batches > 1 else ()))
 
 
@@ -139,6 +140,8 @@ def build_plan(question: Question, devices: Sequence[Device], engine: str, *reas
     told = [*reasons[:1]]
     if len(ranks) > 1 and not constraints.split_batch:
         told.append(f"each rank takes a batch of its own, so that a step is over {len(ranks)} batches")
+    if len(ranks) > 1 and footprint.sharing is not None and engines.named(engine).shares_network:
+        told.append(sharing_words(footprint.sharing))
     if len(ranks) > 1 and footprint.batch_norm:
         told.append(f"the statistics of {len(footprint.batch_norm)} batch norms are taken over all ranks, as over the whole batch")
     told += reasons[1:]

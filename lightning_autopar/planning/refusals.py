@@ -224,7 +224,7 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
     split = constraints.split
     if split is None or not constraints.split_batch:
         return ()
-    notes = (f"{_apart_words(split)}; exact=True rules such plans out", *split.notes) if split.drawn_apart else split.notes
+    notes = (*apart_notes(split), *split.notes)
     if not split.probed:
         unknown = (f"whether splitting the batch changes its loss is not known ({split.reason})",) if split.reason else ()
         return (*unknown, *notes)
@@ -233,15 +233,16 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
     return notes
 
 
-def sharing_notes(sharing: Sharing, constraints: Constraints) -> tuple[str, ...]:
-    """What a reader should know about a plan whose ranks share the network."""
-    split, modules = constraints.split, sharing.modules
-    named = f"{modules[0]!r}" + (f" and {len(modules) - 1} other submodules" if len(modules) > 1 else "")
-    note = (
-        f"the ranks share {named} by rows and gather what these give; each runs the rest of the step on the whole batch, as on one device"
-    )
-    apart = split is not None and split.drawn_apart
-    return (note, f"{_apart_words(split)}; exact=True rules such plans out") if split is not None and apart else (note,)
+def apart_notes(split: SplitFinding | None) -> tuple[str, ...]:
+    """What a reader should know about draws that aren't those of one device."""
+    return () if split is None or not split.drawn_apart else (f"{_apart_words(split)}; exact=True rules such plans out",)
+
+
+def sharing_words(sharing: Sharing) -> str:
+    """Says how a plan's ranks share the network."""
+    first, *others = sharing.modules
+    more = f" and {len(others)} other submodules" if others else ""
+    return f"the ranks share {first!r}{more} by rows and gather what these give; each runs the rest of the step on the whole batch"
 
 
 def norm_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:

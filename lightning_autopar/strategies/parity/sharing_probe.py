@@ -11,13 +11,14 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -284,8 +285,13 @@ class _SharingProbe(_Probe):
         return _Outcome(losses=losses, gradients=gradients, left=left)
 
     def _noted(self) -> ExitStack:
-        """While open, notes whether the user's code asks for the process group."""
+        """While open, notes whether the user's code asks for the process group; and checkpoints recompute nothing, as what is tried runs
+        more often than what ranks run.
+        """
         stack = ExitStack()
+        for name, instead in (("_checkpoint_without_reentrant_generator", _without_hooks), ("CheckpointFunction", _Called)):
+            if hasattr(torch.utils.checkpoint, name):
+                stack.enter_context(patched(torch.utils.checkpoint, name, instead))
         for name in ("is_initialized", "get_rank", "get_world_size"):
             stack.enter_context(patched(dist, name, self._noting(name, getattr(dist, name))))
         return stack
@@ -457,6 +463,19 @@ class _Measure(SharingSteps):
         self.gathered_bytes += sum(leaf.nbytes for leaf in sent)
         self.gathers += len(sent)
         return output
+
+
+def _without_hooks(*_: Any, **__: Any) -> Iterator[None]:
+    """Replaces what torch's checkpoint does before and after the function that it calls."""
+    yield
+
+
+class _Called:
+    """Replaces the reentrant checkpoint."""
+
+    @staticmethod
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:
+        return function(*args)
 
 
 class _Flops(TorchDispatchMode):
