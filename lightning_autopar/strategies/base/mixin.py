@@ -78,6 +78,7 @@ class EngineMixin(Strategy):
         self.splits = run_plan.data_ranks > 1 and run_plan.batch == "global"
         #: The network that ranks share, each with the whole batch.
         self._network: SharedNetwork | None = None
+        self.reruns_batches = self.reruns_batches and not run_plan.shared
         #: Whether a rank runs its batch in parts, one after the other.
         self.in_parts = run_plan.plan.micro_batches > 1
         self._share: BatchShare | None = None
