@@ -144,13 +144,13 @@ class SharingSteps(ABC):
             yield
 
     def _forward(self, name: str, own: _Own) -> _Own:
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def forward(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # In backward a checkpoint of the user's runs a part of the step again.
             runs = self._active or torch._C._current_graph_task_id() != -1
             return own(*args, **kwargs) if self._inside or not runs else self.call(name, child, own, args, kwargs)
 
-        return forward
+        disabled: _Own = torch.compiler.disable(forward)
+        return disabled
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -31,7 +31,6 @@ from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_load
 from lightning_autopar.exact.data.loader_pass import without_group
 from lightning_autopar.exact.data.rank_share import common_share
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
-from lightning_autopar.exact.logs.whole_logging import alike_on_all_ranks
 from lightning_autopar.exact.step import own_backward
 from lightning_autopar.exact.step.batch_norm import restore as restore_batch_norm
 from lightning_autopar.exact.step.batch_norm import synchronise as synchronise_batch_norm
@@ -39,7 +38,6 @@ from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from lightning_autopar.exact.step.micro_batches import MicroBatches
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
-from lightning_autopar.exact.step.shared_network import SharedNetwork
 from lightning_autopar.exact.step.step_state import StepState
 from lightning_autopar.state.checkpoint import whole_optimizer_state, whole_state_dict
 from lightning_autopar.strategies.base import measure, resume
@@ -76,9 +74,6 @@ class EngineMixin(Strategy):
         self.run_plan, self._longer = run_plan, None if run_plan.lengths is None else LongerBatches.of(run_plan.lengths)
         #: Whether a batch is split at all.
         self.splits = run_plan.data_ranks > 1 and run_plan.batch == "global"
-        #: The network that ranks share, each with the whole batch.
-        self._network: SharedNetwork | None = None
-        self.reruns_batches = self.reruns_batches and not run_plan.shared
         #: Whether a rank runs its batch in parts, one after the other.
         self.in_parts = run_plan.plan.micro_batches > 1
         self._share: BatchShare | None = None
@@ -244,12 +239,8 @@ class EngineMixin(Strategy):
             synchronise_batch_norm(module, self._share_for_draws, self.data_group)
             self._exit.callback(restore_batch_norm, module)
             self._exit.enter_context(before_transfers(trainer, self._arrives))
-        if self.splits or self.in_parts:
+        if self.splits or self.in_parts or self.run_plan.shared:
             self.prepare_steps(trainer)
-        if self.run_plan.shared:
-            self._network = SharedNetwork(module, self.run_plan.shared)
-            self._exit.enter_context(self._network.installed())
-            self._exit.enter_context(alike_on_all_ranks(trainer))
         fits = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization and self.run_plan.undivided is None
         if fits and (self.reruns_batches or self.running.leaves):
             found = StepState(trainer, self.run_plan.kept_rules.get("training_step", {}))
@@ -357,13 +348,8 @@ class EngineMixin(Strategy):
     @contextmanager
     def _step(self) -> Iterator[None]:
         """The context of each of the user's steps."""
-        logging = nullcontext() if self._share is None or self._logging is None else self._logging.step()
-        with logging, nullcontext() if self._network is None else self._network.step():
+        with nullcontext() if self._share is None or self._logging is None else self._logging.step():
             yield
-
-    def all_gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Where the step has the whole batch, there is nothing to gather, as on one device."""
-        return tensor if self._network is not None else super().all_gather(tensor, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step`` on this rank's share."""
@@ -567,7 +553,7 @@ class EngineMixin(Strategy):
         self.meter.boundary(self, batch_idx)
         if self.gpu_limit is not None:
             self.gpu_limit.step(steps=int(batch_idx % self._trainer.accumulate_grad_batches == 0))
-        split = self.completes_gradients and (self.splits or self._network is not None or self._micro is not None)
+        split = self.completes_gradients and (self.splits or bool(self.run_plan.shared) or self._micro is not None)
         self._hooks = GradientHooks(self._trainer.lightning_module.parameters() if split else ())
         super().on_train_batch_start(batch, batch_idx)
 
@@ -604,11 +590,3 @@ class EngineMixin(Strategy):
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
-
-
-class SplitMixin(EngineMixin):
-    """For engines whose ranks average the gradients of their parts of a batch."""
-
-    def weighted(self, loss: Tensor) -> Tensor:
-        """Weight this rank's mean by its number of samples, so that the ranks' average is the whole batch's mean."""
-        return loss if self._share is None or self._share.weight == 1.0 else loss * self._share.weight

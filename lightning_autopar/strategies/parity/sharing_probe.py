@@ -12,8 +12,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,22 +25,24 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_unflatten
 
+from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import Dealing, share_of
+from lightning_autopar.exact.data.rank_share import cut as own_rows
 from lightning_autopar.exact.logs.log_rules import recorded_logs
 from lightning_autopar.exact.step.attribute_rules import Before
 from lightning_autopar.exact.step.shared_network import Call, SharedModule, SharedModules, SharingSteps, flattened
-from lightning_autopar.memory.footprint import Conduct, Sharing
+from lightning_autopar.memory.footprint import Conduct, Footprint, Sharing
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.work.operations import operation
 from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import DrawObserver, everything
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
-from lightning_autopar.strategies.parity.split_probe import _Probe, _words
+from lightning_autopar.strategies.parity.split_probe import _Probe
 from lightning_autopar.strategies.parity.undo import undone
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 #: Relative differences that are rounding, in double precision and in single precision.
 _EQUAL_DOUBLE, _EQUAL = 1e-8, 1e-5
+#: The most seconds until it is known what is shared; and how much more work than a forward that is, about.
+_SECONDS, _RUNS = 60.0, 8
 #: How often the step runs while submodules are ruled out one after the other.
 _ROUNDS = 20
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -56,19 +61,30 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _NOT_THE_USERS = ("torch", "torchmetrics", "lightning_autopar", *(name.removesuffix(".") for name in LIGHTNING))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharingFinding:
-    """What was found out about sharing a step's network.
+def with_shared_network(
+    footprint: Footprint,
+    module: LightningModule,
+    trainer: Trainer,
+    first: FirstBatch,
+    more: Sequence[FirstBatch],
+    evaluated: Sequence[FirstBatch],
+) -> tuple[Footprint, SharedModules]:
+    """Find out in a forked child which submodules ranks can share: the footprint with what that means, and the submodules.
 
     Args:
-        modules: the submodules that ranks share; empty where they can't, or need not.
-        sharing: what that means for a plan's seconds; None likewise.
-        reason: why they can't; None where they can.
+        footprint: of the step.
+        module: the user's module, set up.
+        trainer: the trainer that it was passed to, read only.
+        first: the first training batch.
+        more: others, on which it must hold as well.
+        evaluated: batches of the validation, on which it must hold as well.
     """
-
-    modules: SharedModules
-    sharing: Sharing | None = None
-    reason: str | None = None
+    try:
+        sharing, shared = run_forked(probe_sharing, module, trainer, first, more, evaluated, footprint)
+    except ChildFailed:
+        _LOG.debug("whether ranks can share the network can't be tried", exc_info=True)
+        return footprint, {}
+    return replace(footprint, sharing=sharing), shared
 
 
 def probe_sharing(
@@ -77,54 +93,35 @@ def probe_sharing(
     first: FirstBatch,
     more: Sequence[FirstBatch] = (),
     evaluated: Sequence[FirstBatch] = (),
-    *,
-    flops: int = 0,
-    blocks: Mapping[str, int] | None = None,
-    conduct: Conduct | None = None,
-    time_limit_seconds: float = 60.0,
-) -> SharingFinding:
-    """Find the submodules that ranks can share by rows.
-
-    Args:
-        module: the user's module, set up; it is changed.
-        trainer: the trainer that it was passed to, read only.
-        first: the first training batch.
-        more: others, on which it must hold as well.
-        evaluated: batches of the validation, on which it must hold as well.
-        flops: the footprint's, of forward and backward on the whole batch.
-        blocks: FLOPs of the forward of each repeated block, by FQN.
-        conduct: what the traced step itself does to parameters; None where it wasn't traced.
-        time_limit_seconds: how long the trial may take.
-    """
+    footprint: Footprint | None = None,
+) -> tuple[Sharing | None, SharedModules]:
+    """The same in this process, which changes the module: None and nothing where ranks can't share the network."""
     size = max(1, first.batch_size)
     counts = [size] if first.samples is None else [size, *(few for few in (8, 4) if few < size)]
-    chosen = extent(module, blocks or {}, flops / 3 / size, counts, size)
+    blocks = {} if footprint is None else {block.fqn: block.flops for block in footprint.blocks if block.repeated}
+    flops = 0 if footprint is None else footprint.flops
+    chosen = extent(module, blocks, _RUNS * flops / 3 / size, counts, size)
     if chosen is None:
-        return _not(f"a step of {flops:.1e} floating-point operations is too long to try on the CPU")
-    count, sorts, _ = chosen
-    state = rng.capture({})
+        _LOG.debug("the step is too long to try whether ranks can share its network")
+        return None, {}
+    state, hooks = rng.capture({}), trainer is not None
     try:
-        do_without(module, sorts)
-        found = _SharingProbe(module, trainer, BatchParts(first, count, hooks=trainer is not None), conduct, time_limit_seconds)
+        do_without(module, chosen.without)
+        conduct = None if footprint is None else footprint.conduct
+        found = _SharingProbe(module, trainer, BatchParts(first, chosen.samples, hooks=hooks), conduct)
         modules = found.find()
         for batch, hook in [(each, "training_step") for each in more] + [(each, "validation_step") for each in evaluated]:
-            modules = found.confirm(BatchParts(batch, max(1, batch.batch_size), hooks=trainer is not None), hook, modules)
-        sharing = found.measured(modules, size / count)
-    except _CannotShareError as error:
-        return _not(str(error))
-    except Exception as error:  # the user's step, under conditions that it isn't made for
-        _LOG.debug("the step can't be tried with a shared network", exc_info=True)
-        return _not(_words(error))
+            few = min(max(1, batch.batch_size), chosen.samples) if chosen.samples < size else max(1, batch.batch_size)
+            modules = found.confirm(BatchParts(batch, few, hooks=hooks), hook, modules)
+        sharing = replace(found.sharing, gathered_bytes=round(found.sharing.gathered_bytes * size / chosen.samples))
+    except Exception:  # the user's step, under conditions that it isn't made for; or it says why not
+        _LOG.debug("ranks can't share the network", exc_info=True)
+        return None, {}
     finally:
         rng.restore(state, {})
-    if sorts:  # the other blocks' draws aren't known
+    if chosen.without:  # the other blocks' draws aren't known
         modules = {name: replace(each, draws=()) for name, each in modules.items()}
-    return SharingFinding(modules=modules, sharing=sharing)
-
-
-def _not(reason: str) -> SharingFinding:
-    _LOG.debug("ranks can't share the network: %s", reason)
-    return SharingFinding(modules={}, reason=reason)
+    return sharing, modules
 
 
 class _CannotShareError(Exception):
@@ -154,12 +151,13 @@ class _Outcome:
 class _SharingProbe(_Probe):
     """The step with parts of its network run in parts."""
 
-    def __init__(
-        self, module: LightningModule, trainer: Trainer | None, batches: BatchParts, conduct: Conduct | None, seconds: float
-    ) -> None:
+    def __init__(self, module: LightningModule, trainer: Trainer | None, batches: BatchParts, conduct: Conduct | None) -> None:
         super().__init__(module, trainer, batches, conduct)
+        #: What the user's code asks torch.distributed for.
         self.asks = ""
-        self.ends_at = time.monotonic() + seconds
+        #: FLOPs of the step's forward.
+        self.flops = 0
+        self.ends_at = time.monotonic() + _SECONDS
 
     def find(self) -> SharedModules:
         """The submodules to share.
@@ -170,23 +168,29 @@ class _SharingProbe(_Probe):
         if not self.module.automatic_optimization:
             raise _CannotShareError("the module runs backward by hand")
         self._prepare()
+        return self._precisely(self._found)
+
+    def _precisely(self, look: Callable[[float], SharedModules]) -> SharedModules:
+        """What is found in double precision; in single precision where the step insists on that."""
         try:
             with self._in_double():
-                return self._found(_EQUAL_DOUBLE)
+                return look(_EQUAL_DOUBLE)
         except _CannotShareError:
             raise
-        except Exception:  # the step insists on single precision
+        except Exception:
             _LOG.debug("the step can't be run in double precision", exc_info=True)
-            return self._found(_EQUAL)
+            return look(_EQUAL)
 
     def _found(self, tolerance: float) -> SharedModules:
         reference = self._reference("training_step")
         trial = _Trial(self.module, tolerance)
         for trial.ranks in (2, 3):
-            shared = self._settled(trial, "training_step")
+            shared = self._search(trial, "training_step")
             self._check(trial, "training_step", reference, tolerance)
         if not shared:
             raise _CannotShareError("none of its submodules with parameters maps rows to rows")
+        share = trial.flops / self.flops if self.flops else 0.0
+        self.sharing = Sharing(modules=tuple(shared), work_share=share, gathered_bytes=sum(trial.sent), gathers=len(trial.sent))
         return shared
 
     def confirm(self, batches: BatchParts, hook: str, modules: SharedModules) -> SharedModules:
@@ -198,14 +202,7 @@ class _SharingProbe(_Probe):
         batches.converted, self.batches = self.batches.converted, batches
         if hook != "training_step":
             self.rehearsal.begin_evaluation("validation")
-        try:
-            with self._in_double():
-                return self._confirmed(hook, modules, _EQUAL_DOUBLE)
-        except _CannotShareError:
-            raise
-        except Exception:  # as above
-            _LOG.debug("the step can't be run in double precision", exc_info=True)
-            return self._confirmed(hook, modules, _EQUAL)
+        return self._precisely(partial(self._confirmed, hook, modules))
 
     def _confirmed(self, hook: str, modules: SharedModules, tolerance: float) -> SharedModules:
         reference = self._reference(hook)
@@ -230,7 +227,7 @@ class _SharingProbe(_Probe):
         self.watched = tuple(dict.fromkeys(kept))
         return self._outcome(hook) if self.watched else reference
 
-    def _settled(self, trial: _Trial, hook: str) -> SharedModules:
+    def _search(self, trial: _Trial, hook: str) -> SharedModules:
         """What is shared when nothing is ruled out any more."""
         for _ in range(_ROUNDS):
             ruled_out = len(trial.excluded)
@@ -263,14 +260,15 @@ class _SharingProbe(_Probe):
             batch = transfer_batch(self.module, batch) if self.batches.raw else batch
             if training:
                 self.rehearsal._hook("on_train_batch_start", batch, 0)
-            with nullcontext() if trial is None else trial.step():
+            with _Flops() if trial is None else trial.step() as counted:
                 output = self.rehearsal._call(hook, batch, 0)
+            self.flops = self.flops if counted is None else counted.flops
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if training:
                 if not isinstance(loss, Tensor) or not loss.requires_grad:
                     raise _CannotShareError("training_step returns no loss that has a gradient")
                 self.module.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 named = self.module.named_parameters()
                 gradients = {name: each.grad.clone() for name, each in named if each.grad is not None}
                 self.module.zero_grad()
@@ -304,27 +302,6 @@ class _SharingProbe(_Probe):
 
         return asked
 
-    def measured(self, modules: SharedModules, scale: float) -> Sharing:
-        """What sharing these submodules means for a step's seconds.
-
-        Args:
-            modules: those.
-            scale: by how much the whole batch is larger than the one that was tried.
-        """
-        measure = _Measure(self.module, modules)
-        self.rehearsal._trainer.give(training=True, validating=False)
-        with measure.counter, measure.shadowed(), self._harmless(), measure.step(), recorded_logs(self.module):
-            batch = self.batches.part(everything(self.batches.count))
-            batch = transfer_batch(self.module, batch) if self.batches.raw else batch
-            self.rehearsal._call("training_step", batch, 0)
-        flops = measure.counter.flops
-        return Sharing(
-            modules=tuple(modules),
-            work_share=measure.inside / flops if flops else 0.0,
-            gathered_bytes=round(measure.gathered_bytes * scale),
-            gathers=measure.gathers,
-        )
-
 
 class _Trial(SharingSteps):
     """Runs submodules on parts of their arguments' rows, one rank's after the other, and puts the rows together.
@@ -345,19 +322,21 @@ class _Trial(SharingSteps):
     def begin(self) -> None:
         """A step begins."""
         self.shared.clear()
+        #: FLOPs of what is shared, and the bytes of each tensor whose rows ranks gather.
+        self.flops, self.sent = 0, list[int]()
 
     def call(self, name: str, child: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output as ranks would put it together; the submodule's own where it can't be shared."""
         if name in self.excluded:
             return own(*args, **kwargs)
-        known = self._names[name] if isinstance(self._names, Mapping) else None
+        known: SharedModule | None = self._names[name] if isinstance(self._names, Mapping) else None
         if known is not None and Call(name, known, (args, kwargs)).rows == 1:  # nothing to take apart
             self.shared.setdefault(name, known)
             return own(*args, **kwargs)
         state, buffers = rng.capture({}), {each: buffer.clone() for each, buffer in child.named_buffers()}
         try:
             self._inside = True
-            found = self._tried(name, child, own, (args, kwargs))
+            found = self._tried(name, known, child, own, (args, kwargs))
         except Exception:  # a part has other shapes than the submodule is made for
             _LOG.debug("%s can't be run on parts of its rows", name, exc_info=True)
             found = None
@@ -373,46 +352,55 @@ class _Trial(SharingSteps):
         self.shared[name] = seen
         return found[0]
 
-    def _tried(self, name: str, child: nn.Module, own: Any, given: Any) -> tuple[Any, SharedModule] | None:
+    def _tried(self, name: str, known: SharedModule | None, child: nn.Module, own: Any, given: Any) -> tuple[Any, SharedModule] | None:
         leaves, _ = flattened(given)
         tensors = {place: leaf for place, leaf in leaves if isinstance(leaf, Tensor)}
         if rng.find_generators(child.named_modules()) or not all(type(leaf) in (Tensor, Parameter, *_PLAIN) for _, leaf in leaves):
             return None
         run = _Runs(child, own)
-        whole, ended = run.on(given, DrawObserver(everything(1), None, False))
+        with _Flops() as counted:
+            observer = DrawObserver(everything(1), None, False)
+            whole, ended = run.on(given, observer)
+        run.draws = observer.draws
         before, drawn = flattened(whole)
         outputs = {place: leaf for place, leaf in before if isinstance(leaf, Tensor)}
-        sizes = {leaf.shape[0] for leaf in tensors.values() if leaf.ndim}
+        sizes = {leaf.shape[0] for place, leaf in tensors.items() if leaf.ndim and (known is None or place in known.cut)}
         rows = next((leaf.shape[0] for leaf in outputs.values() if leaf.ndim and leaf.shape[0] in sizes), 0)
         if rows < 2 or not all(type(leaf) in (Tensor, *_PLAIN) for _, leaf in before):
             return None
-        cut = frozenset(place for place, leaf in tensors.items() if leaf.ndim and leaf.shape[0] == rows)
+        cut = known.cut if known else frozenset(place for place, leaf in tensors.items() if leaf.ndim and leaf.shape[0] == rows)
         seen = SharedModule(cut=cut, whole=frozenset(tensors) - cut, gathered=frozenset(), kept=frozenset())
         call = Call(name, seen, given)
         shares = [share for rank in range(self.ranks) if (share := share_of(rows, rank, Dealing.even(self.ranks))).rows]
         parts = []
         for share in shares:
             observer = DrawObserver(share, run.draws, False)
-            part, end = run.on(call.part(lambda tensor, share=share: tensor[share.rank :: self.ranks].contiguous()), observer)
+            part, end = run.on(call.part(lambda tensor, share=share: own_rows(tensor, share.rank, share.dealing)), observer)
             others, structure = flattened(part)
+            if any(mine != value for (_, mine), (_, value) in zip(others, before, strict=True) if type(value) in _PLAIN):
+                return None  # it says how many rows it got
             if observer.irregular or len(observer.draws) != len(run.draws) or rng.changed(ended, end) or structure != drawn:
                 return None
             parts.append((dict(others), [draw.choice for draw in observer.draws]))
         if run.changes or any(choices != parts[0][1] for _, choices in parts):
             return None
-        joined = {}
+        joined: dict[str, Tensor] = {}
         for place, leaf in outputs.items():
             pieces = [each[place] for each, _ in parts]
-            joined[place] = _joined(leaf, pieces, [share.rank for share in shares], self.ranks)
-            if joined[place] is None:
+            together = _joined(leaf, pieces, [share.rank for share in shares], self.ranks)
+            if together is None:
                 if any(each.shape != leaf.shape or _apart(leaf, each) > self.tolerance for each in pieces):
                     return None
                 joined[place] = pieces[0]
                 seen = replace(seen, kept=seen.kept | {place})
-            elif not _apart(leaf, joined[place]) <= self.tolerance:
+            elif not _apart(leaf, together) <= self.tolerance:
                 return None
             else:
+                joined[place] = together
                 seen = replace(seen, gathered=seen.gathered | {place})
+        self.flops += counted.flops
+        sent = [outputs[place] for place in seen.gathered] + [tensors[place] for place in cut if tensors[place].requires_grad]
+        self.sent += [leaf.numel() * min(4, leaf.element_size()) for leaf in sent]
         return _replaced(whole, joined), replace(seen, draws=(observer.plan(),))
 
 
@@ -422,7 +410,7 @@ class _Runs:
     def __init__(self, child: nn.Module, own: Any) -> None:
         self.child, self.own = child, own
         self.state, self.buffers = rng.capture({}), {name: buffer.clone() for name, buffer in child.named_buffers()}
-        self.draws: list[Any] | None = None
+        self.draws: list[Any] = []
         self.changes = False
         self._after: dict[str, Tensor] | None = None
 
@@ -433,36 +421,11 @@ class _Runs:
         with undone(self.child, ()) as effects:
             output = observer.run(lambda arguments: self.own(*arguments[0], **arguments[1]), lambda share: given)
         ended = rng.capture({})
-        if self.draws is None:
-            self.draws = observer.draws
         after = {name: buffer.clone() for name, buffer in self.child.named_buffers()}
         self._after = after if self._after is None else self._after
         same = after.keys() == self._after.keys() and all(_apart(self._after[name], value) <= _EQUAL for name, value in after.items())
         self.changes |= bool(effects.kept) or not same
         return output, ended
-
-
-class _Measure(SharingSteps):
-    """Counts the FLOPs of shared submodules and the bytes that ranks gather for them."""
-
-    def __init__(self, module: nn.Module, shared: SharedModules) -> None:
-        super().__init__(module, shared)
-        self._shared, self.counter = shared, _Flops()
-        self.inside = self.gathered_bytes = self.gathers = 0
-
-    def call(self, name: str, child: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The submodule's own output."""
-        before, self._inside = self.counter.flops, True
-        try:
-            output = own(*args, **kwargs)
-        finally:
-            self._inside = False
-        self.inside += self.counter.flops - before
-        sent = [leaf for place, leaf in flattened(output)[0] if place in self._shared[name].gathered]
-        sent += [leaf for place, leaf in flattened((args, kwargs))[0] if place in self._shared[name].cut and leaf.requires_grad]
-        self.gathered_bytes += sum(leaf.nbytes for leaf in sent)
-        self.gathers += len(sent)
-        return output
 
 
 def _without_hooks(*_: Any, **__: Any) -> Iterator[None]:
@@ -482,7 +445,7 @@ class _Flops(TorchDispatchMode):
     """Counts the FLOPs of what runs while it is open."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -39,7 +39,7 @@ from lightning_autopar.memory.trace.trace import first_batch, trace
 from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
-from lightning_autopar.strategies.parity.sharing_probe import SharingFinding, probe_sharing
+from lightning_autopar.strategies.parity.sharing_probe import with_shared_network
 from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
 from lightning_autopar.strategies.preparation.divisible import made_of_samples, whole_of
 from lightning_autopar.strategies.preparation.lengths import Seen, at_lengths, seen_sizes, step_bytes
@@ -261,15 +261,8 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
         split = replace(split or SplitFinding(), notes=kept)
     shared: SharedModules = {}
     if questions.split and stage == "fit" and split is not None and _differs(split) and not _RANKS & {*footprint.asked}:
-        tried = partial(
-            _sharing,
-            module,
-            trainer,
-            as_drawn[0],
-            more if _is_quick(footprint) else [],
-            [] if validation is None else [validation, *others],
-        )
-        footprint, shared = tried(footprint)
+        evaluated = [each for each in (validation, *others) if each is not None]
+        footprint, shared = with_shared_network(footprint, module, trainer, as_drawn[0], more if _is_quick(footprint) else [], evaluated)
     told: Any = {"batch": as_drawn[0], "validation": lambda: as_drawn[1], "footprint": footprint, "split": split}
     # What a long look finds of buffers, the probe of a split batch finds as well.
     waits = questions.later and len(questions.engines) > 1 and split is not None and split.probed
@@ -455,25 +448,6 @@ def _split(
 def _differs(split: SplitFinding) -> bool:
     """Whether splitting the batch is known to change the loss, or can't be done."""
     return not split.raised and (not split.splittable or (split.probed and not split.difference <= SPLIT_TOLERANCE))
-
-
-def _sharing(
-    module: LightningModule,
-    trainer: Trainer,
-    batch: FirstBatch,
-    more: Sequence[FirstBatch],
-    evaluated: Sequence[FirstBatch],
-    footprint: Footprint,
-) -> tuple[Footprint, SharedModules]:
-    """Finds out in another child whether ranks can share the network instead: the footprint with that, and the submodules."""
-    blocks = {block.fqn: block.flops for block in footprint.blocks if block.repeated}
-    try:
-        told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "blocks": blocks}
-        found: SharingFinding = run_forked(partial(probe_sharing, **told), module, trainer, batch, more, evaluated)
-    except ChildFailed:
-        log.debug("whether ranks can share the network can't be tried", exc_info=True)
-        return footprint, {}
-    return replace(footprint, sharing=found.sharing), found.modules
 
 
 def stage_of(trainer: Trainer) -> str:
