@@ -375,7 +375,7 @@ class _Trial(SharingSteps):
         parts = []
         for share in shares:
             observer = DrawObserver(share, run.draws, False)
-            part, end = run.on(call.part(lambda tensor, share=share: own_rows(tensor, share.rank, share.dealing)), observer)
+            part, end = run.on(call.part(partial(own_rows, rank=share.rank, dealing=share.dealing)), observer)
             others, structure = flattened(part)
             if any(mine != value for (_, mine), (_, value) in zip(others, before, strict=True) if type(value) in _PLAIN):
                 return None  # it says how many rows it got

@@ -162,10 +162,10 @@ def trained(make: Callable[[], Any], strategy: Any, rows: int, **options: Any) -
         (Bank, "fsdp", 2, 22, {}),
         (Pairs, "ddp", 2, 17, {"accumulate_grad_batches": 2}),
         (Dice, "ddp", 3, 17, {}),
-        pytest.param(Bank, "ddp", 2, 22, {}, marks=pytest.mark.slow),
-        pytest.param(Bank, "fsdp", 3, 22, {"gradient_clip_val": 0.5}, marks=pytest.mark.slow),
-        pytest.param(Pairs, "zero", 2, 17, {"accumulate_grad_batches": 2}, marks=pytest.mark.slow),
-        pytest.param(Bank, "zero", 2, 22, {}, marks=pytest.mark.slow),
+        (Bank, "ddp", 2, 22, {}),
+        (Bank, "fsdp", 3, 22, {"gradient_clip_val": 0.5}),
+        (Pairs, "zero", 2, 17, {"accumulate_grad_batches": 2}),
+        (Bank, "zero", 2, 22, {}),
     ],
 )
 def test_a_loss_that_compares_samples_is_one_devices(make: Any, engine: str, ranks: int, rows: int, options: dict[str, Any]) -> None:
