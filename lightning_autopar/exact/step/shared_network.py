@@ -249,8 +249,8 @@ class SharedNetwork(SharingSteps):
     def gathered(self, own: Tensor, share: BatchShare) -> Tensor:
         """The rows of all ranks, laid out in memory as this rank's; a collective."""
         most = -(-share.of // self.ranks)
-        padded = own.new_zeros((most, *own.shape[1:]))
-        padded[: share.fed] = own  # a rank without rows was fed one, which lies behind the last
+        # A rank without rows was fed one, which lies behind the last.
+        padded = torch.cat([own, own.new_zeros((most - share.fed, *own.shape[1:]))]).contiguous() if share.fed < most else own.contiguous()
         everyone = padded.new_empty((self.ranks, *padded.shape))
         if padded.numel():  # as bytes: gloo doesn't know every type
             sent = [each.view(-1).view(torch.uint8) for each in everyone.unbind()]
