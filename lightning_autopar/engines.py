@@ -155,6 +155,7 @@ class Engine(ABC):
         name: its name in the table and in ``Plan.engine``.
         several: whether its plans run on several devices.
         splits: whether the ranks of a plan share the samples of a batch, which then needs at least one sample a rank.
+        shares_network: whether its ranks can share a step's network by rows, where the batch must stay whole for the loss.
         shares: whether a plan's ranks may have uneven shares of a batch.
         whole: whether each rank has the whole state, so that a checkpoint is written as it is.
         builds_on_each: whether each rank builds a module of ``configure_model`` in host memory.
@@ -174,6 +175,7 @@ class Engine(ABC):
     name: str
     several = True
     splits = True
+    shares_network = False
     shares = False
     whole = True
     builds_on_each = False

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from lightning_autopar.memory.lengths import Lengths
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.work.work import Work
+from lightning_autopar.plans import Plan, loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +155,27 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """What it means for a step that ranks share a part of its network by rows, and each runs the rest on the whole batch.
+
+    Args:
+        modules: FQNs of the submodules that they share.
+        work_share: the part of the forward's FLOPs that lies in these.
+        gathered_bytes: of the tensors whose rows ranks gather in forward and backward, at the whole batch.
+        gathers: how many such tensors there are.
+    """
+
+    modules: tuple[str, ...]
+    work_share: float
+    gathered_bytes: int
+    gathers: int
+
+    def share(self, ranks: int) -> float:
+        """A rank's part of the step's work."""
+        return 1 - self.work_share + self.work_share / ranks
+
+
+@dataclass(frozen=True, kw_only=True)
 class Footprint:
     """What one step of a module needs on one device, at the traced batch.
 
@@ -206,6 +228,7 @@ class Footprint:
         lengths: how the sizes of batches vary, where other batches than the first were looked for; the bytes are then the longest one's,
             with what it may lack, and the work is the usual one's.
         longest_samples: samples in the longest batch, where they aren't ``batch_size``.
+        sharing: how ranks share the step's network where splitting the batch would change its loss; None where they don't.
     """
 
     parameters: int
@@ -246,6 +269,18 @@ class Footprint:
     assumptions: tuple[str, ...] = ()
     lengths: Lengths | None = None
     longest_samples: int = 0
+    sharing: Sharing | None = None
+
+    def shares_network(self, plan: Plan) -> bool:
+        """Whether a plan's ranks share the step's network, each with the whole batch."""
+        able = plan.world_size > 1 and plan.micro_batches == 1 and not plan.shares and loaded(plan.engine).shares_network
+        return self.sharing is not None and able
+
+    def rows(self, plan: Plan) -> tuple[int, ...]:
+        """How many samples of a batch each rank of a plan holds. Where ranks share the network, the whole batch: how much less lies in
+        shared submodules isn't counted.
+        """
+        return (self.batch_size,) * plan.world_size if self.shares_network(plan) else plan.rows(self.batch_size)
 
     def shared_uses(self, begin: int, end: int) -> list[tuple[int, str, int, int, int]]:
         """Entries of ``also_uses`` from part ``begin`` to before part ``end`` whose parameter is held elsewhere; each parameter once."""

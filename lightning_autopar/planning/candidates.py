@@ -17,11 +17,13 @@ from lightning_autopar.engines import Engine, Question
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.device_sets import device_sets, freest_first, islands, one_of_each_gpu, single_sets
 from lightning_autopar.planning.refusals import (
+    apart_notes,
     engine_refusal,
     feature_refusal,
     multi_refusal,
     norm_notes,
     own_refusal,
+    sharing_words,
     split_notes,
     split_refusal,
     world_notes,
@@ -62,13 +64,13 @@ def enumerate_candidates(
         several = device_sets(footprint.batch_size, inventory, constraints, speed)
     else:
         alone = [devices for devices in sets or () if len(devices) == 1]
-    together = multi_refusal(question) is None
     # Offload needs no second device. But a user who allows no engine of one device wants several.
     alone_too = len(inventory.devices) == 1 or any(not engines.named(name).several for name in constraints.allow)
     for name in all_engines():
         if not keep(name) or own_refusal(name, question) is not None:
             continue
         engine = engines.named(name)
+        together = multi_refusal(question, engine) is None
         for devices in (*alone, *(several if together and engine.several else ())):
             if len(devices) < (constraints.min_devices or 1):
                 continue
@@ -110,6 +112,8 @@ def notes_of(plan: Plan, footprint: Footprint, constraints: Constraints) -> tupl
         own = (*norm_notes(footprint, constraints), *own)
     if plan.world_size > 1:
         own = (*own, *world_notes(footprint, constraints))
+    if footprint.shares_network(plan):
+        return (*own, *apart_notes(constraints.split))
     return (*own, *(split_notes(constraints) if plan.data_ranks > 1 or plan.micro_batches > 1 else ()))
 
 
@@ -136,6 +140,8 @@ def build_plan(question: Question, devices: Sequence[Device], engine: str, *reas
     told = [*reasons[:1]]
     if len(ranks) > 1 and not constraints.split_batch:
         told.append(f"each rank takes a batch of its own, so that a step is over {len(ranks)} batches")
+    if len(ranks) > 1 and footprint.sharing is not None and engines.named(engine).shares_network:
+        told.append(sharing_words(footprint.sharing))
     if len(ranks) > 1 and footprint.batch_norm:
         told.append(f"the statistics of {len(footprint.batch_norm)} batch norms are taken over all ranks, as over the whole batch")
     told += reasons[1:]

@@ -99,7 +99,7 @@ def predict(
                 f"the plan names the block {fqn!r}, but the footprint has {', '.join(known) or 'no blocks'}; plan again for this module"
             )
     asked = engine or engines.of(plan)
-    rows = [count or _least(footprint) for count in plan.rows(footprint.batch_size)]
+    rows = [count or _least(footprint) for count in footprint.rows(plan)]
     alike = asked.alike(footprint, plan)
     found: dict[tuple[int, str, int], DeviceBytes] = {}
     devices = [inventory.device(device) for device in plan.devices]
@@ -181,7 +181,7 @@ def replay(
         raise ValueError("the step wasn't traced, so there is nothing to replay; use memory.predict")
     assert 0 <= rank < plan.world_size, "a rank of the plan"
     if rows is None:
-        rows = max(1, plan.rows(footprint.batch_size)[rank]) if footprint.batch_size else 0
+        rows = max(1, footprint.rows(plan)[rank]) if footprint.batch_size else 0
     asked, read, parts = engine or engines.of(plan), script or read_script(footprint.tape), parts_of(rows, plan.micro_batches)
 
     def player(machine: PlayedDevice) -> Player:

@@ -362,5 +362,5 @@ def _refusal(plan: Plan, question: Question) -> str | None:
     if refusal is None and plan.replicas > 1 and not engines.of(plan).splits:
         refusal = constraints.excluded.get("pipeline_replicas")
     if refusal is None and plan.replicas > 1:
-        refusal = multi_refusal(question) or feature_refusal("replicas", footprint, constraints)
+        refusal = multi_refusal(question, engines.of(plan)) or feature_refusal("replicas", footprint, constraints)
     return refusal

@@ -13,7 +13,7 @@ from lightning_autopar import engines
 from lightning_autopar.constraints import SPLIT_TOLERANCE, Constraints, SplitFinding, overrule, overruled
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.engines import Question
-from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.footprint import Footprint, Sharing
 from lightning_autopar.plans import Engine, Plan, all_engines, entry_of, offered_engines
 
 Feature = Literal["micro_batches", "shares", "replicas", "offload", "disk"]
@@ -68,7 +68,7 @@ def engine_refusal(engine: Engine, question: Question) -> str | None:
     asked = engines.named(engine)
     if (refusal := own_refusal(engine, question)) is not None or not asked.several:
         return refusal
-    return multi_refusal(question) if asked.splits else devices_refusal(question.inventory, question.constraints)
+    return multi_refusal(question, asked) if asked.splits else devices_refusal(question.inventory, question.constraints)
 
 
 def own_refusal(engine: Engine, question: Question) -> str | None:
@@ -103,8 +103,10 @@ def _missing_words(package: str, extra: str) -> str:
     return f"the package {package} is not installed; install lightning-autopar[{extra}]"
 
 
-def multi_refusal(question: Question) -> str | None:
-    """Why no plan that splits the batch over devices is a candidate; None if some are."""
+def multi_refusal(question: Question, engine: engines.Engine | None = None) -> str | None:
+    """Why no plan of the engine, or of any other than those whose ranks can share a network, splits the batch over devices; None if some
+    do.
+    """
     footprint, constraints = question.footprint, question.constraints
     if (refusal := devices_refusal(question.inventory, constraints)) is not None or not constraints.split_batch:
         return refusal
@@ -114,7 +116,12 @@ def multi_refusal(question: Question) -> str | None:
         return "a batch of 1 sample can't be split over ranks"
     if footprint.batch_size < (constraints.min_devices or 1):
         return f"a batch of {footprint.batch_size} samples can't be split over the {constraints.min_devices} processes that were started"
-    return split_refusal(constraints)
+    return None if engine is not None and shares_network(engine, footprint) else split_refusal(constraints)
+
+
+def shares_network(engine: engines.Engine, footprint: Footprint) -> bool:
+    """Whether the ranks of an engine's plans share the network, so that the batch needn't be split."""
+    return footprint.sharing is not None and engine.shares_network
 
 
 def devices_refusal(inventory: Inventory, constraints: Constraints) -> str | None:
@@ -217,13 +224,25 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
     split = constraints.split
     if split is None or not constraints.split_batch:
         return ()
-    notes = (f"{_apart_words(split)}; exact=True rules such plans out", *split.notes) if split.drawn_apart else split.notes
+    notes = (*apart_notes(split), *split.notes)
     if not split.probed:
         unknown = (f"whether splitting the batch changes its loss is not known ({split.reason})",) if split.reason else ()
         return (*unknown, *notes)
     if not split.difference <= SPLIT_TOLERANCE:
         return (f"{_difference_words(split)}; exact=True rules such plans out", *notes)
     return notes
+
+
+def apart_notes(split: SplitFinding | None) -> tuple[str, ...]:
+    """What a reader should know about draws that aren't those of one device."""
+    return () if split is None or not split.drawn_apart else (f"{_apart_words(split)}; exact=True rules such plans out",)
+
+
+def sharing_words(sharing: Sharing) -> str:
+    """Says how a plan's ranks share the network."""
+    first, *others = sharing.modules
+    more = f" and {len(others)} other submodules" if others else ""
+    return f"the ranks share {first!r}{more} by rows and gather what these give; each runs the rest of the step on the whole batch"
 
 
 def norm_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:

@@ -156,7 +156,7 @@ class Remedies:
     def parts(self, plan: Plan) -> list[int]:
         """The numbers of parts into which a plan's batch may be split; with many ranks not all of them, see :meth:`parts_near`."""
         batch = self.footprint.batch_size
-        if not self.micro_batches or not batch or not engines.of(plan).runs_parts:
+        if not self.micro_batches or not batch or not engines.of(plan).runs_parts or self.footprint.shares_network(plan):
             return [1]
         counts = micro_batch_counts(max(plan.rows(batch)))
         if plan.world_size <= _FEW_RANKS:

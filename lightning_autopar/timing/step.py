@@ -90,8 +90,9 @@ class Step:
         self.devices, self.rates, self._sorts = topology(inventory).crew(plan.devices, rates, inventory)
         self.on_cpu = self.devices[0].kind == "cpu"
         self.batch = max(1, footprint.batch_size)
-        self.rows = plan.rows(footprint.batch_size) if footprint.batch_size else (1,) * plan.world_size
+        self.rows = footprint.rows(plan) if footprint.batch_size else (1,) * plan.world_size
         self.training = footprint.training
+        self.sharing = footprint.sharing if footprint.shares_network(plan) else None
 
     # -- replicas and shards -----------------------------------------------------------------------------------------------------------
 
@@ -107,6 +108,7 @@ class Step:
         plan = self.plan
         world = plan.world_size
         share = self.rows[rank] / self.batch if self.footprint.batch_size else 1 / world
+        share *= 1.0 if self.sharing is None else self.sharing.share(world)
         run = work_of(
             self.footprint,
             self.layout,
@@ -188,11 +190,17 @@ class Step:
         return max(groups, key=lambda group: self.rates.collective_seconds("all_reduce", 2**26, group, self.inventory))
 
     def waited(self) -> float:
-        """Seconds of exchanging statistics of the whole batch: once forward, once backward, without overlap."""
-        if not self.footprint.batch_norm or self.plan.world_size == 1:
+        """Seconds of exchanging the whole batch's statistics, in forward and in backward, and a shared network's rows, without overlap."""
+        if self.plan.world_size == 1:
             return 0.0
-        times = len(self.footprint.batch_norm) * (2 if self.training else 1) * batch_parts(self.plan, self.rows)
-        return times * self.rates.collective_seconds("all_reduce", 4096, self.devices, self.inventory)
+        seconds = 0.0
+        if self.footprint.batch_norm:
+            times = len(self.footprint.batch_norm) * (2 if self.training else 1) * batch_parts(self.plan, self.rows)
+            seconds += times * self.rates.collective_seconds("all_reduce", 4096, self.devices, self.inventory)
+        if self.sharing is not None and self.sharing.gathers:
+            each = self.sharing.gathered_bytes // self.sharing.gathers
+            seconds += self.sharing.gathers * self.rates.collective_seconds("all_gather", each, self.devices, self.inventory)
+        return seconds
 
     def after(self) -> float:
         """Seconds of communication after the update, without overlap."""

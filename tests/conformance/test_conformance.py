@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from lightning_autopar.plans import Plan
 from tests.conformance import render
+from tests.conformance.devices import CPUS
 from tests.conformance.expected import (
     CELLS,
     FEATURE_CELLS,
@@ -63,11 +65,10 @@ def test_plan(cell: Cell, tmp_path: Path) -> None:
     check(cell, tmp_path)
 
 
-@pytest.mark.parametrize("engine", SPLITTING)
-@pytest.mark.parametrize("name", [name for name, case in ZOO.items() if not case.mean])
-def test_exact_excludes_a_loss_that_is_no_mean_over_samples(name: str, engine: str, tmp_path: Path) -> None:
+def test_exact_excludes_parts_of_a_batch_whose_samples_the_loss_compares(tmp_path: Path) -> None:
+    parts = Plan(engine="single", devices=CPUS.ids(1), micro_batches=2)
     with pytest.raises(ValueError, match="exact=True") as error:
-        run(ZOO[name], ROWS["plain"], autopar(engine, exact=True), root=tmp_path)
+        run(ZOO["contrastive"], ROWS["plain"], autopar("single", plan=parts, exact=True), root=tmp_path)
     assert SIZE.search(str(error.value))
     assert not list(tmp_path.glob("process-*"))
 

@@ -98,7 +98,7 @@ def judge(cell: Cell, root: Path, devices: Devices = CPUS, reference: Callable[[
     difference = compare(reference(cell.case, row, devices), other, TOLERANCES[feature.numbers])
     notes = [note for note in report.best_candidate.notes if SIZE.search(note)]
     warned = [note for note in notes if any(note in warning for warning in other.warnings)]
-    if not case.mean and (plan.data_ranks > 1 or plan.micro_batches > 1):
+    if not case.mean and plan.micro_batches > 1:
         assert warned, (
             f"{cell.id} differs by {difference.largest:.1e}, and no warning gives the size; its notes: {report.best_candidate.notes}"
         )

@@ -32,8 +32,8 @@ states, the final weights, and what the optimizers hold. Logged values are compa
   DeepSpeed runs no float64: there the run in float32 must be **as** that of another plan, which was the same in float64.
   Where noise hides even that, plain Lightning's run was repeated three times with each initial weight and each gradient off by its last
   bit. **Rounding** is the largest difference of these at this value; nothing in the cell's run differs by more than four times that.
-- **warned** the loss isn't a mean over samples, so that splitting a batch changes it under any tool; the report says so, with the size of
-  the difference, before the run. `AutoParallelStrategy(exact=True)` excludes such plans.
+- **warned** the loss isn't a mean over samples, and changes where a batch runs in parts one after the other; the report says so, with the
+  size of the difference, before the run. `AutoParallelStrategy(exact=True)` excludes such plans.
 - **refused** by a sentence, before any process starts.
 - **differs** and **crashed** are defects, listed below.
 
@@ -58,14 +58,6 @@ KINDS: Mapping[str, tuple[bool, str]] = {
         "a stage could run several times.",
     ),
     r"reads a value of the model's": (True, "The step decides by a value that a later stage would have to wait for."),
-    r"in another batch than the first": (
-        True,
-        "The loss is a sum of means over two batches. Their sizes aren't even, so that the parts of one would weigh more than the other's.",
-    ),
-    r"the step writes to its own buffers": (
-        False,
-        "A memory bank that all ranks fill: with gathered representations it could be the whole batch's.",
-    ),
     r"what the step does to whole parameters|what the step does is another thing": (
         False,
         "What a step does to parameters by hand could be done on shards where it is elementwise.",

@@ -7,11 +7,11 @@ import pytest
 from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.engines import Question
-from lightning_autopar.memory.footprint import LayerFootprint
+from lightning_autopar.memory.footprint import LayerFootprint, Sharing
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.planning import refusals
 from lightning_autopar.planning.candidates import Option, enumerate_candidates, notes_of, ruled_out
-from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal, undivided
+from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal, multi_refusal, undivided
 from lightning_autopar.plans import ENGINES, Plan
 from tests.fakes.values import cpu, footprint, gpu, inventory
 
@@ -285,3 +285,19 @@ def test_mig_instances_of_one_gpu_have_no_plan_together(started: int | None, gpu
     refusal = asked("ddp", footprint(), here, Constraints(min_devices=started))
     whose = "one GPU" if started is None else "2 GPUs"
     assert refusal == f"the {len(gpus)} devices are MIG instances of {whose}, and NCCL takes one rank of each GPU"
+
+
+def test_ranks_that_share_the_network_need_not_split_the_batch() -> None:
+    """One engine's plans are taken all the same, each rank with the whole batch; in parts, and by engines that can't, they aren't."""
+    sharing = Sharing(modules=("encoder", "head"), work_share=0.5, gathered_bytes=1 << 20, gathers=2)
+    step, split = footprint(sharing=sharing), SplitFinding(splittable=False, reason="the step fills a bank")
+    found = options(step, split=split, exact=True)
+    assert taken(found) == {"single", "ddp", "fsdp"}
+    chosen = next(one for one in found if one.plan.engine == "ddp")
+    assert step.rows(chosen.plan) == (step.batch_size,) * 2
+    assert "the ranks share 'encoder' and 1 other submodules by rows" in " ".join(chosen.plan.reasons)
+    assert not chosen.notes
+    assert micro_batch_refusal(step, Constraints(split=split)) == "the step fills a bank"
+    in_parts = replace(chosen.plan, micro_batches=2)
+    assert step.rows(in_parts) == in_parts.rows(step.batch_size)
+    assert multi_refusal(Question(footprint=step, inventory=inventory(cpu(0), cpu(1)), constraints=Constraints(split=split))) is not None

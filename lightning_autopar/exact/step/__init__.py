@@ -14,5 +14,6 @@ Modules, in reading order:
     step_state        what a step changes, put back where it fails half-way
     own_backward      backward passes that the user's code begins itself
     gradient_hooks    the user's hooks on parameters, called with the whole batch's gradient
+    shared_network    a step whose network ranks share by rows, and whose rest each runs whole
     own_rows          a rank's rows of a GPU's random draw, bit for bit
 """

@@ -3,6 +3,7 @@
 Modules, in reading order:
 
     mixin             EngineMixin: what every engine adds to Lightning's strategy
+    split_mixin       SplitMixin: ranks with parts of a batch, or with a shared network
     run_plan          RunPlan: all that a worker is told
     run_host          what those that run a plan need of the user's strategy
     measure           seconds and bytes that a rank really used

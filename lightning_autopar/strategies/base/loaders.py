@@ -40,7 +40,7 @@ def exact_loader(
         alike: whether all ranks called it with the same number; a collective.
     """
     # Several ranks go through one order of the samples, whether each has its part or all have the same.
-    plan = run_plan.plan
+    plan, data_ranks = run_plan.plan, run_plan.data_ranks
     shares_order = plan.world_size > 1 and run_plan.batch == "global"
     if run_plan.batch == "per_device" or isinstance(dataloader, ExactLoader):
         return None
@@ -48,17 +48,17 @@ def exact_loader(
         return None
     collation, draws = collation_for(dataloader, run_plan.loadings)
     draws = (*run_plan.data_draws, *draws)
-    splits = plan.data_ranks > 1 and not trainer.predicting
+    splits = data_ranks > 1 and not trainer.predicting
     return ExactLoader(
         dataloader,
-        rank=plan.data_rank(rank),
-        world_size=plan.data_ranks,
-        dealing=Dealing(plan.dealing),
+        rank=plan.data_rank(rank) if data_ranks > 1 else 0,
+        world_size=data_ranks,
+        dealing=Dealing(plan.dealing) if data_ranks > 1 else None,
         whole_batches=trainer.predicting,
         sync=broadcast if shares_order and (trainer.training or not orders_alike(dataloader)) else None,
         progress=fit_progress(trainer) if trainer.training else None,
         # With several loaders it isn't known whether their samples draw random numbers; a single rank loads all samples anyway.
-        load_all="samples" in draws or (run_plan.elastic and plan.data_ranks == 1),
+        load_all="samples" in draws or (run_plan.elastic and data_ranks == 1),
         collate_all=splits and ("collate" in draws or collation in ("whole", None)),
         by_samples=collation is None and "collate" not in draws,
         parts=plan.micro_batches if trainer.training and run_plan.loadings.get(loader_key(dataloader), Loading()).parts else 1,

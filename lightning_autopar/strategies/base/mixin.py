@@ -73,7 +73,7 @@ class EngineMixin(Strategy):
         """Give the engine its run plan; called once, before the trainer sees the engine."""
         self.run_plan, self._longer = run_plan, None if run_plan.lengths is None else LongerBatches.of(run_plan.lengths)
         #: Whether a batch is split at all.
-        self.splits = run_plan.plan.data_ranks > 1 and run_plan.batch == "global"
+        self.splits = run_plan.data_ranks > 1 and run_plan.batch == "global"
         #: Whether a rank runs its batch in parts, one after the other.
         self.in_parts = run_plan.plan.micro_batches > 1
         self._share: BatchShare | None = None
@@ -239,7 +239,7 @@ class EngineMixin(Strategy):
             synchronise_batch_norm(module, self._share_for_draws, self.data_group)
             self._exit.callback(restore_batch_norm, module)
             self._exit.enter_context(before_transfers(trainer, self._arrives))
-        if self.splits or self.in_parts:
+        if self.splits or self.in_parts or self.run_plan.shared:
             self.prepare_steps(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization and self.run_plan.undivided is None
         if fits and (self.reruns_batches or self.running.leaves):
@@ -553,7 +553,7 @@ class EngineMixin(Strategy):
         self.meter.boundary(self, batch_idx)
         if self.gpu_limit is not None:
             self.gpu_limit.step(steps=int(batch_idx % self._trainer.accumulate_grad_batches == 0))
-        split = self.completes_gradients and (self.splits or self._micro is not None)
+        split = self.completes_gradients and (self.splits or bool(self.run_plan.shared) or self._micro is not None)
         self._hooks = GradientHooks(self._trainer.lightning_module.parameters() if split else ())
         super().on_train_batch_start(batch, batch_idx)
 
@@ -590,11 +590,3 @@ class EngineMixin(Strategy):
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
-
-
-class SplitMixin(EngineMixin):
-    """For engines whose ranks average the gradients of their parts of a batch."""
-
-    def weighted(self, loss: Tensor) -> Tensor:
-        """Weight this rank's mean by its number of samples, so that the ranks' average is the whole batch's mean."""
-        return loss if self._share is None or self._share.weight == 1.0 else loss * self._share.weight

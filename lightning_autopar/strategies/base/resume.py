@@ -124,7 +124,9 @@ def go_on(trainer: Trainer, resumption: Resumption) -> Callable[[], None]:
     validation = epoch_loop.val_loop
     carried = _Carried(trainer, resumption.extra.get("results", {}))
     parts = _parts_per_batch(trainer) / resumption.extra.get("parts_per_batch", _parts_per_batch(trainer))
-    _restore_metric_states(trainer.lightning_module, resumption.extra.get("metrics", {}), rank=trainer.global_rank, parts=parts)
+    alike = bool(getattr(getattr(trainer.strategy, "run_plan", None), "shared", ()))  # every rank has all states
+    rank = 0 if alike else trainer.global_rank
+    _restore_metric_states(trainer.lightning_module, resumption.extra.get("metrics", {}), rank=rank, parts=parts)
     trainer.lightning_module._metric_attributes = None  # by id(), which may be carried from another process; made anew when asked for
     trainer._logger_connector._callback_metrics.update(resumption.extra.get("callback_metrics", {}))
     fit_loop._restarting = False  # only read from here on to leave out plateau schedulers at the epoch's end, whose metrics are here
@@ -286,7 +288,7 @@ def _metric_states(module: nn.Module, splits: bool) -> Iterator[tuple[str, dict[
 def _parts_per_batch(trainer: Trainer) -> int:
     """The number of parts of a batch, over ranks and one after the other: so many steps run for it."""
     run_plan = getattr(trainer.strategy, "run_plan", None)
-    return 1 if run_plan is None or run_plan.batch == "per_device" else run_plan.plan.data_ranks * run_plan.plan.micro_batches
+    return 1 if run_plan is None or run_plan.batch == "per_device" else run_plan.data_ranks * run_plan.plan.micro_batches
 
 
 def _restore_metric_states(module: nn.Module, saved: dict[str, Any], *, rank: int, parts: float) -> None:

@@ -16,6 +16,7 @@ from lightning_autopar.exact.data.batch_making import Loading
 from lightning_autopar.exact.logs.log_rules import LogRules
 from lightning_autopar.exact.step.attribute_rules import KeptRules
 from lightning_autopar.exact.step.random_draws import DrawPlan
+from lightning_autopar.exact.step.shared_network import SharedModules
 from lightning_autopar.memory.lengths import Lengths
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
@@ -49,6 +50,7 @@ class RunPlan:
         unknown: what isn't known of running it in parts, in words; empty where that is known.
         lengths: how batches vary, and what the plan counts with; None where that isn't known.
         evaluation_parts: into how many parts each batch of a validation or a test is cut, as one ran out of memory.
+        shared: the submodules that ranks share by rows, while each has the whole batch; empty where ranks have parts of the batch.
         at_least: bytes by device id to ask for, whatever is predicted, as the plan ran out of memory before.
     """
 
@@ -71,7 +73,13 @@ class RunPlan:
     unknown: str = ""
     lengths: Lengths | None = None
     evaluation_parts: int = 1
+    shared: SharedModules = field(default_factory=dict)
     at_least: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts ranks split a batch."""
+        return 1 if self.shared else self.plan.data_ranks
 
     @property
     def finding(self) -> Any:

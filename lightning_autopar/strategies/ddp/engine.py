@@ -73,6 +73,7 @@ class DDP(Engine):
 
     name = "ddp"
     shares = True
+    shares_network = True
     replays = True
     reruns = True
     measured = ("all_reduce", "loop/ddp")

@@ -40,6 +40,7 @@ class FSDP(Engine):
     widths: Widths = AS_TRACED
     name = "fsdp"
     shares = True
+    shares_network = True
     whole = False
     plainer = ("ddp", "replicas")
     replays = True

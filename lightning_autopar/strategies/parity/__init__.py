@@ -3,6 +3,7 @@
 Modules, in reading order:
 
     split_probe    does the loss survive a split batch
+    sharing_probe  which submodules ranks can share by rows, where it doesn't
     fewer_blocks   a module with few of its repeated blocks, for steps that are too long
     batch_parts    the first batch and its parts, made anew each time
     draw_probe     how random draws relate to samples

@@ -27,7 +27,8 @@ class BatchParts:
     def __init__(self, first: FirstBatch, count: int, *, hooks: bool) -> None:
         self.first = first
         self.count = count
-        self.double = False
+        #: Whether batches are in double precision: to compare without rounding; and always, as the run's are.
+        self.double = self.converted = False
         #: Whether the transfer hooks still have to be applied to the parts.
         self.raw = first.samples is not None and first.collate is not None and hooks
         #: Whether collating draws random numbers.
@@ -41,9 +42,11 @@ class BatchParts:
             collate = CollateAll if first.cut and share.world_size > 1 else CollateSamples
             batch = collate(first.collate, share.rank, share.dealing)(fresh(samples))[1]
         else:
-            batch = take_rows(copied(first.batch), share.rank, share.dealing)[1]
+            batch = copied(first.batch)
+            if not share.whole:  # whose rows may be uneven, as several loaders' are
+                batch = take_rows(batch, share.rank, share.dealing)[1]
         self.random |= not torch.equal(state, torch.get_rng_state())
-        return mapped(batch, _doubled) if self.double else batch
+        return mapped(batch, _doubled) if self.double or self.converted else batch
 
     def uneven(self, shares: Sequence[BatchShare]) -> bool:
         """Whether parts have other shapes than the rows of the whole batch, as when samples are padded to the longest one."""

@@ -44,12 +44,12 @@ def observe(
         groups_first: the assumed order of samples in a dimension with k entries a sample; see :class:`Rows`.
     """
     state = rng.capture({})
-    whole = _Observer(everything(shares[0].of), None, groups_first)
+    whole = DrawObserver(everything(shares[0].of), None, groups_first)
     output = whole.run(step, part)
     outputs, observers = [], []
     for share in shares:
         rng.restore(state, {})
-        observers.append(_Observer(share, whole.draws, groups_first))
+        observers.append(DrawObserver(share, whole.draws, groups_first))
         outputs.append(observers[-1].run(step, part))
     seeded = any(observer.irregular for observer in observers)
     choices = [[draw.choice for draw in observer.draws] for observer in observers]
@@ -59,7 +59,7 @@ def observe(
     return Observation(whole=output, parts=tuple(outputs), draws=DrawPlan(draws=draws, batch_size=shares[0].of, seeded=seeded))
 
 
-class _Observer(GlobalDraws):
+class DrawObserver(GlobalDraws):
     """Records a step's draws on the whole batch; on a part, relates each draw to the whole batch's by comparing shapes."""
 
     def __init__(self, share: BatchShare, whole: list[Draw] | None, groups_first: bool) -> None:
@@ -78,6 +78,10 @@ class _Observer(GlobalDraws):
         rng.restore(state, {})
         with self:
             return step(batch)
+
+    def plan(self) -> DrawPlan:
+        """The draws that it has seen."""
+        return DrawPlan(draws=tuple(self.draws), batch_size=self.of.of)
 
     def rows_for(self, op: str, tensor: Tensor, generator: torch.Generator | None, shape: tuple[int, ...] | None = None) -> Choice:
         """Like :meth:`GlobalDraws.rows_for`, from the draws of the whole batch's step."""

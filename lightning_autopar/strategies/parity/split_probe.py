@@ -160,6 +160,9 @@ class _Probe:
         #: Parameters that a step may write to; None where that isn't known.
         self.writes = None if conduct is None else dict(conduct.written)
         self.batches = batches
+        if trainer is not None and str(trainer.precision) == "64-true":  # as Lightning makes it before the run
+            module.double()
+            batches.converted = True
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.metrics = MetricTrial(module)
         self.backwards = Backwards(list(module.parameters()))

@@ -211,6 +211,8 @@ def _look(
         excluded.setdefault(engine, missing)
     if findings.several_loaders:
         excluded.setdefault("shares", "the step's batch comes from several loaders, whose parts would weigh differently on each device")
+    if findings.footprint.sharing is not None:
+        excluded.setdefault("shares", "the ranks share the step's network, and each has the whole batch")
     if findings.whole is not None:
         excluded.setdefault("micro_batches", findings.whole)
     if findings.collated is not None:

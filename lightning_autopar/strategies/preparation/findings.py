@@ -30,6 +30,7 @@ from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.exact.step.random_operators import draws_apart
+from lightning_autopar.exact.step.shared_network import SharedModules
 from lightning_autopar.memory import scaling
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, first_batch, fresh, tensors_of
@@ -38,6 +39,7 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
+from lightning_autopar.strategies.parity.sharing_probe import with_shared_network
 from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
 from lightning_autopar.strategies.preparation.divisible import made_of_samples, whole_of
 from lightning_autopar.strategies.preparation.lengths import Seen, at_lengths, seen_sizes, step_bytes
@@ -53,6 +55,8 @@ TRACE_SECONDS = 600.0
 QUICK_FLOPS, QUICK_BYTES, QUICK_OPERATIONS = 10**10, 15 * 10**8, 5000
 #: Finds out what a split of a batch changes.
 Split = Callable[[FirstBatch], tuple[SplitFinding, DrawPlan]]
+#: What a module asks its trainer for where a single rank does something alone, which would leave its peers waiting.
+_RANKS = {"is_global_zero", "global_rank", "local_rank", "node_rank"}
 _OWN_DRAWS = (
     "draws='per-rank': each rank, and each part of a batch, draws the random numbers of its own samples, so that this is another run than "
     "one device's"
@@ -91,6 +95,7 @@ class Findings:
     Args:
         footprint: of its step.
         split: what a split batch changes; None where no candidate splits it.
+        shared: the submodules that ranks can share where splitting the batch would change its loss; see ``footprint.sharing``.
         draws: the step's random draws; None where it draws nothing.
         data_draws: where making a batch draws, see :class:`.run_plan.RunPlan`.
         engines: what each engine that was asked found, by its name.
@@ -110,6 +115,7 @@ class Findings:
     split: SplitFinding | None
     draws: DrawPlan | None
     data_draws: tuple[str, ...]
+    shared: SharedModules = field(default_factory=dict)
     engines: Mapping[str, Finding] = field(default_factory=dict)
     later: tuple[str, ...] = ()
     several_loaders: bool = False
@@ -250,6 +256,10 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
         split = replace(split, notes=(*split.notes, *keeping_hooks(trainer)))
     if questions.several and stage == "predict" and (kept := keeping_hooks(trainer, predicting=True)):
         split = replace(split or SplitFinding(), notes=kept)
+    shared: SharedModules = {}
+    if questions.split and stage == "fit" and split is not None and _differs(split) and not _RANKS & {*footprint.asked}:
+        evaluated = [each for each in (validation, *others) if each is not None]
+        footprint, shared = with_shared_network(footprint, module, trainer, as_drawn[0], more if _is_quick(footprint) else [], evaluated)
     told: Any = {"batch": as_drawn[0], "validation": lambda: as_drawn[1], "footprint": footprint, "split": split}
     # What a long look finds of buffers, the probe of a split batch finds as well.
     waits = questions.later and len(questions.engines) > 1 and split is not None and split.probed
@@ -260,6 +270,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
         footprint=footprint,
         split=split,
         draws=draws,
+        shared=shared,
         data_draws=batch.draws,
         engines=found,
         later=later,
@@ -429,6 +440,11 @@ def _split(
     except ChildFailed as error:
         reason = f"not checked: whether the parts of a batch make up the whole ({error.reason})"
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
+
+
+def _differs(split: SplitFinding) -> bool:
+    """Whether splitting the batch is known to change the loss, or can't be done."""
+    return not split.raised and (not split.splittable or (split.probed and not split.difference <= SPLIT_TOLERANCE))
 
 
 def stage_of(trainer: Trainer) -> str:

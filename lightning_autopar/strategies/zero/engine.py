@@ -40,6 +40,7 @@ class Zero(Engine):
 
     settings: ZeroSettings | None = None
     name = "zero"
+    shares_network = True
     whole = False
     builds_on_each = True
     runs_parts = False

@@ -238,9 +238,37 @@ def test_a_run_in_spite_of_a_refusal_says_so() -> None:
     assert "despite=['buffers']:" in str(strategy.report)
 
 
-@pytest.mark.parametrize("make", [Bank, LazyBank])
-def test_the_report_names_the_buffer(make: Any) -> None:
-    strategy: Any = AutoParallelStrategy(allow=["ddp", "fsdp"], devices="2xcpu:1GiB")
-    trainer = Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, **QUIET)
+class ByHand(Bank):
+    """Ranks don't share the network of manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def trained(make: Any, strategy: Any) -> Any:
+    module = make()
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1 if strategy == "auto" else "auto", max_epochs=2, **QUIET)
+    trainer.fit(module, DataLoader(torch.randn(15, 4, generator=torch.Generator().manual_seed(0)), batch_size=6))  # type: ignore[arg-type]
+    return module
+
+
+def test_the_report_names_the_buffer() -> None:
     with pytest.raises(NothingFits, match="the step writes to its own buffers: 'bank' depends on the batch"):
-        trainer.fit(make(), DataLoader(torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), batch_size=6))  # type: ignore[arg-type]
+        trained(ByHand, AutoParallelStrategy(allow=["ddp", "fsdp"], devices="2xcpu:1GiB"))
+
+
+@pytest.mark.parametrize(
+    ("make", "engine"), [(Bank, "ddp"), (LazyBank, "fsdp"), (Queue, "ddp"), (Deque, "fsdp"), (InAnObject, "ddp"), (FromAHook, "fsdp")]
+)
+def test_ranks_that_share_the_network_keep_what_one_device_would(make: Any, engine: str) -> None:
+    ours, theirs = trained(make, AutoParallelStrategy(allow=[engine], devices="2xcpu:1GiB", exact=True)), trained(make, "auto")
+    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=1e-5, atol=1e-5)
+    if make is InAnObject:
+        torch.testing.assert_close(ours.memory.value, theirs.memory.value, rtol=1e-5, atol=1e-5)

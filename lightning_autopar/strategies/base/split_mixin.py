@@ -1,0 +1,75 @@
+"""SplitMixin: for engines that take the mean of their ranks' gradients. Their ranks have parts of the batch; or, where the loss compares
+samples, they share the network and each has the whole batch.
+
+Where each has the whole batch, what it logs is one device's, and nothing is reduced over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_autopar._temporary import patched
+from lightning_autopar.exact.logs.logged_values import already_global
+from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
+from lightning_autopar.exact.step.shared_network import SharedNetwork
+from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class SplitMixin(EngineMixin):
+    """Weighs the ranks' losses, or shares the network."""
+
+    _network: SharedNetwork | None = None
+
+    def attach(self, run_plan: RunPlan) -> None:
+        """See :class:`.EngineMixin`. Ranks that share the network exchange rows within a step: none can run its batch again alone."""
+        super().attach(run_plan)
+        self.reruns_batches = self.reruns_batches and not run_plan.shared
+
+    def prepare_steps(self, trainer: Trainer) -> None:
+        """See :class:`.EngineMixin`."""
+        if not self.run_plan.shared:
+            super().prepare_steps(trainer)
+            return
+        module = trainer.lightning_module
+        self._network = SharedNetwork(module, self.run_plan.shared)
+        self._exit.enter_context(self._network.installed())
+        for loop in (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
+            self._exit.enter_context(patched(loop._results, "log", _whole(loop._results.log)))
+        for metric in metrics_of(module):
+            self._exit.enter_context(patched(metric, "distributed_available_fn", _alone))
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        if self._network is None:
+            with super()._step():
+                yield
+        else:
+            with self._network.step():
+                yield
+
+    def all_gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Where the step has the whole batch, there is nothing to gather, as on one device."""
+        return tensor if self._network is not None else super().all_gather(tensor, *args, **kwargs)  # type: ignore[safe-super]
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Weight this rank's mean by its number of samples, so that the ranks' average is the whole batch's mean."""
+        return loss if self._share is None or self._share.weight == 1.0 else loss * self._share.weight
+
+
+def _whole(own: Callable[..., None]) -> Callable[..., None]:
+    def log(fx: str, name: str, value: Any, **arguments: Any) -> None:
+        own(fx, name, value, **already_global(arguments))
+
+    return log
+
+
+def _alone() -> bool:
+    return False

@@ -1,0 +1,108 @@
+"""Which submodules ranks can share by rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.strategies.parity.sharing_probe import probe_sharing
+
+
+class Net(nn.Module):
+    """Takes a mask that isn't by rows, and hands on a number that depends on no row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 4), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> dict[str, Tensor]:
+        return {"rows": self.linear(x * mask), "scale": self.scale.exp()}
+
+
+class Mixing(Net):
+    """Its rows depend on each other."""
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> dict[str, Tensor]:
+        found = super().forward(x, mask=mask)
+        return {**found, "rows": found["rows"] - found["rows"].mean(0)}
+
+
+class Counting(Net):
+    """Keeps how many rows it got."""
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> dict[str, Tensor]:
+        self.rows = len(x)
+        return super().forward(x, mask=mask)
+
+
+class Module(pl.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = self.net(batch, mask=torch.ones(6))
+        rows = F.normalize(found["rows"], dim=1)
+        return F.cross_entropy(found["scale"] * rows @ rows.T, torch.arange(len(rows)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class ByHand(Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
+
+
+class Asking(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        return super().training_step(batch, batch_idx) / size
+
+
+def batch(rows: int = 8) -> FirstBatch:
+    return FirstBatch(batch=torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows)), batch_size=rows)
+
+
+def test_arguments_and_outputs_are_told_apart() -> None:
+    sharing, shared = probe_sharing(Module(Net()), None, batch())
+    assert sharing is not None
+    assert sharing.modules == ("net",)
+    assert shared["net"].cut == {"[0][0]"}
+    assert shared["net"].whole == {"[1]['mask']"}
+    assert shared["net"].gathered == {"['rows']"}
+    assert shared["net"].kept == {"['scale']"}
+    assert sharing.work_share == pytest.approx(2 * 8 * 6 * 4 / (2 * 8 * 6 * 4 + 2 * 8 * 8 * 4))
+    assert (sharing.gathers, sharing.gathered_bytes) == (1, 8 * 4 * 4)
+
+
+@pytest.mark.parametrize("net", [Mixing, Counting])
+def test_where_the_whole_is_no_map_of_rows_its_submodules_are_shared(net: Any) -> None:
+    _, shared = probe_sharing(Module(net()), None, batch())
+    assert set(shared) == {"net.linear"}
+
+
+@pytest.mark.parametrize("make", [ByHand, Asking])
+def test_some_steps_share_nothing(make: Any) -> None:
+    assert probe_sharing(make(Net()), None, batch()) == (None, {})
+
+
+def test_other_batches_must_agree() -> None:
+    """A batch of one row shows nothing, and in one of six rows the mask is no more by rows than before. Rows that depend on each other in
+    small batches alone end it.
+    """
+
+    class Few(Net):
+        def forward(self, x: Tensor, *, mask: Tensor) -> dict[str, Tensor]:
+            return super().forward(x - x.mean(0) if len(x) == 5 else x, mask=mask)
+
+    assert probe_sharing(Module(Few()), None, batch(), [batch(1), batch(6)])[1]
+    assert probe_sharing(Module(Few()), None, batch(), [batch(5)]) == (None, {})
