@@ -218,6 +218,11 @@ class Plan:
             return counts
         return tuple(count for count in counts for _ in range(self.devices_per_replica))
 
+    @property
+    def may_share_network(self) -> bool:
+        """Whether its ranks share a step's network, each with the whole batch, where the loss compares samples."""
+        return self.world_size > 1 and self.micro_batches == 1 and not self.shares and bool(loaded(self.engine).shares_network)
+
     def title(self) -> str:
         """A few words for a table: ``"fsdp ×2, reshard, recompute 4"``."""
         return ", ".join(filter(None, loaded(self.engine).words(self).values()))

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from lightning_autopar.memory.lengths import Lengths
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.work.work import Work
-from lightning_autopar.plans import Plan, loaded
+from lightning_autopar.plans import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,8 +273,7 @@ class Footprint:
 
     def shares_network(self, plan: Plan) -> bool:
         """Whether a plan's ranks share the step's network, each with the whole batch."""
-        able = plan.world_size > 1 and plan.micro_batches == 1 and not plan.shares and loaded(plan.engine).shares_network
-        return self.sharing is not None and able
+        return self.sharing is not None and plan.may_share_network
 
     def rows(self, plan: Plan) -> tuple[int, ...]:
         """How many samples of a batch each rank of a plan holds. Where ranks share the network, the whole batch: how much less lies in

@@ -17,7 +17,6 @@ from lightning_autopar.exact.logs.logged_values import already_global
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.exact.step.shared_network import SharedNetwork
 from lightning_autopar.strategies.base.mixin import EngineMixin
-from lightning_autopar.strategies.base.run_plan import RunPlan
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -28,16 +27,12 @@ class SplitMixin(EngineMixin):
 
     _network: SharedNetwork | None = None
 
-    def attach(self, run_plan: RunPlan) -> None:
-        """See :class:`.EngineMixin`. Ranks that share the network exchange rows within a step: none can run its batch again alone."""
-        super().attach(run_plan)
-        self.reruns_batches = self.reruns_batches and not run_plan.shared
-
     def prepare_steps(self, trainer: Trainer) -> None:
         """See :class:`.EngineMixin`."""
         if not self.run_plan.shared:
             super().prepare_steps(trainer)
             return
+        self.reruns_batches = False  # ranks exchange rows within a step, so that none can run its batch again alone
         module = trainer.lightning_module
         self._network = SharedNetwork(module, self.run_plan.shared)
         self._exit.enter_context(self._network.installed())

@@ -8,11 +8,17 @@ from lightning_autopar.timing.step import Step
 
 
 class DDPStep(Step):
-    """One step of a DDP plan."""
+    """One step of a DDP plan.
+
+    Attributes:
+        gradient_scale: bytes of a gradient on the wire over those that it has at rest.
+    """
+
+    gradient_scale = 1.0
 
     def played(self, run: RankWork, events: list[LaneSpan] | None = None) -> LaneSeconds:
         """Play the step: each bucket is reduced when backward has filled it."""
-        return play_replicas(self.layout, run, self.links(), 1.0, events)
+        return play_replicas(self.layout, run, self.links(), self.gradient_scale, events)
 
     def links(self) -> Links:
         """Each rank has a whole copy."""
