@@ -223,7 +223,12 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
         return (*unknown, *notes)
     if not split.difference <= SPLIT_TOLERANCE:
         return (f"{_difference_words(split)}; exact=True rules such plans out", *notes)
-    return notes
+    rule = (split.log_rules.get(("training_step", "")) or ("mean",))[0]
+    if rule == "mean":
+        return notes
+    if rule == "sum":
+        return ("the loss is a sum over samples: those of a batch's parts are added up, not averaged", *notes)
+    return (f"the loss is a mean over {rule}: each part of a batch weighs by how many of them it has", *notes)
 
 
 def norm_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:

@@ -163,11 +163,12 @@ class _StagedStrategy(StagedState, ParallelStrategy):
         trainer = self.lightning_module.trainer
         several = trainer.training and several_loaders(trainer)
         try:
-            return whole_share(batch, self._samples, several=several)
+            share = whole_share(batch, self._samples, several=several)
         except ValueError as error:
             if trainer.training and self.run_plan.plan.micro_batches > 1:
                 raise uncut(self.run_plan.plan, error) from error
-            return BatchShare(rows=1, of=1, rank=0, world_size=1)
+            share = BatchShare(rows=1, of=1, rank=0, world_size=1)
+        return self._counts.on(share)
 
 
 class PipelineEngine(EngineMixin, _StagedStrategy):
