@@ -57,8 +57,8 @@ class Count:
         words = {"differs": f"{place} != {self.ignored}", "sum": f"the sum of {place}", "finite": f"{place} that aren't NaN"}
         return words.get(self.kind, f"the rows of {place}")
 
-    def rows(self, batch: Any) -> Tensor:
-        """The number for each row of the tensor.
+    def tensor(self, batch: Any) -> Tensor:
+        """The tensor.
 
         Raises:
             LookupError: if the batch has no such tensor.
@@ -66,6 +66,15 @@ class Count:
         tensor = _at(batch, self.path)
         if tensor.ndim < (2 if self.without else 1):
             raise LookupError(self.path)
+        return tensor
+
+    def rows(self, batch: Any) -> Tensor:
+        """The number for each row of the tensor.
+
+        Raises:
+            LookupError: as for :meth:`tensor`.
+        """
+        tensor = self.tensor(batch)
         if self.kind == "rows":
             return torch.ones(len(tensor), dtype=torch.float64)
         tensor = {"": tensor, "first": tensor[:, 1:], "last": tensor[:, :-1]}[self.without] if self.without else tensor
@@ -175,7 +184,7 @@ class BatchCounts:
         for (hook, _), rule in rules.items():
             if isinstance(rule, Count) and rule not in self._counts.setdefault(hook, []):
                 self._counts[hook].append(rule)
-        self._gather, self._replicated = gather, replicated
+        self._gather, self._replicated = gather, 1 if gather is None else replicated
         self._tallies: dict[Count, Tally] = {}
         self._now: Rule = "mean"
         self._waiting: Callable[[], None] = _nothing

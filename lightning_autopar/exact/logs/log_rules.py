@@ -70,8 +70,7 @@ class LogComparison:
     @property
     def ambiguous(self) -> bool:
         """Whether other splits and batches may tell more: the sum and the maximum of a count and a zero are the same, say."""
-        simple = [sum(isinstance(rule, str) for rule in rules) for rules in self.matching.values() if rules]
-        return any(number != 1 for number in simple)
+        return any(len(rules) > 1 and sum(isinstance(rule, str) for rule in rules) != 1 for rules in self.matching.values())
 
     def narrowed(self, other: LogComparison) -> LogComparison:
         """This comparison without the rules that don't hold for another batch, or another split of it."""

@@ -106,7 +106,8 @@ class Entry:
 class Combiner:
     """Combines the parts' values into the whole batch's.
 
-    A mean is weighted by the parts' samples, or by what it is a mean over; a sum, maximum or minimum (``reduce_fx``) is that over the parts.
+    A mean is weighted by the parts' samples, or by what it is a mean over. A sum, maximum or minimum (``reduce_fx``) is that over the
+    parts.
 
     Args:
         rules: how the parts' values combine into the whole batch's, where that was found out; elsewhere ``reduce_fx`` decides.

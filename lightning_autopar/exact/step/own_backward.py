@@ -1,7 +1,7 @@
 """Backward passes that the user's code begins itself (``loss.backward()``) in manual optimization, past Lightning's ``manual_backward``.
 
-Each loss counts by its rank's share of the batch, and where the engine leaves the gradients to this rank they are averaged over all of them. Knows
-autograd and a process group; nothing of engines or trainers.
+Each loss counts by its rank's share of the batch. Where the engine leaves the gradients to this rank, they are averaged over all of them.
+Knows autograd and a process group; nothing of engines or trainers.
 """
 
 from __future__ import annotations

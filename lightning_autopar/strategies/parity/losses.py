@@ -6,7 +6,7 @@ Knows autograd and shares of a batch; nothing of modules.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,3 +96,8 @@ class Backwards:
         pairs = zip(gradients, self._signs[number], strict=True)
         slopes = [(gradient * signs).sum().double() for gradient, signs in pairs if gradient is not None and signs is not None]
         return torch.stack(slopes).sum() if slopes else torch.zeros(())
+
+
+def call_closure(closure: Callable[[], Any] | None = None) -> Any:
+    """An optimizer's step that changes nothing."""
+    return None if closure is None else closure()

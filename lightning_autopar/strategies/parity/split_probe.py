@@ -38,18 +38,9 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
 from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
-from lightning_autopar.strategies.parity.losses import Backwards, difference_of, groups_first_of
+from lightning_autopar.strategies.parity.losses import Backwards, call_closure, difference_of, groups_first_of
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
-from lightning_autopar.strategies.parity.undo import (
-    StepEffects,
-    call_closure,
-    changing_buffers,
-    check_room,
-    same_values,
-    tensors_of,
-    undone,
-    uneven,
-)
+from lightning_autopar.strategies.parity.undo import StepEffects, changing_buffers, check_room, same_values, tensors_of, undone, uneven
 from lightning_autopar.strategies.parity.weighing import Weighing
 
 if TYPE_CHECKING:
@@ -311,7 +302,7 @@ class _Probe:
                 see(size + 1)
         return settled(evidence)
 
-    def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> LogComparison:
+    def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int | Dealing) -> LogComparison:
         """Compare what a step logs on the whole batch with what it logs on ``size`` parts."""
         shares = self.weighing.shares(size)
         self._observed(step, shares)
@@ -323,11 +314,12 @@ class _Probe:
 
     def _settled(self, hook: str, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
         """Where single precision leaves several rules or none, double precision decides; where that leaves several, another split does."""
-        if not (found.ambiguous or found.notes):
+        if not (found.ambiguous or found.notes or self.weighing.suspects):
             return found
         try:
             with self._in_double():
-                return self._narrowed(hook, step, self._compare_logs(hook, step, 2))
+                found = self._narrowed(hook, step, self._compare_logs(hook, step, 2))
+                return self.weighing.told_apart(found, partial(self._compare_logs, hook, step))
         except Exception:  # the step insists on single precision
             _LOG.debug("the %s can't be tried in double precision", hook, exc_info=True)
             return self._narrowed(hook, step, found)

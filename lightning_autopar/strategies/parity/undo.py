@@ -228,8 +228,3 @@ def uneven(calls: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The module's parameters and buffers, by name."""
     return [*module.named_parameters(), *module.named_buffers()]
-
-
-def call_closure(closure: Callable[[], Any] | None = None) -> Any:
-    """An optimizer's step that changes nothing."""
-    return None if closure is None else closure()

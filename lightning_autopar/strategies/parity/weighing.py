@@ -8,18 +8,22 @@ their losses; how a step is run it is told.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_autopar._lightning_compat import before_transfer, is_overridden
+from lightning_autopar._lightning_compat import before_transfer, is_overridden, transfer_batch
+from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counting import Count, Rule, candidates
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, share_of
-from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, shares_alike
+from lightning_autopar.exact.logs.log_rules import LOSS, LogComparison, Logged, compare_logs, shares_alike
+from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything
 
@@ -29,8 +33,14 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 #: Relative difference up to which losses count as equal; see :mod:`.split_probe`.
 _EQUAL = 1e-5
-#: The splits that have to agree: two parts, three, and two of which one has twice the other's samples.
+#: The splits in which counts must be the samples' to be taken for these: two parts, three, and two of which one has twice as many samples.
+#: The first and the last are tried.
 _SPLITS = (Dealing.even(2), Dealing.even(3), Dealing((0, 0, 1)))
+_TRIED = (_SPLITS[0], _SPLITS[2])
+#: Finds out for a split what explains each value.
+Compare = Callable[[Dealing], LogComparison]
+#: Hooks that may change a batch after it is counted.
+_LATE = ("transfer_batch_to_device", "on_after_batch_transfer")
 #: Where an attribute's name says that its value stands for entries that don't count.
 _NAMES = ("pad", "ignore")
 
@@ -51,6 +61,8 @@ class Weighing:
         self._weights: dict[tuple[int, ...], dict[Count, list[float]]] = {}
         #: The rules that explain the loss; none as long as it is a mean over samples, as far as is known.
         self.rules: tuple[Rule, ...] = ()
+        #: The mean over samples and what explains the loss as well, where that was tried.
+        self._equal: tuple[Rule, ...] = ()
 
     def shares(self, size: int | Dealing) -> list[BatchShare]:
         """The shares of ``size`` ranks, which weigh as the loss has them weigh."""
@@ -74,20 +86,20 @@ class Weighing:
             state = rng.capture({})
             parts = [self._counted(share) for share in shares]
             rng.restore(state, {})
-            found = {count: [_total(count, part) for part in parts] for count in self._candidates()}
+            found = {count: [_total(count, part) for part in parts] for count in self._candidates}
             totals = {count: sum(numbers) for count, numbers in found.items()}
             # Without a total, or with a part that lacks the tensor (NaN), it is no count of this batch.
             self._weights[key] = {count: [each / totals[count] for each in found[count]] for count in found if totals[count] > 0}
         return self._weights[key]
 
+    @cached_property
     def _candidates(self) -> list[Count]:
-        late = any(is_overridden(hook, self._module) for hook in ("transfer_batch_to_device", "on_after_batch_transfer"))
+        owners = (self._module, getattr(getattr(self._module, "_trainer", None), "datamodule", None))
+        late = any(is_overridden(hook, each) for hook in _LATE for each in owners if each is not None)
         if late and not self._batches.raw:  # the batch as it was before isn't known
             return []
-        if not hasattr(self, "_found"):
-            whole = self._counted(everything(self._batches.count))
-            self._found = list(dict.fromkeys([*self._known, *candidates(whole, self._batches.count, _ignored_by(self._module))]))
-        return self._found
+        whole = self._counted(everything(self._batches.count))
+        return list(dict.fromkeys([*self._known, *candidates(whole, self._batches.count, _ignored_by(self._module))]))
 
     def _counted(self, share: BatchShare) -> Any:
         """A part as it is counted in a run: before it goes to the device."""
@@ -107,62 +119,118 @@ class Weighing:
             observe: runs the step on the whole batch and on parts.
             in_double: makes a context in which the step runs in double precision.
         """
-        if self.rules or (difference <= _EQUAL and not (difference and self._suspects())):
+        if self.rules or (difference <= _EQUAL and not self.suspects):
             return False
         try:
             with in_double():
-                rules = self._explaining(observe, double=True)
+                compare = partial(self._losses_compared, observe, double=True)
+                found = self.told_apart(self._over_splits(compare), compare)
         except Exception:  # the step insists on single precision
             _LOG.debug("what parts weigh can't be tried in double precision", exc_info=True)
             try:
-                rules = self._explaining(observe, double=False)
-            except Exception:  # a part of three is too small for the step
+                found = self._over_splits(partial(self._losses_compared, observe, double=False))
+            except Exception:  # a part is too small for the step
                 _LOG.debug("what parts weigh can't be tried", exc_info=True)
                 return False
-        self.rules = () if "mean" in rules else rules
+        rules = found.matching[LOSS]
+        self.rules, self._equal = ((), rules) if "mean" in rules else (rules, ())
         return bool(self.rules)
 
-    def _suspects(self) -> bool:
-        """Whether some entries look as if they didn't count, and parts have unequally many of the others. Losses that hardly differ from
-        each other, as those of a new model, look like a mean over samples then.
+    @cached_property
+    def suspects(self) -> bool:
+        """Whether some entries look as if they didn't count, and some split's parts have unequally many of the others. Losses that hardly
+        differ from each other, as those of a new model, look like a mean over samples then.
         """
-        shares = self.shares(2)
-        rows = [share.rows / share.of for share in shares]
-        marked = {-100, *_ignored_by(self._module)}
-        return any(count.ignored in marked and not shares_alike(by, rows) for count, by in self.weights(shares).items())
+        whole, marked = self._counted(everything(self._batches.count)), {-100, *_ignored_by(self._module)}
 
-    def _explaining(self, observe: Callable[[Sequence[BatchShare]], Observation], *, double: bool) -> tuple[Rule, ...]:
-        found: LogComparison | None = None
-        for dealing in _SPLITS:
-            if dealing.holders > self._batches.count:
-                continue
-            shares = self.shares(dealing)
-            observed = observe(shares)
-            if any(len(losses) != len(observed.whole) for losses in observed.parts):
-                return ()
-            whole, *parts = (
-                {str(number): Logged(value=float(loss), reduce_fx="mean") for number, loss in enumerate(losses)}
-                for losses in (observed.whole, *observed.parts)
-            )
-            rows = [share.rows for share in shares]
-            here = compare_logs("training_step", whole, parts, rows, double=double, weights=self.weights(shares))
-            if len(here.matching) < len(whole):
-                return ()
-            found = here if found is None else found.narrowed(here)
-        first, *others = found.matching.values() if found is not None else [()]
-        return tuple(rule for rule in first if rule not in ("max", "min") and all(rule in other for other in others))
+        def marks(count: Count) -> bool:
+            tensor = count.tensor(whole)
+            mask = tensor.ndim > 1 and bool(((tensor == 0) | (tensor == 1)).all())
+            return mask or count in self._known or count.kind == "finite" or (count.kind == "differs" and count.ignored in marked)
+
+        return any(marks(count) for count in {count for shares in self._splits() for count in self._unlike(shares)})
+
+    def _splits(self) -> list[list[BatchShare]]:
+        return [self.shares(dealing) for dealing in _SPLITS if dealing.holders <= self._batches.count]
+
+    def _unlike(self, shares: Sequence[BatchShare]) -> list[Count]:
+        """The counts of which parts don't have as many as of samples."""
+        rows = [share.rows / share.of for share in shares]
+        return [count for count, weights in self.weights(shares).items() if not shares_alike(weights, rows)]
+
+    def told_apart(self, found: LogComparison, compare: Compare) -> LogComparison:
+        """Of several counts that explain a value alike, those that still do once entries of one of them no longer count.
+
+        Args:
+            found: what explains each value.
+            compare: finds that out anew for a split.
+        """
+        counts: list[Count] = []
+        for key, rules in found.matching.items():
+            if len(rules) > 1 and set(self.rules) <= set(rules) and self.rules:  # it is the loss, most likely
+                found = found.narrowed(LogComparison(matching={key: self.rules}))
+            elif len(rules) > 1 and all(isinstance(rule, Count) for rule in rules):
+                counts += [rule for rule in rules if rule not in counts]
+        kept = found
+        for count in {count.path: count for count in reversed(counts) if count.kind != "rows"}.values():
+            try:
+                with self._changed(count, counts):
+                    kept = kept.narrowed(compare(_SPLITS[0]))
+            except Exception:  # the step, or a batch without rows
+                _LOG.debug("a batch of which other entries count can't be tried", exc_info=True)
+        # Where none holds, several have to agree for an entry to count.
+        return replace(found, matching={key: kept.matching[key] or rules for key, rules in found.matching.items()})
+
+    @contextmanager
+    def _changed(self, count: Count, counts: list[Count]) -> Iterator[None]:
+        """While open, fewer entries of the first sample count, and only these counts are candidates."""
+        batches, first = self._batches, self._batches.first
+        whole = batches.part(everything(batches.count))
+        batch = copied(transfer_batch(self._module, whole) if batches.raw else whole)
+        tensor = count.tensor(batch)
+        (tensor[:1] if tensor.ndim == 1 else tensor[0, 1::2]).fill_({"differs": count.ignored, "sum": 0}.get(count.kind, math.nan))
+        changed = replace(first, batch=batch, samples=None, collate=None)
+        with (
+            patched(batches, "first", changed),
+            patched(batches, "raw", False),
+            patched(self, "_weights", {}),
+            patched(self, "_candidates", counts),
+        ):
+            yield
+
+    def _over_splits(self, compare: Compare) -> LogComparison:
+        first, *others = (compare(dealing) for dealing in _TRIED if dealing.holders <= self._batches.count - (dealing is not _TRIED[0]))
+        for other in others:
+            first = first.narrowed(other)
+        return first
+
+    def _losses_compared(self, observe: Callable[[Sequence[BatchShare]], Observation], dealing: Dealing, *, double: bool) -> LogComparison:
+        """What explains all of a step's losses in one split."""
+        shares = self.shares(dealing)
+        observed = observe(shares)
+        if any(len(losses) != len(observed.whole) for losses in observed.parts):
+            return LogComparison(matching={LOSS: ()})
+        whole, *parts = (
+            {str(number): Logged(value=float(loss), reduce_fx="mean") for number, loss in enumerate(losses)}
+            for losses in (observed.whole, *observed.parts)
+        )
+        rows = [share.rows for share in shares]
+        found = compare_logs("training_step", whole, parts, rows, double=double, weights=self.weights(shares)).matching
+        rules = [found.get(("training_step", number), ()) for number in whole] or [()]
+        return LogComparison(
+            matching={LOSS: tuple(rule for rule in rules[0] if all(rule in each for each in rules) and rule not in ("max", "min"))}
+        )
 
     def loss_rules(self) -> tuple[Rule, ...]:
         """The rules that explain the loss; with the mean over samples, the counts of which the parts have as many as of samples."""
-        if self.rules or self._batches.count < 2:
-            return self.rules
-        alike: list[Count] | None = None
-        for dealing in _SPLITS[:: 1 if self._batches.count > 2 else 3]:
-            shares = self.shares(dealing)
-            rows = [share.rows / share.of for share in shares]
-            here = [count for count, weights in self.weights(shares).items() if shares_alike(weights, rows)]
-            alike = here if alike is None else [count for count in alike if count in here]
-        return ("mean", *(alike or ()))
+        if self.rules or self._equal:
+            return self.rules or self._equal
+        splits = self._splits()
+        unlike = {count for shares in splits for count in self._unlike(shares)}
+        return (
+            "mean",
+            *(count for count in self._candidates if all(count in self.weights(shares) for shares in splits) and count not in unlike),
+        )
 
 
 def _total(count: Count, part: Any) -> float:
