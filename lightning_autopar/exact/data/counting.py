@@ -106,9 +106,11 @@ def candidates(batch: Any, samples: int, ignored: Collection[int]) -> Iterator[C
     whole = {path: tensor for path, tensor in found.items() if not tensor.is_floating_point()}
     # Labels tell more than masks of inputs: entries may have no label although they are no padding.
     labels = sorted(whole.items(), key=lambda item: not any(word in str(item[0]).lower() for word in ("label", "target")))
-    for value in dict.fromkeys((-100, *ignored, *(value for tensor in whole.values() for value in _fillers(tensor)), 0)):
+    named = (-100, *ignored, 0)
+    for value in dict.fromkeys((*named[:-1], *(value for tensor in whole.values() for value in _fillers(tensor)), 0)):
         for path, tensor in labels:
-            if len(tensor) == samples or bool((tensor == value).any()):
+            # The numbers of nodes in edges are others in each part, so that any of them may seem to be a filler by chance.
+            if len(tensor) == samples or (value in named and bool((tensor == value).any())):
                 yield Count(path=path, kind="differs", ignored=value)
                 if tensor.ndim > 1:
                     yield Count(path=path, kind="differs", ignored=value, without="first")

@@ -314,7 +314,7 @@ class _Probe:
 
     def _settled(self, hook: str, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
         """Where single precision leaves several rules or none, double precision decides; where that leaves several, another split does."""
-        if not (found.ambiguous or found.notes or self.weighing.suspects):
+        if not (found.ambiguous or found.notes or self.weighing.telling):
             return found
         try:
             with self._in_double():
@@ -326,10 +326,10 @@ class _Probe:
 
     def _narrowed(self, hook: str, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
         """Where the first split leaves several rules, another split decides."""
-        if not found.ambiguous or self.batches.count < 3:
+        if not (found.ambiguous or self.weighing.telling) or self.batches.count < 3:
             return found
         try:
-            return found.narrowed(self._compare_logs(hook, step, 3))
+            return found.narrowed(self._compare_logs(hook, step, [3, *self.weighing.telling][-1]))
         except Exception:  # parts with one or two samples, for which the user's step may not be made
             _LOG.debug("the %s can't be tried on three parts of a batch", hook, exc_info=True)
             return found

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 #: Relative difference up to which losses count as equal; see :mod:`.split_probe`.
 _EQUAL = 1e-5
-#: The splits in which counts must be the samples' to be taken for these: two parts, three, and two of which one has twice as many samples.
-#: The first and the last are tried.
+#: The splits that are looked at: two parts, three, and two of which one has twice as many samples.
 _SPLITS = (Dealing.even(2), Dealing.even(3), Dealing((0, 0, 1)))
-_TRIED = (_SPLITS[0], _SPLITS[2])
 #: Finds out for a split what explains each value.
 Compare = Callable[[Dealing], LogComparison]
 #: Hooks that may change a batch after it is counted.
@@ -119,7 +117,7 @@ class Weighing:
             observe: runs the step on the whole batch and on parts.
             in_double: makes a context in which the step runs in double precision.
         """
-        if self.rules or (difference <= _EQUAL and not self.suspects):
+        if self.rules or (difference <= _EQUAL and not self.telling):
             return False
         try:
             with in_double():
@@ -137,18 +135,20 @@ class Weighing:
         return bool(self.rules)
 
     @cached_property
-    def suspects(self) -> bool:
-        """Whether some entries look as if they didn't count, and some split's parts have unequally many of the others. Losses that hardly
-        differ from each other, as those of a new model, look like a mean over samples then.
+    def telling(self) -> list[Dealing]:
+        """The splits whose parts don't have as many entries that look as if they alone counted as they have samples. Losses that hardly
+        differ from each other, as those of a new model, look like a mean over samples, whatever they are; and so do those of two parts
+        that happen to have as many nodes.
         """
         whole, marked = self._counted(everything(self._batches.count)), {-100, *_ignored_by(self._module)}
 
         def marks(count: Count) -> bool:
             tensor = count.tensor(whole)
             mask = tensor.ndim > 1 and bool(((tensor == 0) | (tensor == 1)).all())
-            return mask or count in self._known or count.kind == "finite" or (count.kind == "differs" and count.ignored in marked)
+            known = mask or count in self._known or count.kind in ("finite", "rows")
+            return known or (count.kind == "differs" and count.ignored in marked)
 
-        return any(marks(count) for count in {count for shares in self._splits() for count in self._unlike(shares)})
+        return [shares[0].dealing for shares in self._splits() if any(marks(count) for count in self._unlike(shares))]
 
     def _splits(self) -> list[list[BatchShare]]:
         return [self.shares(dealing) for dealing in _SPLITS if dealing.holders <= self._batches.count]
@@ -199,10 +199,9 @@ class Weighing:
             yield
 
     def _over_splits(self, compare: Compare) -> LogComparison:
-        first, *others = (compare(dealing) for dealing in _TRIED if dealing.holders <= self._batches.count - (dealing is not _TRIED[0]))
-        for other in others:
-            first = first.narrowed(other)
-        return first
+        found = compare(_SPLITS[0])
+        others = [dealing for dealing in self.telling if dealing != _SPLITS[0]] or [_SPLITS[2]]
+        return found if self._batches.count == 2 else found.narrowed(compare(others[-1]))
 
     def _losses_compared(self, observe: Callable[[Sequence[BatchShare]], Observation], dealing: Dealing, *, double: bool) -> LogComparison:
         """What explains all of a step's losses in one split."""
