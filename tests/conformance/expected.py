@@ -60,8 +60,6 @@ class Cell:
 
 #: Modules without repeated blocks, which a pipeline cuts between their layers; it tries features on others.
 LAYERS = ("lstm", "masked-tokens", "frozen-backbone", "unused-parameters", "nested")
-#: Of the modules whose loss is no mean over samples, those whose batches a pipeline runs in one piece.
-IN_ONE_PIECE = ("masked-tokens",)
 #: (module, engine): words of the sentence that refuses it.
 UNCUT: dict[tuple[str, str], str] = {
     ("unused-parameters", "pipeline"): "the code must not dep",
@@ -178,6 +176,6 @@ def expected(cell: Cell) -> Outcome:
     """What the cell must come to."""
     if refusal(cell) is not None:
         return "refused"
-    if not ZOO[cell.case].mean and ENGINES[cell.engine] > 1 and not (cell.engine == "pipeline" and cell.case in IN_ONE_PIECE):
+    if not ZOO[cell.case].mean and ENGINES[cell.engine] > 1:
         return "warned"
     return "parity"

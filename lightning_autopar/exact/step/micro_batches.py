@@ -149,7 +149,7 @@ class MicroBatches:
             self.gradients.lay_aside()
         assert self.part is not None
         factor = self.part.weight / share.weight if share.weight else 0.0
-        loss = loss if factor else weighed(loss, factor)
+        loss = loss if factor or loss is None else weighed(loss, factor)
         value = _mean(losses, [part.fraction() for part in parts], share.fraction())
         whole = _Whole.apply(loss, value, factor, self.gradients.take_up)  # type: ignore[no-untyped-call]
         if not isinstance(output, Mapping):

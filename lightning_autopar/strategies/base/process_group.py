@@ -45,7 +45,8 @@ def everyones(numbers: list[float], group: Callable[[], dist.ProcessGroup | None
     mine = torch.tensor(numbers, dtype=torch.float64)
     gathered = mine.new_empty(dist.get_world_size(group()), len(numbers))
     dist.all_gather(list(gathered.unbind()), mine, group=group())
-    return gathered.tolist()  # type: ignore[no-any-return]  # rows of floats
+    rows: list[list[float]] = gathered.tolist()
+    return rows
 
 
 def join_group(strategy: ParallelStrategy, backend: str) -> None:

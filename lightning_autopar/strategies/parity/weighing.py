@@ -170,7 +170,7 @@ class Weighing:
             if len(rules) > 1 and set(self.rules) <= set(rules) and self.rules:  # it is the loss, most likely
                 found = found.narrowed(LogComparison(matching={key: self.rules}))
             elif len(rules) > 1 and all(isinstance(rule, Count) for rule in rules):
-                counts += [rule for rule in rules if rule not in counts]
+                counts += [rule for rule in rules if isinstance(rule, Count) and rule not in counts]
         kept = found
         for count in {count.path: count for count in reversed(counts) if count.kind != "rows"}.values():
             try:
