@@ -125,6 +125,9 @@ class Pretrained(Tokens):
     def _first(self, batch: Any) -> Tensor:
         return batch["input_ids"][:, 0].float().mean()
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)  # Adam makes steps of the rounding in gradients that are 0, as the bias of keys has
+
 
 class Graphs(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:

@@ -132,35 +132,30 @@ def compare_logs(
         values = [part[name].value for part in parts if name in part]
         if len(values) < len(parts) or not math.isfinite(logged.value):
             continue
-        distance = distances(logged.value, values, [count / sum(rows) for count in rows], weights or {})
+        distance = _distances(logged.value, values, [count / sum(rows) for count in rows], weights or {})
         if not all(math.isfinite(value) for value in values) and not any(by <= _EQUAL for by in distance.values()):
             continue
         preferred = logged.reduce_fx if logged.reduce_fx in ("mean", "sum", "max", "min") else "mean"
         equal = _EXACT if double and min(distance.values()) <= _EXACT else _EQUAL
-        matching[hook, name] = tuple(dict.fromkeys(rule for rule in (preferred, *distance) if distance[rule] <= equal))
-        # A rule that doesn't hold for other batches may have been the closest here.
-        apart[hook, name] = max(distance[preferred], _EQUAL)
+        # Where the mean over samples fails, a count that is hardly nearer is near by chance. Where it holds, no other mean is told from it.
+        near = equal if distance["mean"] <= equal else min(equal, _TELLING * distance["mean"])
+        fit = (rule for rule in (preferred, *distance) if distance[rule] <= (equal if isinstance(rule, str) else near))
+        matching[hook, name] = tuple(dict.fromkeys(fit))
+        if math.isfinite(distance[preferred]):  # a rule that doesn't hold for other batches may have been the closest here
+            apart[hook, name] = max(distance[preferred], _EQUAL)
     return LogComparison(matching=matching, apart=apart)
 
 
-def distances(whole: float, values: Sequence[float], rows: Sequence[float], weights: Mapping[Count, Sequence[float]]) -> dict[Rule, float]:
+def _distances(whole: float, values: Sequence[float], rows: Sequence[float], weights: Mapping[Count, Sequence[float]]) -> dict[Rule, float]:
     """By how much the whole batch's value differs from what each rule makes of the parts', relative to them; infinite where it makes none.
-
-    Args:
-        whole: the whole batch's value.
-        values: the parts'.
-        rows: the parts' samples, in all 1.
-        weights: as for :func:`compare_logs`. A count that isn't told from samples, as the parts have as many of both, is as far as these.
+    The parts' samples are in all 1.
     """
     finite = [abs(value) for value in values if math.isfinite(value)]
     scale = max([abs(whole), *finite])
     simple: dict[Rule, float] = {"mean": weighted(values, rows), "sum": sum(values), "max": max(values), "min": min(values)}
     # One that isn't finite may come from a part that has nothing to count.
     found = {rule: _relative(value - whole, scale) if len(finite) == len(values) else math.inf for rule, value in simple.items()}
-    for count, shares in weights.items():
-        by = _relative(weighted(values, shares) - whole, scale)
-        found[count] = by if by <= _TELLING * found["mean"] or shares_alike(shares, rows) else math.inf
-    return found
+    return found | {count: _relative(weighted(values, shares) - whole, scale) for count, shares in weights.items()}
 
 
 def weighted(values: Sequence[float], weights: Sequence[float]) -> float:

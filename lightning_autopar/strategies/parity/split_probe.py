@@ -329,7 +329,7 @@ class _Probe:
         if not (found.ambiguous or self.weighing.telling) or self.batches.count < 3:
             return found
         try:
-            return found.narrowed(self._compare_logs(hook, step, (self.weighing.telling or [3])[-1]))
+            return found.narrowed(self._compare_logs(hook, step, self.weighing.telling[-1] if self.weighing.telling else 3))
         except Exception:  # parts with one or two samples, for which the user's step may not be made
             _LOG.debug("the %s can't be tried on three parts of a batch", hook, exc_info=True)
             return found

@@ -187,8 +187,13 @@ class Weighing:
         batches, first = self._batches, self._batches.first
         whole = batches.part(everything(batches.count))
         batch = copied(transfer_batch(self._module, whole) if batches.raw else whole)
-        tensor = count.tensor(batch)
-        (tensor[:1] if tensor.ndim == 1 else tensor[0, 1::2]).fill_({"differs": count.ignored, "sum": 0}.get(count.kind, math.nan))
+        tensor, ignored = count.tensor(batch), {"differs": count.ignored, "sum": 0}.get(count.kind, math.nan)
+        counted = tensor[tensor.isfinite() if count.kind == "finite" else tensor != ignored].flatten()[0].clone()
+        if tensor.ndim == 1:
+            tensor[0] = ignored
+        else:  # its first entry counts and its last one doesn't, as some counts leave out either
+            tensor[0, 1::2] = tensor[0, -1] = ignored
+            tensor[0, 0] = counted
         changed = replace(first, batch=batch, samples=None, collate=None)
         with (
             patched(batches, "first", changed),

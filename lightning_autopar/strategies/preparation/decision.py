@@ -100,8 +100,9 @@ class Decision:
     def announce(self) -> None:
         """Log the table and the notes of the chosen candidate, once, on rank 0."""
         rank_zero_info(f"autopar:\n{self.report}")
+        told = () if self.look is None else weighing_notes(self.look.constraints.split)
         for note in self.candidate.notes:
-            if note not in weighing_notes(self.look.constraints.split):
+            if note not in told:
                 rank_zero_warn(f"autopar: {note}")
 
     def keep(self) -> None:
