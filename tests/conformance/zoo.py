@@ -51,7 +51,7 @@ class Case:
         about: the row's words in docs/features.md.
         module: builds the LightningModule; keyword arguments are the features' own.
         data: builds the keyword arguments of ``Trainer.fit``.
-        mean: whether the loss is a mean over samples, or over entries that the batch counts, so that splitting the batch leaves it as it is.
+        mean: whether the loss is a mean over samples, or over what the batch counts, so that splitting the batch leaves it as it is.
     """
 
     name: str

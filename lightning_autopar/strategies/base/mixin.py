@@ -597,4 +597,4 @@ class SplitMixin(EngineMixin):
 
     def weighted(self, loss: Tensor) -> Tensor:
         """Weigh this rank's loss by its share of the batch, so that the ranks' average is the whole batch's loss."""
-        return loss if self._share is None else own_backward.weighed(loss, self._share.weight)
+        return loss if self._share is None or self._share.weight == 1.0 else own_backward.weighed(loss, self._share.weight)
