@@ -66,6 +66,19 @@ class Manual(Tokens):
         self.log("loss", loss, on_step=True, on_epoch=True)
 
 
+class Kept(Tokens):
+    """Keeps its losses, as many do who plot them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.history.append(loss.item())
+        return loss
+
+
 class Summed(Tokens):
     """A sum over samples, as those of many variational autoencoders."""
 
@@ -169,7 +182,9 @@ def train(make: Any, data: Any, strategy: Any, collate: Any = None, **options: A
         enable_checkpointing=False, **options,
     )  # fmt: skip
     trainer.fit(module, *(DataLoader(data, batch_size=4, collate_fn=collate) for _ in range(2)))
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}, [p.detach() for p in module.parameters()]
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    metrics |= {f"history {number}": loss for number, loss in enumerate(getattr(module, "history", ()))}
+    return metrics, [p.detach() for p in module.parameters()]
 
 
 def is_one_devices(make: Any, data: Any, plan: Plan, **options: Any) -> str:
@@ -205,7 +220,7 @@ def test_parts_of_which_nothing_counts(plan: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.parametrize("make", [Manual, Summed])
+@pytest.mark.parametrize("make", [Manual, Summed, Kept])
 def test_other_losses(make: Any) -> None:
     is_one_devices(make, Unmasked(22), PLANS["ddp"])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -84,6 +84,10 @@ class Tally:
     own: float
     total: float
     samples: Callable[[], Sequence[float]]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other ranks get the numbers alone."""
+        return partial(Tally, own=self.own, total=self.total, samples=tuple), ()
 
     def part(self, number: int, parts: int, fed: int) -> Tally:
         """That of one of the parts of its ``fed`` samples, which are dealt out to them in turns."""
