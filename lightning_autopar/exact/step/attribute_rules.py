@@ -199,7 +199,7 @@ def combined(rule: str, before: Any, values: Sequence[Any], shares: Sequence[Bat
             raise TypeError("whole numbers have no mean")
         total = sum(share.rows for share in shares)
         weights = [share.rows / total if rule == "mean" else share.fraction() for share in shares]
-        made = sum((number.double() * weight for number, weight in zip(numbers, weights, strict=True) if weight), torch.zeros(()))
+        made: Any = sum((number.double() * weight for number, weight in zip(numbers, weights, strict=True) if weight), torch.zeros(()))
     elif rule == "growth":
         nothing = before is None or before is MISSING
         found = torch.zeros_like(numbers[0]) if nothing else _number(before).to(numbers[0].device)
