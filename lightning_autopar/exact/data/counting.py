@@ -28,6 +28,8 @@ Path = tuple[Any, ...]
 Gather = Callable[[list[float]], Sequence[Sequence[float]]]
 #: How deep in a batch tensors are looked for.
 _DEEP = 5
+#: Larger tensors are pictures, which nobody counts: looking at them would take longer than the step.
+_MOST = 1 << 23
 #: Relative difference up to which two ways to count agree: rounding of a sum of weights.
 _SAME = 1e-9
 
@@ -102,7 +104,7 @@ def candidates(batch: Any, samples: int, ignored: Collection[int]) -> Iterator[C
         samples: how many it has.
         ignored: values of entries that may not count.
     """
-    found = {path: tensor for path, tensor in _tensors(batch) if tensor.numel() and tensor.ndim and not tensor.is_complex()}
+    found = {path: tensor for path, tensor in _tensors(batch) if 0 < tensor.numel() <= _MOST and tensor.ndim and not tensor.is_complex()}
     whole = {path: tensor for path, tensor in found.items() if not tensor.is_floating_point()}
     # Labels tell more than masks of inputs: entries may have no label although they are no padding.
     labels = sorted(whole.items(), key=lambda item: not any(word in str(item[0]).lower() for word in ("label", "target")))

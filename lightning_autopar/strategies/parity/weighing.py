@@ -248,7 +248,7 @@ def _ignored_by(module: nn.Module) -> Collection[int]:
     """Whole numbers that the module or its parts have under the names of padding, or of what a loss ignores."""
     found: set[int] = set()
     for each in module.modules():
-        for holder in (each, getattr(each, "hparams", None), getattr(each, "config", None)):
+        for holder in (each, vars(each).get("_hparams"), vars(each).get("config")):
             found.update(value for name, value in _named(holder) if type(value) is int and any(word in name.lower() for word in _NAMES))
     return sorted(found)
 
