@@ -527,7 +527,7 @@ def test_buffers_in_which_a_step_counts() -> None:
     assert probe_split(Sets(), None, first_of(samples()))[0].counted == ()
 
 
-class Tokens(Base):
+class Counting(Base):
     """A mean over entries that aren't padding, of labels and mask that agree; ``by`` says which of them the loss asks."""
 
     by = "labels"
@@ -550,7 +550,7 @@ def tokens(lengths: Sequence[int] = (5, 2, 4, 1, 3, 5)) -> FirstBatch:
     [("labels", ["batch.labels != -100"]), ("mask", ["batch.mask != 0"]), ("both", ["batch.labels != -100", "batch.mask != 0"])],
 )
 def test_what_parts_weigh_is_told_by_a_batch_in_which_other_entries_count(by: str, words: list[str]) -> None:
-    module = Tokens()
+    module = Counting()
     module.layer, module.by = nn.Linear(4, 1), by
     found, _ = probe_split(module, None, tokens())
     assert found.difference == 0.0
@@ -559,7 +559,7 @@ def test_what_parts_weigh_is_told_by_a_batch_in_which_other_entries_count(by: st
 
 
 def test_a_loss_that_goes_by_tokens_and_by_samples_stays_no_mean() -> None:
-    class Both(Tokens):
+    class Both(Counting):
         def loss(self, batch: Any) -> Tensor:  # type: ignore[override]  # another batch
             return super().loss(batch) + self.layer(batch["x"]).square().mean()
 
@@ -571,7 +571,7 @@ def test_a_loss_that_goes_by_tokens_and_by_samples_stays_no_mean() -> None:
 
 
 def test_losses_that_hardly_differ_dont_hide_what_they_are_means_of() -> None:
-    class Nearly(Tokens):
+    class Nearly(Counting):
         def loss(self, batch: Any) -> Tensor:  # type: ignore[override]  # another batch
             return 1.0 + 1e-5 * super().loss(batch)
 
