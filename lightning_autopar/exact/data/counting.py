@@ -28,6 +28,11 @@ Path = tuple[Any, ...]
 Gather = Callable[[list[float]], Sequence[Sequence[float]]]
 #: How deep in a batch tensors are looked for.
 _DEEP = 5
+#: Those whose numbers torch can compare and add up on a CPU.
+_DTYPES = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
 #: Larger tensors are pictures, which nobody counts: looking at them would take longer than the step.
 _MOST = 1 << 23
 #: Relative difference up to which two ways to count agree: rounding of a sum of weights.
@@ -104,7 +109,7 @@ def candidates(batch: Any, samples: int, ignored: Collection[int]) -> Iterator[C
         samples: how many it has.
         ignored: values of entries that may not count.
     """
-    found = {path: tensor for path, tensor in _tensors(batch) if 0 < tensor.numel() <= _MOST and tensor.ndim and not tensor.is_complex()}
+    found = {path: tensor for path, tensor in _tensors(batch) if 0 < tensor.numel() <= _MOST and tensor.ndim}
     whole = {path: tensor for path, tensor in found.items() if not tensor.is_floating_point()}
     # Labels tell more than masks of inputs: entries may have no label although they are no padding.
     labels = sorted(whole.items(), key=lambda item: not any(word in str(item[0]).lower() for word in ("label", "target")))
@@ -145,11 +150,10 @@ def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def _tensor(value: Any) -> Tensor | None:
-    if isinstance(value, Tensor):
-        return value.detach() if value.layout is torch.strided and not value.is_nested else None
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
-        return torch.as_tensor(value)
-    return None
+        value = torch.as_tensor(value)
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested and value.dtype in _DTYPES
+    return value.detach() if is_dense else None
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:

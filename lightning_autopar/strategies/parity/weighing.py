@@ -81,13 +81,17 @@ class Weighing:
         """What the shares weigh by each count that they all have, in all 1."""
         key = shares[0].dealing.turns
         if key not in self._weights:
-            state = rng.capture({})
-            parts = [self._counted(share) for share in shares]
-            rng.restore(state, {})
-            found = {count: [_total(count, part) for part in parts] for count in self._candidates}
+            state, found = rng.capture({}), dict[Count, list[float]]()
+            try:
+                parts = [self._counted(share) for share in shares]
+                found = {count: [_total(count, part) for part in parts] for count in self._candidates}
+            except Exception:  # the user's collate function, on few samples; a tensor of a kind that can't be compared
+                _LOG.debug("what parts of the batch hold can't be counted", exc_info=True)
+            finally:
+                rng.restore(state, {})
             totals = {count: sum(numbers) for count, numbers in found.items()}
             # Without a total, or with a part that lacks the tensor (NaN), it is no count of this batch.
-            self._weights[key] = {count: [each / totals[count] for each in found[count]] for count in found if totals[count] > 0}
+            self._weights[key] = {count: [each / totals[count] for each in found[count]] for count in found if 0 < totals[count] < math.inf}
         return self._weights[key]
 
     @cached_property
@@ -140,6 +144,9 @@ class Weighing:
         differ from each other, as those of a new model, look like a mean over samples, whatever they are; and so do those of two parts
         that happen to have as many nodes.
         """
+        unlike = {shares[0].dealing: self._unlike(shares) for shares in self._splits()}
+        if not any(unlike.values()):
+            return []
         whole, marked = self._counted(everything(self._batches.count)), {-100, *_ignored_by(self._module)}
 
         def marks(count: Count) -> bool:
@@ -148,7 +155,7 @@ class Weighing:
             known = mask or count in self._known or count.kind in ("finite", "rows")
             return known or (count.kind == "differs" and count.ignored in marked)
 
-        return [shares[0].dealing for shares in self._splits() if any(marks(count) for count in self._unlike(shares))]
+        return [dealing for dealing, counts in unlike.items() if any(marks(count) for count in counts)]
 
     def _splits(self) -> list[list[BatchShare]]:
         return [self.shares(dealing) for dealing in _SPLITS if dealing.holders <= self._batches.count]
@@ -229,12 +236,8 @@ class Weighing:
         """The rules that explain the loss; with the mean over samples, the counts of which the parts have as many as of samples."""
         if self.rules or self._equal:
             return self.rules or self._equal
-        splits = self._splits()
-        unlike = {count for shares in splits for count in self._unlike(shares)}
-        return (
-            "mean",
-            *(count for count in self._candidates if all(count in self.weights(shares) for shares in splits) and count not in unlike),
-        )
+        splits = [(self.weights(shares), self._unlike(shares)) for shares in self._splits()]
+        return ("mean", *(count for count in splits[0][0] if all(count in weights and count not in unlike for weights, unlike in splits)))
 
 
 def _total(count: Count, part: Any) -> float:
