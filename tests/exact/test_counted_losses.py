@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_autopar import AutoParallelStrategy, Plan
+from lightning_autopar.strategies.base.mixin import EngineMixin
 
 TWO = ("cpu:0", "cpu:1")
 
@@ -77,6 +78,17 @@ class Kept(Tokens):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.history.append(loss.item())
+        return loss
+
+
+class Scarce(Tokens):
+    """On rank 0 the third batch fits one sample at a time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        strategy = self.trainer.strategy
+        if isinstance(strategy, EngineMixin) and strategy.global_rank == 0 and batch_idx == 2 and len(batch[0]) > 1:
+            raise torch.OutOfMemoryError("a fake")
         return loss
 
 
@@ -221,7 +233,7 @@ def test_parts_of_which_nothing_counts(plan: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.parametrize("make", [Manual, Summed, Kept])
+@pytest.mark.parametrize("make", [Manual, Summed, Kept, Scarce])
 def test_other_losses(make: Any) -> None:
     is_one_devices(make, Unmasked(22), PLANS["ddp"])
 
