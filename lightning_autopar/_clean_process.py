@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autopar._fork import ChildFailed, read_message, run_forked, unforkable, write_message
 from lightning_autopar._root import for_child
+from lightning_autopar.text import error_line
 
 T = TypeVar("T")
 
@@ -135,12 +136,8 @@ def _pickled(value: Any) -> bytes:
     try:
         _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:  # the user's objects may raise anything
-        raise CannotTravel(_words(error)) from error
+        raise CannotTravel(error_line(error)) from error
     return file.getvalue()
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 # -- the process that is kept ----------------------------------------------------------------------------------------------------------
@@ -240,5 +237,5 @@ def _call(payload: bytes, environment: dict[str, str]) -> Any:
     try:
         function, args = pickle.loads(payload)
     except Exception as error:  # a module that can't be imported there, a class that doesn't unpickle
-        return _Unread(reason=_words(error))
+        return _Unread(reason=error_line(error))
     return function(*args)

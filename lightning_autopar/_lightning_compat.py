@@ -529,6 +529,17 @@ def transfer_batch(module: LightningModule, batch: Any) -> Any:
     return module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0)
 
 
+def step_name(trainer: Trainer) -> str:
+    """The name of the step that gets the batch that arrives now."""
+    stage: Any = trainer.state.stage
+    return {"train": "training_step", "test": "test_step", "predict": "predict_step"}.get(stage and stage.value, "validation_step")
+
+
+def before_transfer(module: LightningModule, batch: Any) -> Any:
+    """The batch as the strategy gets it, before it goes to the device."""
+    return module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
 @contextmanager
 def before_transfers(trainer: Trainer, begins: Callable[[int], None]) -> Iterator[None]:
     """While open, a function gets the loader's number before the user's ``on_before_batch_transfer``, which Lightning calls before the

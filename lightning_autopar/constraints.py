@@ -46,7 +46,7 @@ class SplitFinding:
         part_reason: why one rank can't run a batch in parts one after the other, though ranks may each run one part; None where it can.
         counted: FQNs of the buffers that the step changes whatever the batch, so that each part of a batch would change them again.
         log_rules: how the ranks' logged values may combine into the whole batch's, by hook and name, likelier rules first; none for a value
-            that no rule fits.
+            that no rule fits. The loss of ``training_step`` has the name ``""``.
         kept_rules: how the values that a batch's parts leave on the module combine into the whole batch's, by step and path.
         notes: further sentences for a report on a plan that splits the batch.
         uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
@@ -59,7 +59,7 @@ class SplitFinding:
     reason: str | None = None
     splittable: bool = True
     probed: bool = True
-    log_rules: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    log_rules: Mapping[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
     kept_rules: Mapping[str, Mapping[tuple[Any, ...], Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     uneven_calls: tuple[str, ...] = ()
@@ -67,6 +67,11 @@ class SplitFinding:
     counted: tuple[str, ...] = ()
     drawn_apart: tuple[str, ...] = ()
     raised: bool = False
+
+    @property
+    def differs(self) -> bool:
+        """Whether splitting the batch is known to change the loss, or can't be done."""
+        return not self.raised and (not self.splittable or (self.probed and not self.difference <= SPLIT_TOLERANCE))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,3 +124,8 @@ def printable(text: str, most: int = 500) -> str:
     if short.isascii() and short.isprintable():
         return short
     return "".join(_INSTEAD if unicodedata.category(character) in _UNFIT else character for character in short)
+
+
+def error_line(error: BaseException) -> str:
+    """An exception in a line: its class, and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

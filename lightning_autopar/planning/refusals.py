@@ -230,7 +230,17 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
         return (*unknown, *notes)
     if not split.difference <= SPLIT_TOLERANCE:
         return (f"{_difference_words(split)}; exact=True rules such plans out", *notes)
-    return notes
+    return (*weighing_notes(split), *notes)
+
+
+def weighing_notes(split: SplitFinding | None) -> tuple[str, ...]:
+    """What parts of a batch weigh, where it isn't their samples: nothing to warn of."""
+    rules = () if split is None else split.log_rules.get(("training_step", ""), ())
+    if not rules or rules[0] == "mean":
+        return ()
+    if rules[0] == "sum":
+        return ("the loss is a sum over samples: those of a batch's parts are added up, not averaged",)
+    return (f"the loss is a mean over {rules[0]}: each part of a batch weighs by how many of them it has",)
 
 
 def apart_notes(split: SplitFinding | None) -> tuple[str, ...]:

@@ -27,9 +27,9 @@ module, data and seed: every logged row, the metrics, counters, callbacks' state
 
 - **✓** the same run: the number is the largest difference, relative above 1 and absolute below (fp32: at most 1e-5; bf16: at most 2⁻⁵, and
   the weights' distance relative to how far training moved them).
-- **warned** the loss isn't a mean over samples, and changes where a batch runs in parts one after the other; the report says so, with the
-  size of the difference, before the run. The number is the largest difference in this run. `AutoParallelStrategy(exact=True)` excludes
-  such plans.
+- **warned** the loss is a mean neither over samples nor over what a batch counts, and changes where a batch runs in parts one after the
+  other; the report says so, with the size of the difference, before the run. The number is the largest difference in this run.
+  `AutoParallelStrategy(exact=True)` excludes such plans.
 - **refused** by a sentence, before any process starts.
 - **not run** where the CPU that the page was written on can't run it under plain Lightning either.
 

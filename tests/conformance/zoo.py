@@ -51,7 +51,7 @@ class Case:
         about: the row's words in docs/features.md.
         module: builds the LightningModule; keyword arguments are the features' own.
         data: builds the keyword arguments of ``Trainer.fit``.
-        mean: whether the loss is a mean over samples, so that splitting the batch leaves it as it is.
+        mean: whether the loss is a mean over samples, or over what the batch counts, so that splitting the batch leaves it as it is.
     """
 
     name: str
@@ -70,7 +70,7 @@ ZOO: dict[str, Case] = {
         Case(name="lstm", about="LSTM, last batch of one sample", module=LSTM, data=loaders(series, train=25)),
         Case(name="vae", about="VAE, random draws in the step, Adam", module=VAE, data=loaders(points)),
         Case(name="gan", about="GAN, manual optimization, two optimizers", module=GAN, data=loaders(narrow_points)),
-        Case(name="masked-tokens", about="loss is a mean over unmasked tokens", module=MaskedTokens, data=loaders(masked), mean=False),
+        Case(name="masked-tokens", about="loss is a mean over unmasked tokens", module=MaskedTokens, data=loaders(masked)),
         Case(name="contrastive", about="in-batch contrastive loss", module=Contrastive, data=loaders(views), mean=False),
         Case(name="frozen-backbone", about="frozen backbone in eval mode", module=FrozenBackbone, data=loaders(vectors)),
         Case(name="configure-model", about="layers built in configure_model", module=ConfigureModel, data=loaders(vectors)),

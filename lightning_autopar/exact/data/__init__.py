@@ -6,6 +6,7 @@ Modules, in reading order:
     loader_pass    one pass over it; the user's data code as one device would run it
     order          the order of the batches
     rank_share     a rank's rows of a batch, and who gets which
+    counting       what a loss may be a mean over, other than samples: entries that a batch counts
     track          the record of a pass, for checkpoints
     worker_random  random states of loader workers
     collate        what a rank's loader collates: its own samples, or the whole batch

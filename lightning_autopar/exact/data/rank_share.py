@@ -6,9 +6,9 @@ sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -72,6 +72,33 @@ except ImportError:  # torch runs without it
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tally:
+    """How many of a batch's entries that count (:mod:`.counting`) a share holds.
+
+    Args:
+        own: how many.
+        total: how many the global batch has.
+        samples: gives the number of each of its samples.
+    """
+
+    own: float
+    total: float
+    samples: Callable[[], Sequence[float]]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other ranks get the numbers alone."""
+        return partial(Tally, own=self.own, total=self.total, samples=tuple), ()
+
+    def part(self, number: int, parts: int, fed: int) -> Tally:
+        """That of one of the parts of its ``fed`` samples, which are dealt out to them in turns."""
+        samples = self.samples()
+        if len(samples) != fed:
+            raise ValueError(f"this batch counts {len(samples)} rows for {fed} samples, so that nobody knows what a part of it weighs")
+        own = samples[number::parts]
+        return Tally(own=float(sum(own)), total=self.total, samples=lambda: own)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchShare:
     """What one rank, or a part of one, holds of a global batch.
 
@@ -85,6 +112,8 @@ class BatchShare:
         world_size: how many ranks share the batch.
         dealing: who gets which sample; if None, the ranks in turn.
         parts: the parts that its samples run in one after the other, where the loader has made them.
+        by: what the loss is a mean over: ``"mean"``: samples; a key of ``tallies``: entries that count; ``"sum"``: nothing, as it is a sum.
+        tallies: what it has of the entries that count.
     """
 
     rows: int
@@ -93,6 +122,8 @@ class BatchShare:
     world_size: int
     dealing: Dealing = None  # type: ignore[assignment]  # made in __post_init__
     parts: tuple[Any, ...] = field(default=(), compare=False)
+    by: Any = field(default="mean", compare=False)
+    tallies: Mapping[Any, Tally] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if self.dealing is None:
@@ -100,8 +131,20 @@ class BatchShare:
 
     @property
     def weight(self) -> float:
-        """The factor of this share's mean loss, given that gradients are averaged over the ranks; all weights sum to world_size."""
-        return self.rows * self.world_size / self.of
+        """The factor of this share's loss, given that gradients are averaged over the ranks; of means, all weights sum to world_size."""
+        if self.by == "mean":
+            return self.rows * self.world_size / self.of
+        return self.fraction(self.by) * self.world_size
+
+    def fraction(self, by: Any = None) -> float:
+        """The factor of this share's value in the sum that is the whole batch's; ``by`` as above, by default what the loss goes by."""
+        by = self.by if by is None else by
+        if by == "sum":
+            return float(self.rows > 0)
+        tally = None if by == "mean" else self.tallies[by]
+        if tally is None or not tally.total:  # without anything that counts, every part's loss is what one device's is: NaN, say
+            return self.rows / self.of
+        return tally.own / tally.total
 
     @property
     def fed(self) -> int:
@@ -122,7 +165,8 @@ class BatchShare:
         """One of ``parts`` parts of its samples, dealt out to them in turns."""
         holder, dealing = self.rank * parts + number, self.dealing.split(parts)
         rows = dealing.rows(self.of, holder) if self.rows else 0
-        return BatchShare(rows=rows, of=self.of, rank=holder, world_size=self.world_size, dealing=dealing)
+        tallies = {key: tally.part(number, parts, self.fed) for key, tally in self.tallies.items()}
+        return BatchShare(rows=rows, of=self.of, rank=holder, world_size=self.world_size, dealing=dealing, by=self.by, tallies=tallies)
 
 
 def share_of(of: int, rank: int, dealing: Dealing) -> BatchShare:

@@ -142,33 +142,33 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, (Tensor, numpy.ndarray))
 
 
-def _is_leaf(value: Any) -> bool:
+def is_leaf(value: Any) -> bool:
     """Whether a value has no rows at all."""
     kinds = (str, bytes, int, float, complex, torch.dtype, torch.device)
     return value is None or isinstance(value, (*kinds, numpy.generic))
 
 
 def _is_leaves(value: Any) -> bool:
-    return bool(value) and all(map(_is_leaf, value))
+    return bool(value) and all(map(is_leaf, value))
 
 
 def _has_batch_size(value: Any) -> bool:
     """Whether it is indexed by sample as a whole, as a TensorDict is."""
-    size = None if _is_leaf(value) or isinstance(value, (dict, list, tuple)) else getattr(value, "batch_size", None)
+    size = None if is_leaf(value) or isinstance(value, (dict, list, tuple)) else getattr(value, "batch_size", None)
     return isinstance(size, torch.Size) and len(size) > 0 and hasattr(type(value), "__getitem__")
 
 
-def _is_collection(value: Any) -> bool:
+def is_collection(value: Any) -> bool:
     """Whether its own methods can take it apart into samples and collate it from them, as those of torch_geometric's batches can."""
     return all(hasattr(type(value), name) for name in ("to_data_list", "from_data_list", "keys"))
 
 
-def _is_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
     """Whether it is an instance of a class that holds a batch in its attributes; another library's array, which looks like one, isn't."""
-    return not isinstance(value, _NO_BATCHES) and not hasattr(type(value), "__array__") and bool(_state(value))
+    return not isinstance(value, _NO_BATCHES) and not hasattr(type(value), "__array__") and bool(state_of(value))
 
 
-def _state(value: Any) -> dict[str, Any]:
+def state_of(value: Any) -> dict[str, Any]:
     """What an object's attributes hold."""
     slots = [name for kind in type(value).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
     return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
@@ -180,13 +180,13 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def _children(value: Any) -> list[Any]:
-    if _is_leaf(value) or isinstance(value, (set, frozenset)):
+    if is_leaf(value) or isinstance(value, (set, frozenset)):
         return []
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, (list, tuple)):
         return list(value)
-    return list(_state(value).values()) if _is_object(value) else []
+    return list(state_of(value).values()) if is_object(value) else []
 
 
 def _at(value: Any, path: _Path) -> Any:
@@ -229,11 +229,11 @@ class _Cutter:
         """The rank's rows of a part of the batch."""
         if _is_array(value):
             return self._cut_array(value)
-        if _is_leaf(value):
+        if is_leaf(value):
             return value
         if isinstance(value, PackedSequence):
             return self._cut_packed(value)
-        if self.collates and _is_collection(value):
+        if self.collates and is_collection(value):
             return self._cut_collection(value)
         if _has_batch_size(value):
             if value.batch_size[0] != self.of:
@@ -243,7 +243,7 @@ class _Cutter:
             return {key: self.cut(item, (*path, key)) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return self._cut_sequence(value, path)
-        if isinstance(value, Mapping) or is_dataclass(value) or (_is_object(value) and any(True for _ in shapes_of(value))):
+        if isinstance(value, Mapping) or is_dataclass(value) or (is_object(value) and any(True for _ in shapes_of(value))):
             return self._cut_object(value)
         raise ValueError(f"a {type(value).__name__} in a batch can't be split: it is no tensor, no array and holds none")
 
@@ -330,7 +330,7 @@ class _Cutter:
         """A copy whose attributes and items are cut. A container of items that the copy shares is cut first, as an attribute."""
         try:
             result = copy.copy(value)
-            for name, item in _state(value).items():
+            for name, item in state_of(value).items():
                 object.__setattr__(result, name, self._attribute(name, item))
             if isinstance(value, Mapping):
                 self._cut_items(value, result)
@@ -355,7 +355,7 @@ class _Cutter:
         """The rank's part of an attribute. A value that holds neither tensors nor an entry a sample belongs to the whole batch."""
         if isinstance(value, (list, tuple)) and _is_leaves(value):
             return self._cut_list(value) if len(value) == self.of and not name.startswith("_") else value
-        if _is_leaf(value):
+        if is_leaf(value):
             return value
         try:
             return self.cut(value)

@@ -281,7 +281,9 @@ class GlobalLogging:
         self._loss = None
         if not self._shows_loss or not self._installed or self._current is None or not isinstance(loss, Tensor) or loss.numel() != 1:
             return
-        self._pending.append(loss_entry(loss, self._current.rows, self._current.of, self._stage))
+        entry = loss_entry(loss, self._current.rows, self._current.of, self._stage)
+        assert entry.value is not None
+        self._pending.append(replace(entry, value=self._combiner.part(entry.fx, entry.name, entry.value, self._current)))
 
     @property
     def loss(self) -> Tensor | None:
@@ -414,7 +416,7 @@ class GlobalLogging:
                 if isinstance(left, Tensor) and left.numel() == 1:
                     entry.value, entry.dtype, entry.valued = left.detach().reshape(()), left.dtype, True
                 if not entry.is_metric:
-                    entry.value = value.detach()
+                    entry.value = self._combiner.part(entry.fx, entry.name, value.detach(), self._current or self._share())
                     entry.dtype = kept_dtype(value)
             own_update(key, value, batch_size)
 

@@ -1,7 +1,7 @@
 """How the parts' logged values make the whole batch's: found out by comparing them, as ``reduce_fx`` only says how steps make an epoch's.
 
-A mean loss logged with ``reduce_fx="max"`` is, over the parts of a batch, a mean; a count logged with the default is a sum. Knows numbers
-and ``LightningModule.log``; nothing of ranks or communication.
+A mean loss logged with ``reduce_fx="max"`` is, over the parts of a batch, a mean; a count logged with the default is a sum. A mean over
+unmasked tokens weighs parts by these. Knows numbers and ``LightningModule.log``; nothing of ranks or communication.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from lightning_autopar._lightning import LightningModule
+from lightning_autopar.exact.data.counting import Count, Rule
 
-#: Hook and name of a logged value → ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
-LogRules = Mapping[tuple[str, str], str]
+#: Hook and name of a logged value → ``"mean"`` (over samples), ``"sum"``, ``"max"``, ``"min"``, or what it is a mean over. The loss of
+#: ``training_step`` has the name ``""``; without a rule it is a mean over samples.
+LogRules = Mapping[tuple[str, str], Rule]
+LOSS = ("training_step", "")
 
 #: Relative difference up to which a rule explains a value: the effect of single precision's rounding with terms that cancel.
 _EQUAL = 1e-5
 #: The same in double precision: a rule that is further off is dropped if another isn't, as similar sums of parts may look alike.
 _EXACT = 1e-10
+#: So much nearer than a mean over samples must a mean over something else come, which may be near by chance.
+_TELLING = 1e-2
 _SIGNATURE = inspect.signature(LightningModule.log)
 
 
@@ -44,13 +49,13 @@ class LogComparison:
         apart: by how much a value that no rule explains differs when split, relative to it.
     """
 
-    matching: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    matching: Mapping[tuple[str, str], tuple[Rule, ...]] = field(default_factory=dict)
     apart: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @property
-    def rules(self) -> dict[tuple[str, str], str]:
-        """The likeliest rule for each value."""
-        return {key: rules[0] for key, rules in self.matching.items() if rules}
+    def rules(self) -> dict[tuple[str, str], Rule]:
+        """The likeliest rule for each value; a count comes with those that couldn't be told from it."""
+        return {key: _with_alike(rules) for key, rules in self.matching.items() if rules}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -64,8 +69,8 @@ class LogComparison:
 
     @property
     def ambiguous(self) -> bool:
-        """Whether several rules explain a value: the sum and the maximum of a count and a zero, say."""
-        return any(len(rules) > 1 for rules in self.matching.values())
+        """Whether other splits and batches may tell more: the sum and the maximum of a count and a zero are the same, say."""
+        return any(len(rules) > 1 and sum(isinstance(rule, str) for rule in rules) != 1 for rules in self.matching.values())
 
     def narrowed(self, other: LogComparison) -> LogComparison:
         """This comparison without the rules that don't hold for another batch, or another split of it."""
@@ -103,7 +108,13 @@ def recorded_logs(module: LightningModule) -> Iterator[dict[str, Logged]]:
 
 
 def compare_logs(
-    hook: str, whole: Mapping[str, Logged], parts: Sequence[Mapping[str, Logged]], rows: Sequence[int], *, double: bool = False
+    hook: str,
+    whole: Mapping[str, Logged],
+    parts: Sequence[Mapping[str, Logged]],
+    rows: Sequence[int],
+    *,
+    double: bool = False,
+    weights: Mapping[Count, Sequence[float]] | None = None,
 ) -> LogComparison:
     """Which of mean, sum, maximum and minimum over the parts gives the whole batch's value, for each logged name.
 
@@ -113,24 +124,54 @@ def compare_logs(
         parts: what it logged on each part.
         rows: the parts' samples.
         double: whether that was in double precision.
+        weights: what the parts weigh, in all 1, in means over something other than samples.
     """
-    matching: dict[tuple[str, str], tuple[str, ...]] = {}
+    matching: dict[tuple[str, str], tuple[Rule, ...]] = {}
     apart: dict[tuple[str, str], float] = {}
     for name, logged in whole.items():
         values = [part[name].value for part in parts if name in part]
-        if len(values) < len(parts) or not all(math.isfinite(value) for value in (logged.value, *values)):
+        if len(values) < len(parts) or not math.isfinite(logged.value):
             continue
-        combined = {
-            "mean": sum(value * count for value, count in zip(values, rows, strict=True)) / sum(rows),
-            "sum": sum(values),
-            "max": max(values),
-            "min": min(values),
-        }
-        scale = max(abs(logged.value), *(abs(value) for value in values))
-        distance = {rule: abs(value - logged.value) / scale if scale else 0.0 for rule, value in combined.items()}
-        preferred = logged.reduce_fx if logged.reduce_fx in combined else "mean"
+        distance = _distances(logged.value, values, [count / sum(rows) for count in rows], weights or {})
+        if not all(math.isfinite(value) for value in values) and not any(by <= _EQUAL for by in distance.values()):
+            continue
+        preferred = logged.reduce_fx if logged.reduce_fx in ("mean", "sum", "max", "min") else "mean"
         equal = _EXACT if double and min(distance.values()) <= _EXACT else _EQUAL
-        matching[hook, name] = tuple(dict.fromkeys(rule for rule in (preferred, *combined) if distance[rule] <= equal))
-        # A rule that doesn't hold for other batches may have been the closest here.
-        apart[hook, name] = max(distance[preferred], _EQUAL)
+        # Where the mean over samples fails, a count that is hardly nearer is near by chance. Where it holds, no other mean is told from it.
+        near = equal if distance["mean"] <= equal else min(equal, _TELLING * distance["mean"])
+        fit = (rule for rule in (preferred, *distance) if distance[rule] <= (equal if isinstance(rule, str) else near))
+        matching[hook, name] = tuple(dict.fromkeys(fit))
+        if math.isfinite(distance[preferred]):  # a rule that doesn't hold for other batches may have been the closest here
+            apart[hook, name] = max(distance[preferred], _EQUAL)
     return LogComparison(matching=matching, apart=apart)
+
+
+def _distances(whole: float, values: Sequence[float], rows: Sequence[float], weights: Mapping[Count, Sequence[float]]) -> dict[Rule, float]:
+    """By how much the whole batch's value differs from what each rule makes of the parts', relative to them; infinite where it makes none.
+    The parts' samples are in all 1.
+    """
+    finite = [abs(value) for value in values if math.isfinite(value)]
+    scale = max([abs(whole), *finite])
+    simple: dict[Rule, float] = {"mean": weighted(values, rows), "sum": sum(values), "max": max(values), "min": min(values)}
+    # One that isn't finite may come from a part that has nothing to count.
+    found = {rule: _relative(value - whole, scale) if len(finite) == len(values) else math.inf for rule, value in simple.items()}
+    return found | {count: _relative(weighted(values, shares) - whole, scale) for count, shares in weights.items()}
+
+
+def weighted(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The sum of the values, each by its weight; one without weight may be anything, NaN included."""
+    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+
+
+def shares_alike(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether parts weigh the same in two ways."""
+    return all(math.isclose(a, b, rel_tol=_EXACT) for a, b in zip(one, other, strict=True))
+
+
+def _relative(difference: float, scale: float) -> float:
+    return math.inf if not math.isfinite(difference) else abs(difference) / scale if scale else 0.0
+
+
+def _with_alike(rules: Sequence[Rule]) -> Rule:
+    first, *others = rules
+    return first if isinstance(first, str) else replace(first, alike=tuple(each for each in others if isinstance(each, Count)))

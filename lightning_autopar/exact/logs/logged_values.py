@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_autopar._lightning import Trainer
+from lightning_autopar.exact.data.counting import Count
+from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.log_rules import LogRules
 
 #: Lightning's own reductions by their names, which other processes understand.
@@ -101,7 +103,8 @@ class Entry:
 class Combiner:
     """Combines the parts' values into the whole batch's.
 
-    A mean is weighted by the parts' samples; a sum, maximum or minimum (``reduce_fx``) is that over the parts.
+    A mean is weighted by the parts' samples, or by what it is a mean over. A sum, maximum or minimum (``reduce_fx``) is that over the
+    parts.
 
     Args:
         rules: how the parts' values combine into the whole batch's, where that was found out; elsewhere ``reduce_fx`` decides.
@@ -110,6 +113,26 @@ class Combiner:
     def __init__(self, rules: LogRules | None = None) -> None:
         self._rules = rules or {}
         self._constant: dict[tuple[Any, ...], int] = {}
+
+    def part(self, fx: str, name: str, value: Tensor, share: BatchShare | None) -> Tensor:
+        """A part's value, as :meth:`combine` adds it up: where it is a mean over something that the batch counts, times its weight.
+
+        Args:
+            fx: the hook that logged it.
+            name: the value's; that of the loss is ``""``.
+            value: the part's.
+            share: the part's of the batch.
+        """
+        rule = self._rules.get((fx, name))
+        if not isinstance(rule, Count):
+            return value
+        assert share is not None, "steps of split batches log these values"
+        weight = share.fraction(rule)
+        return value.double() * weight if weight else torch.zeros_like(value, dtype=torch.float64)
+
+    def _simple(self, entry: Entry) -> str:
+        rule = self._rules.get((entry.fx, entry.name)) or entry.reduction
+        return "sum" if isinstance(rule, Count) else rule
 
     def combine(
         self, entries: Sequence[Entry], values: Tensor, rows: Tensor, batch_sizes: list[list[float]], *, last: Collection[str] = ()
@@ -134,7 +157,7 @@ class Combiner:
             if entry.is_metric and not entry.valued:
                 found.append((entry, None, 1))
                 continue
-            by_rule = "latest" if entry.is_metric else self._rules.get((entry.fx, entry.name)) or entry.reduction
+            by_rule = "latest" if entry.is_metric else self._simple(entry)
             kind = "last" if entry.name in last else by_rule
             if kind not in combined:
                 combined[kind] = _reduce(kind, values, weights, counts)

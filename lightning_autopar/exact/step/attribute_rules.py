@@ -30,7 +30,7 @@ KeptRules = Mapping[str, PathRules]
 
 #: Likelier ones first. ``growth``: the amounts that parts add to the value that they all found are summed. ``rows``: a tensor has as many
 #: rows to each sample, ``items``: a list is extended by as many items.
-_RULES = ("same", "mean", "growth", "sum", "max", "min", "rows", "items", "union")
+_RULES = ("same", "mean", "weighed", "growth", "sum", "max", "min", "rows", "items", "union")
 #: Relative difference up to which a rule explains a value, in single precision.
 _EQUAL = 1e-5
 #: Deeper levels, longer lists and larger tensors are data rather than what a step keeps.
@@ -190,11 +190,12 @@ def combined(rule: str, before: Any, values: Sequence[Any], shares: Sequence[Bat
     numbers = [_number(value) for value in values]
     if len({number.shape for number in numbers}) > 1:
         raise ValueError("the parts' values have other shapes")
-    if rule == "mean":
+    if rule in ("mean", "weighed"):
         if not numbers[0].is_floating_point():
             raise TypeError("whole numbers have no mean")
         total = sum(share.rows for share in shares)
-        made = sum(number.double() * (share.rows / total) for number, share in zip(numbers, shares, strict=True))
+        weights = [share.rows / total if rule == "mean" else share.fraction() for share in shares]
+        made: Any = sum((number.double() * weight for number, weight in zip(numbers, weights, strict=True) if weight), torch.zeros(()))
     elif rule == "growth":
         nothing = before is None or before is MISSING
         found = torch.zeros_like(numbers[0]) if nothing else _number(before).to(numbers[0].device)

@@ -22,6 +22,7 @@ from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing
 from lightning_autopar.exact.data.rows import count_rows, take_rows
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
+from lightning_autopar.exact.step.own_backward import weighed
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.plans import Plan
 
@@ -102,7 +103,7 @@ class MicroBatches:
             RuntimeError: if the step returns a loss for some of the parts only.
         """
         self.parts = number = min(self.number, max(1, *self._plan.rows(share.of)))
-        weights: list[int] = []
+        parts: list[BatchShare] = []
         losses: list[Any] = []
         extras: list[dict[str, Any]] = []
         goes_back = not self._trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
@@ -126,7 +127,7 @@ class MicroBatches:
                     self._logging.note_loss(output)
                 del rows  # it may be a copy
                 loss = output.get("loss") if isinstance(output, Mapping) else output
-                weights.append(self.part.rows)
+                parts.append(self.part)
                 losses.append(None if loss is None else loss.detach())
                 if (loss is None) != (losses[0] is None):
                     raise RuntimeError(
@@ -139,7 +140,7 @@ class MicroBatches:
                     extras.append(detached(output) if isinstance(output, Mapping) else {})
                     if loss is not None and goes_back:
                         with self.silent():
-                            backward(loss * (self.part.weight / self._trainer.accumulate_grad_batches))
+                            backward(weighed(loss, self.part.weight / self._trainer.accumulate_grad_batches))
                     del output, loss  # this also frees the part's graph
         if number == 1 or losses[0] is None:
             return output
@@ -148,11 +149,13 @@ class MicroBatches:
             self.gradients.lay_aside()
         assert self.part is not None
         factor = self.part.weight / share.weight if share.weight else 0.0
-        whole = _Whole.apply(loss, _mean(losses, weights), factor, self.gradients.take_up)  # type: ignore[no-untyped-call]
+        loss = loss if factor or loss is None else weighed(loss, factor)
+        value = _mean(losses, [part.fraction() for part in parts], share.fraction())
+        whole = _Whole.apply(loss, value, factor, self.gradients.take_up)  # type: ignore[no-untyped-call]
         if not isinstance(output, Mapping):
             return whole
         extras.append(detached(output))
-        return {**output, **joined(extras, weights), "loss": whole}
+        return {**output, **joined(extras, [part.rows for part in parts]), "loss": whole}
 
     def _part(self, batch: Any, index: int, number: int, samples: int) -> Any:
         if self._made:  # a rank with fewer parts than others repeats its first, which then doesn't count
@@ -403,10 +406,11 @@ def why_whole(batch: Any, samples: int | None = None, *, several: bool = False, 
     return None
 
 
-def _mean(losses: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-    """The mean, weighted by samples; without samples, each value counts equally."""
-    counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight] or [(loss, 1) for loss in losses]
-    total = sum(weight for _, weight in counted)
+def _mean(losses: Sequence[Tensor], weights: Sequence[float], total: float) -> Tensor:
+    """The mean, weighted by what adds up to ``total``; without any weight, each value counts equally."""
+    counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
+    if not counted or not total:
+        counted, total = [(loss, 1.0) for loss in losses], len(losses)
     return torch.stack([loss.reshape(()).double() * (weight / total) for loss, weight in counted]).sum().to(losses[0].dtype)
 
 
@@ -425,7 +429,7 @@ def joined(extras: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> dict[str
                     whole[index :: len(rows)] = value
             joined[name] = whole
         elif all(value.numel() == 1 and value.is_floating_point() for value in tensors):
-            joined[name] = _mean(tensors, rows).reshape(tensors[-1].shape)
+            joined[name] = _mean(tensors, rows, sum(rows)).reshape(tensors[-1].shape)
     return joined
 
 

@@ -1,7 +1,7 @@
 """Backward passes that the user's code begins itself (``loss.backward()``) in manual optimization, past Lightning's ``manual_backward``.
 
-Each loss counts by its rank's samples, and where the engine leaves the gradients to this rank they are averaged over all of them. Knows
-autograd and a process group; nothing of engines or trainers.
+Each loss counts by its rank's share of the batch. Where the engine leaves the gradients to this rank, they are averaged over all of them.
+Knows autograd and a process group; nothing of engines or trainers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def noticed(weight: float, ours: Callable[[], bool], done: Done, hooks: Gradient
         if not reached:  # a gradient of something other than the weights
             return original(tensors, *args, **kwargs)
         hooks.begin()
-        result = original([loss * weight for loss in losses] if weight != 1.0 else losses, *args, **kwargs)
+        result = original([weighed(loss, weight) for loss in losses], *args, **kwargs)
         done(reached)
         hooks.call()
         return result
@@ -51,9 +51,29 @@ def noticed(weight: float, ours: Callable[[], bool], done: Done, hooks: Gradient
         yield
 
 
+def weighed(loss: Tensor, weight: float) -> Tensor:
+    """The loss times its weight. Without any weight its gradients are zeros, whatever it is: a mean over nothing is NaN, as 0 * NaN is."""
+    if weight:
+        return loss if weight == 1.0 else loss * weight
+    for node in _nodes([loss]):
+        # A node before a leaf: leaves are shared with the graphs of other parts.
+        if any(hasattr(following, "variable") for following, _ in node.next_functions):
+            node.register_hook(_zeros)
+    return torch.nan_to_num(loss) * 0.0
+
+
+def _zeros(inputs: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+    return tuple(None if each is None else torch.zeros_like(each) for each in inputs)
+
+
 def parameters_of(losses: Sequence[Tensor]) -> list[Parameter]:
     """The parameters on which losses depend, in the order in which backward's graph reaches them."""
-    found: dict[int, Parameter] = {}
+    leaves = (getattr(node, "variable", None) for node in _nodes(losses))
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Parameter)}.values())
+
+
+def _nodes(losses: Sequence[Tensor]) -> Iterator[Any]:
+    """The nodes of the losses' graph, each once."""
     left: list[Any] = [loss.grad_fn for loss in losses]
     seen = set()
     while left:
@@ -61,11 +81,8 @@ def parameters_of(losses: Sequence[Tensor]) -> list[Parameter]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Parameter):
-            found[id(leaf)] = leaf
+        yield node
         left += [following for following, _ in node.next_functions]
-    return list(found.values())
 
 
 def average(reached: Iterable[Parameter], parameters: Sequence[Parameter]) -> None:

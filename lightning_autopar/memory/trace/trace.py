@@ -39,6 +39,7 @@ from lightning_autopar.memory.trace.layers import forward_bytes, layers
 from lightning_autopar.memory.trace.parameter_use import ConductWatch
 from lightning_autopar.memory.trace.tracker import MemoryTracker, Phase
 from lightning_autopar.memory.workspace import Target
+from lightning_autopar.text import error_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ def trace(
         reason = crashed
     except RAISED as error:
         log.debug("the step can't be traced", exc_info=True)
-        reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        reason = error_line(error)
     if module_bytes(module) <= _SMALL_BYTES:
         try:
             return tracing.measure(fake=False, note=f"the step can't be traced ({reason}), and was run once for real on the CPU instead")

@@ -25,8 +25,10 @@ from lightning_autopar._lightning_compat import (
     hyperparameters_added,
     loaders_of_batch,
     loaders_of_one_device,
+    step_name,
 )
 from lightning_autopar._temporary import Calls, Exits, patched
+from lightning_autopar.exact.data.counting import BatchCounts
 from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
 from lightning_autopar.exact.data.loader_pass import without_group
 from lightning_autopar.exact.data.rank_share import common_share
@@ -50,6 +52,7 @@ from lightning_autopar.strategies.base.out_of_memory.predictions import Predicti
 from lightning_autopar.strategies.base.out_of_memory.rerun import Reruns
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, RunningStep
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
+from lightning_autopar.strategies.base.process_group import all_alike, everyones
 from lightning_autopar.strategies.base.run_plan import RunPlan
 
 if TYPE_CHECKING:
@@ -79,6 +82,8 @@ class EngineMixin(Strategy):
         self._share: BatchShare | None = None
         #: How many samples the current batch was made of, where this rank has all of them.
         self._samples: int | None = None
+        gather = partial(everyones, group=lambda: cast(Any, self._logging).host_group) if self.splits else None
+        self._counts = BatchCounts(run_plan.log_rules, gather, run_plan.plan.world_size // run_plan.plan.data_ranks)
         self._exit: ExitStack = Exits()
         self._draws: GlobalDraws | None = None
         self._logging: GlobalLogging | None = None
@@ -140,7 +145,8 @@ class EngineMixin(Strategy):
         """Give Lightning a loader in the user's order, with this rank's samples of each batch, resumable at any batch."""
         dataloader = super().process_dataloader(dataloader)
         trainer = self._trainer
-        loader = exact_loader(dataloader, trainer, self.run_plan, rank=self._rank, broadcast=self.broadcast, alike=self._alike)
+        alike = partial(all_alike, group=lambda: cast(Any, self._logging).host_group)
+        loader = exact_loader(dataloader, trainer, self.run_plan, rank=self._rank, broadcast=self.broadcast, alike=alike)
         if loader is None:
             return dataloader
         if trainer.training:
@@ -148,12 +154,6 @@ class EngineMixin(Strategy):
         if trainer.predicting and self.splits:
             self._limit_predictions(trainer, dataloader)
         return loader
-
-    def _alike(self, number: int) -> bool:
-        """Whether all ranks have the same number; a collective."""
-        word = torch.tensor([number, -number])
-        dist.all_reduce(word, dist.ReduceOp.MAX, group=None if self._logging is None else self._logging.host_group)
-        return int(word[0]) == -int(word[1])
 
     def _resume_loader(self, trainer: Trainer, loader: ExactLoader) -> None:
         """Give a training loader its saved state; Lightning does that too, except where the saved epoch was over."""
@@ -168,8 +168,7 @@ class EngineMixin(Strategy):
             self._asked_predictions = trainer.limit_predict_batches
             self._exit.callback(setattr, trainer, "limit_predict_batches", self._asked_predictions)
         limit = self._asked_predictions
-        if isinstance(limit, float) and isinstance(dataloader, Sized):
-            limit = int(len(dataloader) * limit)
+        limit = int(len(dataloader) * limit) if isinstance(limit, float) and isinstance(dataloader, Sized) else limit
         self._prediction_limits.append(limit if isinstance(limit, int) else float("inf"))
         trainer.limit_predict_batches = -(-limit // self.run_plan.plan.data_ranks) if isinstance(limit, int) else limit
 
@@ -182,10 +181,11 @@ class EngineMixin(Strategy):
         shares = [loader.shares.popleft() for loader in loaders]
         if self._micro is not None:
             self._micro.arrives(shares)
+        self._counts.arrives(step_name(self._trainer), batch, shares, in_parts=self.in_parts)
         if shares and not self.splits:
             self._samples = shares[0].of if loaders[0].knows_samples else None
         elif shares:
-            self._share = common_share(shares)
+            self._share = self._counts.on(common_share(shares))
             self._positions[dataloader_idx] = self._positions.get(dataloader_idx, -1) + 1
             self._drawing = True
         if not self._arrived:
@@ -413,7 +413,7 @@ class EngineMixin(Strategy):
         """The user's own backward pass is over, and these parameters got gradients; it has reduced those of sharded parameters already."""
 
     def _step_in_parts(self, micro: MicroBatches, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._share, self._drawing = self._share or micro.share(args[0], self._samples), True
+        self._share, self._drawing = self._share or self._counts.on(micro.share(args[0], self._samples)), True
         backward, optimizer, self._stepping = super().backward, self.optimizers[0], True
         micro.gradients.apart |= self._hooks.hold()
         try:

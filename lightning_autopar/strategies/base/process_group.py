@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,22 @@ def meet_at(store: Store) -> None:
     """Let this process form its group at a store that no earlier processes have used."""
     global _store
     _store = store
+
+
+def all_alike(number: int, group: Callable[[], dist.ProcessGroup | None]) -> bool:
+    """Whether all ranks of a group on the host have the same number; a collective."""
+    word = torch.tensor([number, -number])
+    dist.all_reduce(word, dist.ReduceOp.MAX, group=group())
+    return int(word[0]) == -int(word[1])
+
+
+def everyones(numbers: list[float], group: Callable[[], dist.ProcessGroup | None]) -> list[list[float]]:
+    """Each rank's numbers, of all ranks of a group on the host; a collective."""
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    gathered = mine.new_empty(dist.get_world_size(group()), len(numbers))
+    dist.all_gather(list(gathered.unbind()), mine, group=group())
+    rows: list[list[float]] = gathered.tolist()
+    return rows
 
 
 def join_group(strategy: ParallelStrategy, backend: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.logs.logged_values import already_global
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
+from lightning_autopar.exact.step import own_backward
 from lightning_autopar.exact.step.shared_network import SharedNetwork
 from lightning_autopar.strategies.base.mixin import EngineMixin
 
@@ -55,8 +56,8 @@ class SplitMixin(EngineMixin):
         return tensor if self._network is not None else super().all_gather(tensor, *args, **kwargs)  # type: ignore[safe-super]
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """Weight this rank's mean by its number of samples, so that the ranks' average is the whole batch's mean."""
-        return loss if self._share is None or self._share.weight == 1.0 else loss * self._share.weight
+        """Weigh this rank's loss by its share of the batch, so that the ranks' average is the whole batch's loss."""
+        return loss if self._share is None or self._share.weight == 1.0 else own_backward.weighed(loss, self._share.weight)
 
 
 def _whole(own: Callable[..., None]) -> Callable[..., None]:

@@ -6,6 +6,7 @@ Modules, in reading order:
     sharing_probe  which submodules ranks can share by rows, where it doesn't
     fewer_blocks   a module with few of its repeated blocks, for steps that are too long
     batch_parts    the first batch and its parts, made anew each time
+    weighing       what the parts of a batch weigh, where it isn't their samples
     draw_probe     how random draws relate to samples
     undo           runs a step and undoes what it did
     rehearsal      runs an engine on two forked ranks and compares

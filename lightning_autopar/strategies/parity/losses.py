@@ -6,7 +6,7 @@ Knows autograd and shares of a batch; nothing of modules.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.data.rank_share import BatchShare
+from lightning_autopar.exact.logs.log_rules import weighted
 from lightning_autopar.exact.step.random_draws import Rows
 from lightning_autopar.strategies.parity.draw_probe import Observation
 
@@ -26,14 +27,15 @@ def groups_first_of(observed: Observation) -> bool:
 
 
 def difference_of(observed: Observation, shares: Sequence[BatchShare]) -> float:
-    """The largest relative difference between a loss of the whole batch and the parts' mean."""
+    """The largest relative difference between a loss of the whole batch and what its parts' make, by what each weighs."""
     if any(len(losses) != len(observed.whole) for losses in observed.parts):
         return math.inf
     largest = 0.0
+    weights = [share.fraction() for share in shares]
     for whole, *parts in zip(observed.whole, *observed.parts, strict=True):
-        mean = sum(float(part) * share.rows / share.of for part, share in zip(parts, shares, strict=True))
-        size = sum(abs(float(part)) * share.rows / share.of for part, share in zip(parts, shares, strict=True))
-        difference = abs(mean - float(whole))
+        values = [float(part) for part in parts]
+        size = weighted([abs(value) for value in values], weights)
+        difference = abs(weighted(values, weights) - float(whole))
         relative = difference / max(abs(float(whole)), size) if difference else 0.0
         if not math.isfinite(relative):
             return math.nan
@@ -94,3 +96,8 @@ class Backwards:
         pairs = zip(gradients, self._signs[number], strict=True)
         slopes = [(gradient * signs).sum().double() for gradient, signs in pairs if gradient is not None and signs is not None]
         return torch.stack(slopes).sum() if slopes else torch.zeros(())
+
+
+def call_closure(closure: Callable[[], Any] | None = None) -> Any:
+    """An optimizer's step that changes nothing."""
+    return None if closure is None else closure()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,9 +24,10 @@ from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar.constraints import SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.counting import Count
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.logs.hooks import mentions
-from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
+from lightning_autopar.exact.logs.log_rules import LOSS, LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, taken
 from lightning_autopar.exact.step.attributes import attributes, settled, title, variables
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
@@ -34,11 +36,13 @@ from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
 from lightning_autopar.strategies.parity.batch_parts import BatchParts
-from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe, shares_of
+from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
-from lightning_autopar.strategies.parity.losses import Backwards, difference_of, groups_first_of
+from lightning_autopar.strategies.parity.losses import Backwards, call_closure, difference_of, groups_first_of
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
-from lightning_autopar.strategies.parity.undo import StepEffects, changing_buffers, check_room, same_values, undone, uneven
+from lightning_autopar.strategies.parity.undo import StepEffects, changing_buffers, check_room, same_values, tensors_of, undone, uneven
+from lightning_autopar.strategies.parity.weighing import Weighing
+from lightning_autopar.text import error_line
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -65,6 +69,7 @@ def probe_split(
     blocks: Mapping[str, int] | None = None,
     conduct: Conduct | None = None,
     despite: Sequence[str] = (),
+    known: Collection[Count] = (),
     time_limit_seconds: float = 60.0,
 ) -> tuple[SplitFinding, DrawPlan]:
     """Compare the training loss of the first batch with the mean of its parts' losses, weighted by their samples.
@@ -82,6 +87,7 @@ def probe_split(
         blocks: FLOPs of the forward of each repeated block, by FQN.
         conduct: what the traced step itself does to parameters; None where it wasn't traced.
         despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
+        known: what explains other batches.
         time_limit_seconds: how long the probe may take, estimated after its first run.
 
     Returns:
@@ -103,11 +109,11 @@ def probe_split(
         batches.part(share_of(count, 0, Dealing.even(sizes[0])))
     except Exception as error:  # the user's collate function, on fewer samples than it is used to
         _LOG.debug("the first batch can't be split", exc_info=True)
-        return SplitFinding(splittable=False, probed=False, reason=f"the batch can't be taken apart ({_words(error)})"), DrawPlan()
+        return SplitFinding(splittable=False, probed=False, reason=f"the batch can't be taken apart ({error_line(error)})"), DrawPlan()
     state = rng.capture({})
     try:
         do_without(module, sorts)
-        found, draws = _Probe(module, trainer, batches, conduct, despite).run(sizes, time_limit_seconds)
+        found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds)
     finally:
         rng.restore(state, {})
     if not sorts:
@@ -120,7 +126,9 @@ def probe_split(
     return found, DrawPlan()  # the other blocks' draws aren't known
 
 
-def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: FirstBatch, hook: str) -> SplitFinding:
+def probe_evaluation(
+    module: LightningModule, trainer: Trainer | None, first: FirstBatch, hook: str, known: Collection[Count] = ()
+) -> SplitFinding:
     """How the values that an evaluation step logs and keeps for parts of a batch combine into the whole batch's.
 
     Args:
@@ -128,15 +136,16 @@ def probe_evaluation(module: LightningModule, trainer: Trainer | None, first: Fi
         trainer: the trainer that it was passed to, read only.
         first: a batch of that step.
         hook: ``"validation_step"`` or ``"test_step"``.
+        known: what explains other batches.
     """
     if first.batch_size < 2:
         return SplitFinding()
     state = rng.capture({})
     try:
-        return _Probe(module, trainer, BatchParts(first, first.batch_size, hooks=trainer is not None)).evaluation(hook)
+        return _Probe(module, trainer, BatchParts(first, first.batch_size, hooks=trainer is not None), known=known).evaluation(hook)
     except Exception as error:  # the user's step, under conditions that it isn't made for
         _LOG.debug("the %s can't be tried on parts of a batch", hook, exc_info=True)
-        note = f"not checked: whether what {hook} logs and keeps is the same when a batch is split ({_words(error)})"
+        note = f"not checked: whether what {hook} logs and keeps is the same when a batch is split ({error_line(error)})"
         return SplitFinding(notes=(note,), raised=True)
     finally:
         rng.restore(state, {})
@@ -152,6 +161,7 @@ class _Probe:
         batches: BatchParts,
         conduct: Conduct | None = None,
         despite: Sequence[str] = (),
+        known: Collection[Count] = (),
     ) -> None:
         self.module = module
         self.despite = despite
@@ -163,6 +173,7 @@ class _Probe:
         if trainer is not None and str(trainer.precision) == "64-true":  # as Lightning makes it before the run
             module.double()
             batches.converted = True
+        self.weighing = Weighing(module, batches, known)
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.metrics = MetricTrial(module)
         self.backwards = Backwards(list(module.parameters()))
@@ -196,7 +207,7 @@ class _Probe:
             seconds = (time.monotonic() - started) * 6 * len(sizes)
         except Exception as error:
             _LOG.debug("the first batch's step can't be run", exc_info=True)
-            return SplitFinding(probed=False, raised=True, reason=f"the step can't be tried on the CPU ({_words(error)})"), DrawPlan()
+            return SplitFinding(probed=False, raised=True, reason=f"the step can't be tried on the CPU ({error_line(error)})"), DrawPlan()
         if seconds > time_limit_seconds:
             return SplitFinding(probed=False, reason=f"trying a split batch on the CPU would take about {seconds:.0f} s"), DrawPlan()
         found, plan = SplitFinding(), DrawPlan()
@@ -206,7 +217,7 @@ class _Probe:
                 self.logged = self._settled("training_step", self.losses, self.logged)
             finding = replace(
                 finding,
-                log_rules=self.logged.matching,
+                log_rules={**self.logged.matching, LOSS: self.weighing.loss_rules() if not finding.difference else ()},
                 notes=(*(overruled(name, words) for name, words in self.overruled.items()), *self.logged.notes),
                 uneven_calls=self.uneven_calls,
                 counted=self.counted,
@@ -261,7 +272,7 @@ class _Probe:
         except Exception as error:  # the step ran on these parts, but fails on others or a second time
             _LOG.debug("what %s keeps can't be tried", hook, exc_info=True)
             names = ", ".join(title(self.module, name) for name in self.watched)
-            note = f"not checked: how what {hook} keeps in {names} grows with the samples ({_words(error)})"
+            note = f"not checked: how what {hook} keeps in {names} grows with the samples ({error_line(error)})"
             return replace(finding, notes=(*finding.notes, note))
         finally:
             self.watched = ()
@@ -277,7 +288,7 @@ class _Probe:
         evidence = Evidence()
 
         def see(size: int) -> None:
-            shares = shares_of(self.batches.count, size)
+            shares = self.weighing.shares(size)
             before = self._watched()
             self._observed(step, shares)
             evidence.see(before, self.left[0], self.left[1:], shares)
@@ -295,29 +306,34 @@ class _Probe:
                 see(size + 1)
         return settled(evidence)
 
-    def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> LogComparison:
+    def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int | Dealing) -> LogComparison:
         """Compare what a step logs on the whole batch with what it logs on ``size`` parts."""
-        shares = shares_of(self.batches.count, size)
+        shares = self.weighing.shares(size)
         self._observed(step, shares)
-        return compare_logs(hook, self.logs[0], self.logs[1:], [share.rows for share in shares], double=self.batches.double)
+        return self._logs_compared(hook, shares)
+
+    def _logs_compared(self, hook: str, shares: Sequence[BatchShare]) -> LogComparison:
+        rows, weights = [share.rows for share in shares], self.weighing.weights(shares)
+        return compare_logs(hook, self.logs[0], self.logs[1:], rows, double=self.batches.double, weights=weights)
 
     def _settled(self, hook: str, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
         """Where single precision leaves several rules or none, double precision decides; where that leaves several, another split does."""
-        if not (found.ambiguous or found.notes):
+        if not (found.ambiguous or found.notes or self.weighing.telling):
             return found
         try:
             with self._in_double():
-                return self._narrowed(hook, step, self._compare_logs(hook, step, 2))
+                found = self._narrowed(hook, step, self._compare_logs(hook, step, 2))
+                return self.weighing.told_apart(found, partial(self._compare_logs, hook, step))
         except Exception:  # the step insists on single precision
             _LOG.debug("the %s can't be tried in double precision", hook, exc_info=True)
             return self._narrowed(hook, step, found)
 
     def _narrowed(self, hook: str, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
         """Where the first split leaves several rules, another split decides."""
-        if not found.ambiguous or self.batches.count < 3:
+        if not (found.ambiguous or self.weighing.telling) or self.batches.count < 3:
             return found
         try:
-            return found.narrowed(self._compare_logs(hook, step, 3))
+            return found.narrowed(self._compare_logs(hook, step, self.weighing.telling[-1] if self.weighing.telling else 3))
         except Exception:  # parts with one or two samples, for which the user's step may not be made
             _LOG.debug("the %s can't be tried on three parts of a batch", hook, exc_info=True)
             return found
@@ -327,7 +343,7 @@ class _Probe:
         module = self.module.train()
         self.rehearsal.build()
         for optimizer in self.rehearsal.optimizers:
-            optimizer.step = _call_closure  # type: ignore[method-assign]
+            optimizer.step = call_closure  # type: ignore[method-assign]
         norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
         if norms:
             for norm in norms:
@@ -401,7 +417,7 @@ class _Probe:
                     difference, observed = self._compare(size, groups_first=groups_first_of(observed))
         except Exception as error:
             _LOG.debug("the step fails on a part of the first batch", exc_info=True)
-            reason = f"the step fails on a part of a batch, though not on the whole ({_words(error)})"
+            reason = f"the step fails on a part of a batch, though not on the whole ({error_line(error)})"
             return SplitFinding(splittable=False, reason=reason), DrawPlan()
         if self.backwards.differentiates:
             reason = "training_step differentiates by itself (torch.autograd.grad), and each rank would have its own samples' gradients"
@@ -421,8 +437,10 @@ class _Probe:
             if failed:
                 reason = f"it picks samples by their values, and fails on two samples: {failed}"
                 return SplitFinding(probed=False, reason=reason, part_reason=self.part_reason), observed.draws
-        draws = observed.draws
-        uneven = self.batches.uneven(shares_of(self.batches.count, size))
+        draws, run = observed.draws, partial(self._observed, self.losses, groups_first=groups_first_of(observed))
+        if self.weighing.explains(difference, run, self._in_double):
+            return self._split(size)
+        uneven = self.batches.uneven(self.weighing.shares(size))
         if difference <= _EQUAL:
             difference, reason = 0.0, None
         elif math.isnan(difference):
@@ -439,9 +457,8 @@ class _Probe:
             reason = f"each part makes its own draws of {', '.join(self.drawn_apart)}"
         else:
             reason = f"it {'' if self.module.automatic_optimization else 'or its gradient '}is no mean over the samples"
-        return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason), replace(
-            draws, seeded=draws.seeded or uneven
-        )
+        draws = replace(draws, seeded=draws.seeded or uneven)
+        return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason), draws
 
     def _among_few(self, size: int) -> tuple[float, str]:
         """By how much the loss differs in parts of two samples, where the step picks samples by their values (the hardest half of a batch):
@@ -450,7 +467,7 @@ class _Probe:
         step, pairs = self.module.training_step, self.batches.count // 2
         if pairs <= size or not mentions([step, self.module.forward], self.module, lambda name: name in _PICKS):
             return 0.0, ""
-        shares = shares_of(self.batches.count, pairs)
+        shares = self.weighing.shares(pairs)
         try:
             difference = difference_of(self._observed(self.losses, shares), shares)
             if difference > _EQUAL:
@@ -458,7 +475,7 @@ class _Probe:
                     difference = difference_of(self._observed(self.losses, shares), shares)
         except Exception as error:  # more are picked than there are
             _LOG.debug("the step can't be run on two samples", exc_info=True)
-            return 0.0, _words(error)
+            return 0.0, error_line(error)
         return difference, ""
 
     def _refuses(self, name: str, reason: str) -> bool:
@@ -468,10 +485,10 @@ class _Probe:
         return name not in self.despite
 
     def _compare(self, size: int, *, groups_first: bool = False) -> tuple[float, Observation]:
-        shares = shares_of(self.batches.count, size)
+        shares = self.weighing.shares(size)
         observed = self._observed(self.losses, shares, groups_first=groups_first)
         if not self.batches.double:
-            self.logged = compare_logs("training_step", self.logs[0], self.logs[1:], [share.rows for share in shares])
+            self.logged = self._logs_compared("training_step", shares)
             self.drifting = changing_buffers(self.moved)
             same_shape = (name for name, value in self.moved[0].items() if name in self.buffers and value.shape == self.buffers[name].shape)
             self.counted = tuple(sorted(same_shape))
@@ -494,12 +511,12 @@ class _Probe:
         kept = [name for name in dict.fromkeys(name for effects in self.effects for name in effects.kept) if name not in ignored]
         if not kept:
             return None
-        shares = shares_of(self.batches.count, size)
+        shares = self.weighing.shares(size)
         try:
             difference = self._after_two(shares, groups_first_of(one))
         except Exception as error:  # the first step ran
             _LOG.debug("a second step fails", exc_info=True)
-            return f"a second step fails on a part of the batch, after a first one on it ({_words(error)})"
+            return f"a second step fails on a part of the batch, after a first one on it ({error_line(error)})"
         names = ", ".join(repr(name) for name in kept if not name.rpartition(".")[2].startswith("_")) or repr(kept[0])
         if _EQUAL < difference < math.inf:  # this may be the rounding of two steps
             try:
@@ -570,27 +587,13 @@ class _Probe:
     @contextmanager
     def _in_double(self) -> Iterator[None]:
         """While open, the module and its batches are in double precision; a MemoryError where the host has no room for that."""
-        check_room(8 * sum(tensor.numel() for _, tensor in _tensors(self.module)), "the module in double precision")
-        before, types = self.buffers, {name: tensor.dtype for name, tensor in _tensors(self.module)}
+        check_room(8 * sum(tensor.numel() for _, tensor in tensors_of(self.module)), "the module in double precision")
+        before, types = self.buffers, {name: tensor.dtype for name, tensor in tensors_of(self.module)}
         try:
             self.module.double()
             self.batches.double, self.buffers = True, {name: tensor.clone() for name, tensor in self.module.named_buffers()}
             yield
         finally:
             self.batches.double, self.buffers = False, before
-            for name, tensor in _tensors(self.module):
+            for name, tensor in tensors_of(self.module):
                 tensor.data = tensor.data.to(types[name])
-
-
-def _tensors(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
-
-
-def _call_closure(closure: Callable[[], Any] | None = None) -> Any:
-    """An optimizer's step that changes nothing."""
-    return None if closure is None else closure()
-
-
-def _words(error: BaseException) -> str:
-    """An exception in a line."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

@@ -219,3 +219,8 @@ def uneven(calls: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
     """
     names = {name for counts in calls for name in counts}
     return tuple(sorted(name for name in names if len({counts.get(name, 0) for counts in calls}) > 1))
+
+
+def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The module's parameters and buffers, by name."""
+    return [*module.named_parameters(), *module.named_buffers()]

@@ -20,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_autopar._lightning import ParallelStrategy, Trainer, rank_zero_only
 from lightning_autopar._lightning_compat import NoLoss, default_backend, let_steps_be_skipped, reduce_over_ranks
+from lightning_autopar.exact.data.counting import BatchCounts
 from lightning_autopar.exact.data.fingerprint import fingerprint
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
@@ -53,6 +54,7 @@ class _StagedStrategy(StagedState, ParallelStrategy):
     run_plan: RunPlan
     _staged: StagedStep
     _share: BatchShare | None
+    _counts: BatchCounts
     _samples: int | None
 
     def __init__(self, devices: list[torch.device]) -> None:
@@ -162,11 +164,12 @@ class _StagedStrategy(StagedState, ParallelStrategy):
         trainer = self.lightning_module.trainer
         several = trainer.training and several_loaders(trainer)
         try:
-            return whole_share(batch, self._samples, several=several)
+            share = whole_share(batch, self._samples, several=several)
         except ValueError as error:
             if trainer.training and self.run_plan.plan.micro_batches > 1:
                 raise uncut(self.run_plan.plan, error) from error
-            return BatchShare(rows=1, of=1, rank=0, world_size=1)
+            share = BatchShare(rows=1, of=1, rank=0, world_size=1)
+        return self._counts.on(share)
 
 
 class PipelineEngine(EngineMixin, _StagedStrategy):

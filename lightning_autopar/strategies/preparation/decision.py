@@ -16,6 +16,7 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.learned.cache_files import cache_folder, write_json
 from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.refusals import weighing_notes
 from lightning_autopar.plans import all_engines
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.sharing.reservation import Need
@@ -99,8 +100,10 @@ class Decision:
     def announce(self) -> None:
         """Log the table and the notes of the chosen candidate, once, on rank 0."""
         rank_zero_info(f"autopar:\n{self.report}")
+        told = () if self.look is None else weighing_notes(self.look.constraints.split)
         for note in self.candidate.notes:
-            rank_zero_warn(f"autopar: {note}")
+            if note not in told:
+                rank_zero_warn(f"autopar: {note}")
 
     def keep(self) -> None:
         """Keep it for a bug report, without anything of the user's; where the cache is off, or the disk full, nothing is kept."""
@@ -162,8 +165,9 @@ def _record(decision: Decision) -> dict[str, Any]:
                 "probed": split.probed,
                 "difference": split.difference if split.difference == split.difference else None,  # NaN is no JSON
                 "notes": len(split.notes),
-                "logged_values": len(split.log_rules),
-                "logged_without_rule": sum(not rules for rules in split.log_rules.values()),
+                "weighed": bool(weighing_notes(split)),
+                "logged_values": sum(name != "" for _, name in split.log_rules),
+                "logged_without_rule": sum(not rules for (_, name), rules in split.log_rules.items() if name),
             }
     return found
 

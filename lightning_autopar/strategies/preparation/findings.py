@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,9 +24,10 @@ from lightning_autopar.constraints import SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.data.batch_making import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.collate import CollateAll
+from lightning_autopar.exact.data.counting import Count
 from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.exact.logs.kept_by_hooks import keeping_hooks
-from lightning_autopar.exact.logs.log_rules import LogComparison
+from lightning_autopar.exact.logs.log_rules import LOSS, LogComparison
 from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.exact.step.random_operators import draws_apart
@@ -54,7 +55,7 @@ TRACE_SECONDS = 600.0
 #: verdict with them.
 QUICK_FLOPS, QUICK_BYTES, QUICK_OPERATIONS = 10**10, 15 * 10**8, 5000
 #: Finds out what a split of a batch changes.
-Split = Callable[[FirstBatch], tuple[SplitFinding, DrawPlan]]
+Split = Callable[..., tuple[SplitFinding, DrawPlan]]
 #: What a module asks its trainer for where a single rank does something alone, which would leave its peers waiting.
 _RANKS = {"is_global_zero", "global_rank", "local_rank", "node_rank"}
 _OWN_DRAWS = (
@@ -247,7 +248,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
         if unmade is not None and split.splittable:
             split = replace(split, splittable=False, reason=f"{unmade}, in another batch than the first")
         # Other batches decide what the first leaves open (a count that is 0 in it may be a mean or a sum), however long that takes.
-        is_open = any(len(ways) > 1 for ways in split.log_rules.values())
+        is_open = LogComparison(matching=split.log_rules).ambiguous
         if split.probed and (is_open or _is_quick(footprint)):
             split, draws = _on_others(split_one, module, more, split, draws)
     if probe and stage != "predict":
@@ -257,7 +258,7 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
     if questions.several and stage == "predict" and (kept := keeping_hooks(trainer, predicting=True)):
         split = replace(split or SplitFinding(), notes=kept)
     shared: SharedModules = {}
-    if questions.split and stage == "fit" and split is not None and _differs(split) and not _RANKS & {*footprint.asked}:
+    if questions.split and stage == "fit" and split is not None and split.differs and not _RANKS & {*footprint.asked}:
         evaluated = [each for each in (validation, *others) if each is not None]
         footprint, shared = with_shared_network(footprint, module, trainer, as_drawn[0], more if _is_quick(footprint) else [], evaluated)
     told: Any = {"batch": as_drawn[0], "validation": lambda: as_drawn[1], "footprint": footprint, "split": split}
@@ -407,25 +408,40 @@ def _on_others(
             continue
         if "collate" in batch.draws or batch.samples is None:
             batch = replace(batch, batch=transfer_batch(module, batch.batch), samples=None, collate=None)
-        other, others_draws = split_one(batch)
+        other, others_draws = split_one(batch, known=_counts(split))
         draws = replace(draws, seeded=draws.seeded or others_draws.seeded)
         split = replace(split, uneven_calls=tuple(sorted({*split.uneven_calls, *other.uneven_calls})))
         split = _with_logs(split, LogComparison(matching=other.log_rules))
         if not other.splittable or (other.probed and not other.difference <= max(split.difference, SPLIT_TOLERANCE)):
             reason = f"{other.reason}, in another batch than the first, of {batch.batch_size} samples"
             split = replace(split, splittable=other.splittable, difference=other.difference, reason=reason)
+        elif split.difference <= SPLIT_TOLERANCE and not split.log_rules.get(LOSS, ("mean",)):
+            reason = f"what its parts weigh goes by something else in another batch than the first, of {batch.batch_size} samples"
+            return replace(split, probed=False, reason=reason), draws
     return split, draws
+
+
+def _counts(split: SplitFinding) -> list[Count]:
+    """What losses and logged values were found to be means over."""
+    rules = (rule for ways in split.log_rules.values() for rule in ways)
+    return list(dict.fromkeys(rule for rule in rules if isinstance(rule, Count)))
 
 
 def _with_logs(split: SplitFinding, other: LogComparison) -> SplitFinding:
     """The finding, with only the rules for logged values that hold for another batch too, and a sentence for each value without a rule."""
     together = LogComparison(matching=split.log_rules).narrowed(other).matching
-    lost = {key: rules for key, rules in together.items() if not rules and split.log_rules.get(key) != ()}
+    lost = {key: rules for key, rules in together.items() if not rules and split.log_rules.get(key) != () and key != LOSS}
     return replace(split, log_rules=together, notes=(*split.notes, *LogComparison(matching=lost).notes))
 
 
 def _split(
-    module: LightningModule, trainer: Trainer, batch: FirstBatch, *, footprint: Footprint, despite: tuple[str, ...]
+    module: LightningModule,
+    trainer: Trainer,
+    batch: FirstBatch,
+    *,
+    footprint: Footprint,
+    despite: tuple[str, ...],
+    known: Collection[Count] = (),
 ) -> tuple[SplitFinding, DrawPlan]:
     """Finds out in another child what a split batch changes."""
     if late := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
@@ -434,17 +450,12 @@ def _split(
         )
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
     try:
-        told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite}
+        told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite, "known": known}
         told["blocks"] = {block.fqn: block.flops for block in footprint.blocks if block.repeated}
         return run_forked(partial(probe_split, **told), module, trainer, batch)
     except ChildFailed as error:
         reason = f"not checked: whether the parts of a batch make up the whole ({error.reason})"
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
-
-
-def _differs(split: SplitFinding) -> bool:
-    """Whether splitting the batch is known to change the loss, or can't be done."""
-    return not split.raised and (not split.splittable or (split.probed and not split.difference <= SPLIT_TOLERANCE))
 
 
 def stage_of(trainer: Trainer) -> str:
@@ -552,7 +563,8 @@ def _with_evaluation(
         found: SplitFinding = run_forked(probe_evaluation, module, trainer, batches[0], hook)
         for batch in batches[1:]:
             if LogComparison(matching=found.log_rules).ambiguous:
-                found = _with_logs(found, LogComparison(matching=run_forked(probe_evaluation, module, trainer, batch, hook).log_rules))
+                other = run_forked(probe_evaluation, module, trainer, batch, hook, _counts(found))
+                found = _with_logs(found, LogComparison(matching=other.log_rules))
     except ChildFailed as error:
         return replace(
             split,

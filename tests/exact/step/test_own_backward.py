@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_autopar.exact.step.own_backward import weighed
 from tests.strategies.fitted import BLOCKS, Fitted, assert_same, numbers, plan
 
 
@@ -91,3 +92,14 @@ def test_replicas_exchange_the_gradients(make: Any) -> None:
 @pytest.mark.parametrize("make", [Own, OwnOptimizer])
 def test_shards_weigh_the_losses(make: Any) -> None:
     assert_same(make, numbers(27), plan("fsdp", shard=BLOCKS))
+
+
+def test_a_loss_without_weight_has_no_gradient_even_where_it_is_a_mean_over_nothing() -> None:
+    layer, mask = nn.Linear(3, 1), torch.zeros(4, 1)
+    hidden = torch.ones(4, 3, requires_grad=True)
+    loss = weighed((layer(hidden) * mask).sum() / mask.sum(), 0.0)
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert all(bool((tensor.grad == 0).all()) for tensor in (*layer.parameters(), hidden))
+    layer(torch.ones(4, 3)).mean().backward()  # another graph of the same parameters
+    assert layer.bias.grad == 1.0

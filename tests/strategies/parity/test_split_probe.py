@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -525,3 +525,57 @@ def test_buffers_in_which_a_step_counts() -> None:
     assert probe_split(Base(), None, first_of(samples()))[0].counted == ("steps",)
     assert probe_split(Dropout(), None, first_of(samples()))[0].counted == ()
     assert probe_split(Sets(), None, first_of(samples()))[0].counted == ()
+
+
+class Counting(Base):
+    """A mean over entries that aren't padding, of labels and mask that agree; ``by`` says which of them the loss asks."""
+
+    by = "labels"
+
+    def loss(self, batch: Any) -> Tensor:  # type: ignore[override]  # another batch
+        x, labels, mask = batch["x"], batch["labels"], batch["mask"]
+        each = (self.layer(x).squeeze(-1) - x[..., 0]).square()
+        counts = {"labels": labels != -100, "mask": mask != 0, "both": (labels != -100) & (mask != 0)}[self.by]
+        return (each * counts).sum() / counts.sum()
+
+
+def tokens(lengths: Sequence[int] = (5, 2, 4, 1, 3, 5)) -> FirstBatch:
+    x = torch.randn(len(lengths), 5, 4, generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
+    return FirstBatch(batch={"x": x, "labels": mask * 101 - 100, "mask": mask}, batch_size=len(lengths))
+
+
+@pytest.mark.parametrize(
+    ("by", "words"),
+    [("labels", ["batch.labels != -100"]), ("mask", ["batch.mask != 0"]), ("both", ["batch.labels != -100", "batch.mask != 0"])],
+)
+def test_what_parts_weigh_is_told_by_a_batch_in_which_other_entries_count(by: str, words: list[str]) -> None:
+    module = Counting()
+    module.layer, module.by = nn.Linear(4, 1), by
+    found, _ = probe_split(module, None, tokens())
+    assert found.difference == 0.0
+    for name in ("", "loss"):
+        assert [str(rule) for rule in found.log_rules["training_step", name]] == words
+
+
+def test_a_loss_that_goes_by_tokens_and_by_samples_stays_no_mean() -> None:
+    class Both(Counting):
+        def loss(self, batch: Any) -> Tensor:  # type: ignore[override]  # another batch
+            return super().loss(batch) + self.layer(batch["x"]).square().mean()
+
+    module = Both()
+    module.layer = nn.Linear(4, 1)
+    found, _ = probe_split(module, None, tokens())
+    assert found.difference > 1e-5
+    assert found.log_rules["training_step", ""] == ()
+
+
+def test_losses_that_hardly_differ_dont_hide_what_they_are_means_of() -> None:
+    class Nearly(Counting):
+        def loss(self, batch: Any) -> Tensor:  # type: ignore[override]  # another batch
+            return 1.0 + 1e-5 * super().loss(batch)
+
+    module = Nearly()
+    module.layer = nn.Linear(4, 1)
+    found, _ = probe_split(module, None, tokens())
+    assert [str(rule) for rule in found.log_rules["training_step", ""]] == ["batch.labels != -100"]

@@ -163,7 +163,7 @@ class Evaluations:
     def _whole(self, batch: Any) -> BatchShare:
         """This rank's share of the batch."""
         share: BatchShare | None = self._engine._share
-        return whole_share(batch, self._engine._samples) if share is None else share
+        return self._engine._counts.on(whole_share(batch, self._engine._samples)) if share is None else share
 
     def _may(self, error: Exception, found: StepState, batch: Any) -> bool:
         """Whether the batch can be run again; if not, and memory ran out, the error gets a note that says why."""

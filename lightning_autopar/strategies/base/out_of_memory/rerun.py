@@ -173,7 +173,7 @@ class Reruns:
             for piece in range(pieces):
                 index, number = run - 1 + run * piece, run * pieces
                 part = share.part(index, number)
-                if not part.rows:
+                if not part.weight:
                     continue
                 rows = take_part(args[0], index, number, share.fed, several=several, collates=True)
                 rng.restore(began[0], self._found.generators)
@@ -228,7 +228,7 @@ class Reruns:
         engine = self._engine
         if engine._share is None:
             trainer = engine._trainer
-            engine._share = whole_share(engine._arguments[0][0], engine._samples, several=several_loaders(trainer))
+            engine._share = engine._counts.on(whole_share(engine._arguments[0][0], engine._samples, several=several_loaders(trainer)))
         share: BatchShare = engine._share
         return share
 

@@ -30,6 +30,7 @@ from lightning_autopar.strategies.pipeline.rehearsal.difference import EQUAL, Ou
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision, Together, rehearse
 from lightning_autopar.strategies.pipeline.stages.record import record
 from lightning_autopar.strategies.pipeline.stages.recording import Staging, StepRecording
+from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class Trial:
             return self._whole()
         except Exception as error:
             where = "".join(f"in {hook}: " for hook in [*self._theirs][-1:] if hook != "training_step")
-            raise CannotTry(where + _first_line(error)) from error
+            raise CannotTry(where + error_line(error)) from error
 
     def record(self) -> dict[str, StepRecording]:
         """Record each hook."""
@@ -149,7 +150,7 @@ class Trial:
             ours = self._stages(cuts)
         except Exception as error:  # the user's code on a stage, or the error that a value is missing there
             _LOG.debug("the step fails in stages cut before %s", cuts, exc_info=True)
-            return f"in stages the step fails ({_first_line(error)})"
+            return f"in stages the step fails ({error_line(error)})"
         if isinstance(ours, str):
             return ours
         found = self._worst(ours)
@@ -178,7 +179,7 @@ class Trial:
             return (math.inf, ours) if isinstance(ours, str) else self._double._worst(ours)
         except Exception as error:
             _LOG.debug("the step can't be run in double precision", exc_info=True)
-            return math.inf, f"in double precision the step fails ({_first_line(error)})"
+            return math.inf, f"in double precision the step fails ({error_line(error)})"
 
     def _whole(self) -> str | None:
         """The whole module's results."""
@@ -402,7 +403,3 @@ def _copied(leaf: Any) -> Any:
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
     return mapped(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

@@ -23,6 +23,7 @@ from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.logs.hooks import overridden
 from lightning_autopar.exact.step.micro_batches import detached, joined, several_loaders, take_part, uncut
+from lightning_autopar.exact.step.own_backward import weighed
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.pipeline.run.agreement import SameBatch
@@ -328,7 +329,7 @@ class StagedStep:
         """A micro-batch's part of the whole batch's loss."""
         run = self._run
         assert run is not None
-        return self._scale(loss * run.factors[int(chunk)]) if run.factors and loss.requires_grad else loss
+        return self._scale(weighed(loss, run.factors[int(chunk)])) if run.factors and loss.requires_grad else loss
 
     # -- afterwards --------------------------------------------------------------------------------------------------------------------
 

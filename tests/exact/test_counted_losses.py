@@ -1,0 +1,271 @@
+"""Losses that are a mean over something that the batch counts (unmasked tokens, nodes) or a sum: every plan computes one device's run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_autopar import AutoParallelStrategy, Plan
+from lightning_autopar.strategies.base.mixin import EngineMixin
+
+TWO = ("cpu:0", "cpu:1")
+
+
+def drawn(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Tokens(pl.LightningModule):
+    """Logs the loss, beside a mean over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks(self.embed(ids)))
+        return logits
+
+    def loss(self, batch: Any) -> Tensor:
+        ids, mask = batch
+        each = F.cross_entropy(self(ids).flatten(0, 1), (ids.flatten() + 1) % 20, reduction="none").view_as(mask)
+        return (each * mask).sum() / mask.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("first", self._first(batch))
+        return loss
+
+    def _first(self, batch: Any) -> Tensor:
+        return batch[0][:, 0].float().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class Manual(Tokens):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]  # by hand it returns nothing
+        loss = self.loss(batch)
+        self.optimizers().zero_grad()  # type: ignore[union-attr]  # one optimizer
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizers().step()  # type: ignore[union-attr]
+        self.log("loss", loss, on_step=True, on_epoch=True)
+
+
+class Kept(Tokens):
+    """Keeps its losses, as many do who plot them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.history.append(loss.item())
+        return loss
+
+
+class Scarce(Tokens):
+    """On rank 0 the third batch fits one sample at a time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        strategy = self.trainer.strategy
+        if isinstance(strategy, EngineMixin) and strategy.global_rank == 0 and batch_idx == 2 and len(batch[0]) > 1:
+            raise torch.OutOfMemoryError("a fake")
+        return loss
+
+
+class Summed(Tokens):
+    """A sum over samples, as those of many variational autoencoders."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]).flatten(0, 1), (batch[0].flatten() + 1) % 20, reduction="sum") / 100
+
+
+class Unmasked(Dataset[tuple[Tensor, Tensor]]):
+    """In every second batch of four, samples 0 and 2 count nothing: a part's loss is NaN then, and not the whole batch's."""
+
+    def __init__(self, samples: int) -> None:
+        self.ids = torch.randint(0, 20, (samples, 6), generator=drawn(samples))
+        self.mask = (torch.rand(samples, 6, generator=drawn(1)) < torch.linspace(0.2, 0.9, samples)[:, None]).float()
+        self.mask[:, 1] = 1.0
+        self.mask[4::8] = self.mask[6::8] = 0.0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.ids[index], self.mask[index]
+
+
+class Sentences(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> Tensor:
+        length = int(torch.randint(3, 12, (), generator=drawn(index)))
+        return torch.randint(4, 20, (length,), generator=drawn(100 + index))
+
+
+def padded(samples: list[Tensor]) -> dict[str, Tensor]:
+    """As transformers' collators do it."""
+    ids = nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=3)
+    return {"input_ids": ids, "attention_mask": (ids != 3).long(), "labels": ids.masked_fill(ids == 3, -100)}
+
+
+class Pretrained(Tokens):
+    """One of transformers' models, which computes its loss itself."""
+
+    def __init__(self, kind: str) -> None:
+        transformers = pytest.importorskip("transformers")
+        super().__init__()
+        told: dict[str, Any] = {"vocab_size": 20, "decoder_start_token_id": 0, "dropout_rate": 0.0}
+        if kind == "causal":
+            config = transformers.GPT2Config(vocab_size=20, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+            self.model = transformers.GPT2LMHeadModel(config)
+        else:
+            config = transformers.T5Config(d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, **told)
+            self.model = transformers.T5ForConditionalGeneration(config)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def _first(self, batch: Any) -> Tensor:
+        return batch["input_ids"][:, 0].float().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)  # Adam makes steps of the rounding in gradients that are 0, as the bias of keys has
+
+
+class Graphs(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        nodes = int(torch.randint(2, 9, (), generator=drawn(index)))
+        x = torch.randn(nodes, 4, generator=drawn(index))
+        return {"x": x, "y": x.sum(1), "edges": torch.randint(0, nodes, (2, nodes + index % 3), generator=drawn(index))}
+
+
+def together(graphs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    first = torch.tensor([0, *(len(graph["x"]) for graph in graphs)]).cumsum(0).tolist()
+    edges = torch.cat([graph["edges"] + begin for graph, begin in zip(graphs, first, strict=False)], 1)
+    return {"x": torch.cat([graph["x"] for graph in graphs]), "y": torch.cat([graph["y"] for graph in graphs]), "edges": edges}
+
+
+class Network(Tokens):
+    """Its loss is a mean over the nodes of all graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def loss(self, batch: Any) -> Tensor:
+        h = torch.tanh(self.layer(batch["x"]))
+        found = self.out(h + torch.zeros_like(h).index_add(0, batch["edges"][1], h[batch["edges"][0]]))
+        return F.mse_loss(found.squeeze(-1), batch["y"])
+
+    def _first(self, batch: Any) -> Tensor:
+        return batch["x"].abs().amax()
+
+
+def train(make: Any, data: Any, strategy: Any, collate: Any = None, **options: Any) -> tuple[dict[str, float], list[Tensor]]:
+    pl.seed_everything(1, workers=True)
+    module = make()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, **options,
+    )  # fmt: skip
+    trainer.fit(module, *(DataLoader(data, batch_size=4, collate_fn=collate) for _ in range(2)))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    metrics |= {f"history {number}": loss for number, loss in enumerate(getattr(module, "history", ()))}
+    return metrics, [p.detach() for p in module.parameters()]
+
+
+def is_one_devices(make: Any, data: Any, plan: Plan, **options: Any) -> str:
+    """Asserts that the plan's run is plain Lightning's; returns what the report says of it."""
+    metrics, weights = train(make, data, "auto", **options)
+    strategy = AutoParallelStrategy(plan=plan, exact=True, devices=f"{len(plan.devices)}xcpu:1GiB")
+    found_metrics, found_weights = train(make, data, strategy, **options)
+    assert found_metrics == pytest.approx(metrics, abs=1e-5)
+    for found, weight in zip(found_weights, weights, strict=True):
+        torch.testing.assert_close(found, weight, atol=2e-5, rtol=1e-5)
+    assert strategy.report is not None
+    best = strategy.report.best_candidate
+    return " ".join(() if best is None else best.notes)
+
+
+PLANS = {
+    "ddp": Plan(engine="ddp", devices=TWO),
+    "ddp in parts": Plan(engine="ddp", devices=TWO, micro_batches=2),
+    "uneven ddp": Plan(engine="ddp", devices=TWO, shares=(2, 1)),
+    "fsdp": Plan(engine="fsdp", devices=TWO, reshard_after_forward=True),
+    "fsdp in parts": Plan(engine="fsdp", devices=TWO, reshard_after_forward=True, micro_batches=2),
+    "zero": Plan(engine="zero", devices=TWO, zero_stage=2),
+    "pipeline": Plan(engine="pipeline", devices=TWO, micro_batches=2, schedule="1f1b", cuts=("blocks.1",)),
+    "single in parts": Plan(engine="single", devices=TWO[:1], micro_batches=3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("plan", PLANS)
+def test_parts_of_which_nothing_counts(plan: str) -> None:
+    notes = is_one_devices(Tokens, Unmasked(22), PLANS[plan], gradient_clip_val=0.5, accumulate_grad_batches=2)
+    assert "the loss is a mean over the sum of batch[1]" in notes
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("make", [Manual, Summed, Kept, Scarce])
+def test_other_losses(make: Any) -> None:
+    is_one_devices(make, Unmasked(22), PLANS["ddp"])
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize(("kind", "count"), [("causal", "labels[:, 1:] != -100"), ("translating", "labels != -100")])
+def test_models_that_compute_their_loss(kind: str, count: str) -> None:
+    plan = PLANS["ddp" if kind == "causal" else "single in parts"]
+    assert f"a mean over batch.{count}:" in is_one_devices(lambda: Pretrained(kind), Sentences(), plan, collate=padded)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:Trying to infer the `batch_size`")
+@pytest.mark.parametrize("plan", ["ddp", "single in parts"])
+def test_nodes_of_graphs(plan: str) -> None:
+    assert "the rows of batch.x" in is_one_devices(Network, Graphs(), PLANS[plan], collate=together)
+
+
+class Shrinking(IterableDataset[Any]):
+    """Long after the batches that planning reads there is one without a mask."""
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = Unmasked(22)
+        yield from (samples[index % 22] for index in range(400))
+        yield from ((samples[index][0], "none") for index in range(4))
+
+
+class Lenient(Tokens):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch[0], batch[1] if isinstance(batch[1], Tensor) else torch.ones(batch[0].shape)))
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_batch_that_lacks_what_counts_ends_the_run_with_a_sentence() -> None:
+    with pytest.raises(ValueError, match=re.escape("training_step computes is a mean over the sum of batch[1], and this batch")):
+        train(Lenient, Shrinking(), AutoParallelStrategy(plan=PLANS["ddp"], devices="2xcpu:1GiB"))
