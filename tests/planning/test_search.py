@@ -143,9 +143,9 @@ def test_interleaved_stages_may_have_fewer_micro_batches_than_ranks_and_be_shard
     assert chosen.step_seconds <= seconds, chosen.plan.title()
 
 
-@pytest.mark.parametrize(("enough", "events"), [((9, 10, 11, 12), 1_000), ((7, 8), 40_000)])
+@pytest.mark.parametrize(("enough", "allocations"), [((9, 10, 11, 12), 300), ((7, 8), 12_000)])
 def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_save(
-    monkeypatch: pytest.MonkeyPatch, enough: tuple[int, ...], events: int
+    monkeypatch: pytest.MonkeyPatch, enough: tuple[int, ...], allocations: int
 ) -> None:
     """After a failed replay a search assumes its loss for all plans of that sort; but with so many blocks this allocator loses nothing.
     Then the most that may win are tried, and half of them, even where failed replays have used up what a search may replay.
@@ -157,7 +157,7 @@ def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_sav
 
     def played(plan: Plan, limit: int) -> Replayed:
         loses = plan.micro_batches > 1 or len(plan.recompute) not in enough
-        search.finalists._events_left -= events
+        search.finalists._left -= allocations
         missing = 4 << 30 if loses else 0
         return Replayed(reserved_peak_bytes=limit, allocated_peak_bytes=limit, fits=not loses, missing_bytes=missing)
 
