@@ -42,9 +42,9 @@ _CERTAIN = 0.97
 _ROUNDED = 1e-6
 #: How often cuts of a pipeline are moved; less often where stages times blocks are more than this, as each move takes longer then.
 _MOVES, _MOVED_FREELY = 100, 4000
-#: By how much slower cuts may be that are moved, at least and at most, and where each stage has one block. With several stages a rank, the
-#: programme's slowest stage isn't the slowest rank's; the fewer blocks a stage has, the more it gains by moving one.
-_LEAST_GAINED, _MOST_GAINED, _GAINED_BY_A_BLOCK = 0.1, 0.25, 0.5
+#: By how much slower cuts may be that are moved; and with few stages times blocks, where a block is much of a stage. With several stages a
+#: rank, the programme's slowest stage isn't the slowest rank's.
+_GAINED, _GAINED_OF_FEW, _FEW = 0.1, 0.25, 100
 #: What the engine does.
 REASON = "blocks are spread over the devices"
 
@@ -170,8 +170,8 @@ class PipelineMaker:
                 break
             if self._lacks(shape):
                 continue
-            by_a_block = _GAINED_BY_A_BLOCK * shape.stages / len(self.footprint.blocks)
-            plan = self._fitted(shape, below, 1 + min(max(_LEAST_GAINED, by_a_block), _MOST_GAINED) if movable else 1.0)
+            gained = _GAINED_OF_FEW if shape.stages * len(self.footprint.blocks) <= _FEW else _GAINED
+            plan = self._fitted(shape, below, 1 + gained if movable else 1.0)
             if plan is not None and movable:
                 plan = self.moved(plan)
             if plan is not None and (exact := self.appraiser.step_seconds(plan)) < seconds:
