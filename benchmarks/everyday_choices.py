@@ -93,7 +93,8 @@ def planned(step: Footprint, here: Inventory, precision: str) -> Report:
 def broken(advice: Advice, before: Report, step: Footprint, here: Inventory, precision: str) -> str | None:
     """What is wrong with a piece of advice, planned for as it says; None where it holds, or is of another kind."""
     if more := advice.change.get("more_free_bytes"):
-        devices = tuple(replace(one, free_bytes=one.free_bytes + more.get(one.id, 0)) for one in here.devices)
+        free = {one.id: one.free_bytes + more.get(one.id, 0) for one in here.devices}
+        devices = tuple(replace(one, free_bytes=free[one.id], total_bytes=max(one.total_bytes, free[one.id])) for one in here.devices)
         after = planned(step, replace(here, devices=devices), precision)
     elif set(advice.change) == {"batch_size"}:
         after = planned(scaled(step, advice.change["batch_size"]), here, precision)
