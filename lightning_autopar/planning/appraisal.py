@@ -121,17 +121,20 @@ class Appraiser:
         self._in_parts: dict[int, Footprint] = {}
         self._known_bytes, self._known_seconds = (predictions or Predictions()).of(footprint, inventory, constraints)
         #: The plans whose allocations can be replayed. For them the search assumes the loss of the allocator that replays of plans of their
-        #: sort have shown; before the first replay it assumes none, or, no longer ``hopeful``, the rule of thumb.
+        #: sort have shown. Before the first replay it assumes none, or, no longer ``hopeful``, the rule of thumb, or what failed replays of
+        #: plans of their kind have shown, if that is more.
         self.replays: Callable[[Plan], bool] = lambda plan: False
         self.hopeful = True
         self._lost: dict[tuple[object, ...], int] = {}
+        self._lost_by_kind: dict[tuple[object, ...], int] = {}
 
     def candidate(self, plan: Plan) -> Candidate:
         """A plan's prediction, and whether it fits and can be run."""
         found = self._bytes(plan)
         seconds, raw_seconds, told = self._seconds(plan)
         host = self._host_need(plan)
-        reason = self.shortage(found.needs) or self._host_shortage(host)
+        needs = found.needs if self.hopeful else self.needs(plan)
+        reason = self.shortage(needs) or self._host_shortage(host)
         missing = cannot_run(plan, allow=self.constraints.allow, pinned=self.constraints.pinned is not None)
         if reason is None and missing is not None:
             reason = f"{missing}; it would take {format_seconds(seconds.step)} a step"
@@ -142,7 +145,7 @@ class Appraiser:
             held_back=missing is not None,
             bytes=found.sizes,
             raw=found.raw,
-            needs=found.needs,
+            needs=needs,
             host=host,
             seconds=seconds,
             raw_seconds=raw_seconds,
@@ -153,21 +156,35 @@ class Appraiser:
     def needs(self, plan: Plan) -> Mapping[str, int]:
         """The bytes that must be there for a plan, by device id."""
         found = self._bytes(plan)
-        lost = self._lost.get(sort_of(plan), 0 if self.hopeful else None) if self.replays(plan) else None
-        if lost is None:
+        if not self.replays(plan):
             return found.needs
+        sort = self._sort(plan)
+        lost = self._lost.get(sort, 0)
+        of_kind = None if self.hopeful or sort in self._lost else self._lost_by_kind.get(kind_of(plan), 0)
         margin = 1 + self.footprint_of(plan).margin
 
         def needed(size: DeviceNeed) -> int:
-            held = size.reserved - size.rounding + lost if isinstance(size, DeviceBytes) else max(size.allocated, size.reserved)
-            return math.ceil(held * margin)
+            if not isinstance(size, DeviceBytes):
+                return math.ceil(max(size.allocated, size.reserved) * margin)
+            return math.ceil((size.reserved - size.rounding + (lost if of_kind is None else max(size.rounding, of_kind))) * margin)
 
         return _each(found.sizes, needed)
 
     def learn(self, plan: Plan, lost_bytes: int, *, failed: bool) -> None:
-        """From a plan's replay on, assume the allocator's loss in it for all plans of its sort; after a failed replay, more than before."""
-        before = self._lost.get(sort_of(plan), 0)
-        self._lost[sort_of(plan)] = max(lost_bytes, before + before // 2 + _LEAST_LOST if failed else 0)
+        """From a plan's replay on, assume the allocator's loss in it for all plans of its sort; after a failed replay, more than before,
+        and for all of its kind.
+        """
+        sort = self._sort(plan)
+        before, of_kind = self._lost.get(sort, 0), self._lost_by_kind.get(kind_of(plan), 0)
+        self._lost[sort] = max(lost_bytes, before + before // 2 + _LEAST_LOST if failed else 0)
+        if failed:
+            more = 0 if self.hopeful else of_kind + of_kind // 4 + _LEAST_LOST
+            self._lost_by_kind[kind_of(plan)] = max(lost_bytes, of_kind, more)
+
+    def _sort(self, plan: Plan) -> tuple[object, ...]:
+        """Of plans that differ only in how much they recompute, and in which devices run equally many samples at a time."""
+        rows = -(-max(plan.rows(self.footprint.batch_size), default=1) // plan.micro_batches)
+        return (*kind_of(plan), plan.devices_per_replica, plan.micro_batches > 1, rows)
 
     def _bytes(self, plan: Plan) -> _Bytes:
         """A plan's predicted bytes, computed once."""
@@ -337,7 +354,12 @@ def corrected(seconds: Seconds, factors: TimeFactors) -> Seconds:
 
 def sort_of(plan: Plan) -> tuple[object, ...]:
     """The sort of a plan: plans that differ only in how much they recompute are of one sort."""
-    return plan.engine, plan.options, plan.devices, plan.reshard_after_forward, plan.replicas, plan.micro_batches, plan.shares
+    return (*kind_of(plan), plan.devices, plan.replicas, plan.micro_batches, plan.shares)
+
+
+def kind_of(plan: Plan) -> tuple[object, ...]:
+    """The kind of a plan: plans in which the allocator loses about as many bytes, on however many devices and in however many parts."""
+    return plan.engine, plan.options, plan.reshard_after_forward, plan.offload
 
 
 def simplicity(plan: Plan) -> tuple[object, ...]:

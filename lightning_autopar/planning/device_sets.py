@@ -15,6 +15,8 @@ from lightning_autopar.devices.inventory import Device, Inventory, busy_share
 
 #: Up to this number, every number of devices is tried.
 _EVERY_SIZE = 32
+#: Numbers up to so many times the best one are near it.
+_NEAR = 1.1
 #: The kinds of link in order; the rate counts only between links of one kind.
 LINKS = ("network", "host", "pcie", "p2p", "nvlink")
 #: How many kinds of link of one inventory are told apart; the others count as the next worse kind.
@@ -113,7 +115,10 @@ def sizes_between(batch_size: int, tried: Sequence[int], best: int, count: int =
         count: at most so many.
     """
     below = max((size for size in tried if size < best), default=best)
-    above = min((size for size in tried if size > best), default=best)
+    last = best
+    while last + 1 in tried and last < _NEAR * best:
+        last += 1
+    above = min((size for size in tried if size > last), default=last)
     between = range(below + 1, above)
     if batch_size:
         fewest: dict[int, int] = {}
@@ -122,7 +127,7 @@ def sizes_between(batch_size: int, tried: Sequence[int], best: int, count: int =
         chosen = sorted(fewest.values())
     else:
         chosen = list(between)
-    chosen = [size for size in chosen if size != best]
+    chosen = [size for size in chosen if size not in tried]
     step = max(1, -(-len(chosen) // count))
     return chosen[::step]
 

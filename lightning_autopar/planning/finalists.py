@@ -25,10 +25,14 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.text import format_bytes
 
-#: How many events one search may replay, counted as two steps each: some tenths of a second. The best candidate is replayed in any case.
-_MOST_EVENTS = 200_000
-#: And so many more for plans that the search passed over after failed replays, however many those were.
-_MORE_EVENTS = 100_000
+#: How many allocations one search may replay, three microseconds each, while it still hopes that plans lose nothing to the allocator.
+_MOST_ALLOCATIONS = 60_000
+#: So many more for plans that the search passed over after failed replays, however many those were.
+_MORE_ALLOCATIONS = 30_000
+#: And so many more until the plan that is chosen has been replayed. The best candidate is replayed in any case.
+_LAST_ALLOCATIONS = 300_000
+#: What making a replay ready takes, in allocations.
+_ALLOCATIONS_A_REPLAY = 500
 
 #: Of a plan that is taken once a search has replayed as much as it may.
 _UNREPLAYED = "its allocations weren't replayed, as others' had used up the search's replays: what the allocator holds is a rule of thumb"
@@ -56,7 +60,9 @@ class Finalists:
         self.constraints = constraints
         self.budget = budget
         self._played: dict[tuple[object, ...], Replayed] = {}
-        self._events_left = _MOST_EVENTS
+        self._left = _MOST_ALLOCATIONS
+        #: Whether a plan may be taken for one that fits as long as its tensors do.
+        self.hopeful = True
         #: By replayed plan, what the allocator holds beyond its tensors on the tightest device; a lower bound if the replay failed.
         self.lost: dict[Plan, int] = {}
 
@@ -76,7 +82,7 @@ class Finalists:
             best = preferred(list(hopeful.values()))
             number = next(number for number, one in hopeful.items() if one is best)
             if self.can_replay(decided[number]) and not decided[number].replayed:
-                if self._played and self.is_tired:
+                if self._played and self.is_spent:
                     break
                 decided[number] = self.check(decided[number], shortage)
             if decided[number].fits:
@@ -94,18 +100,23 @@ class Finalists:
 
     @property
     def is_tired(self) -> bool:
-        """Whether the search has replayed as much as it may."""
-        return self._events_left <= 0
+        """Whether the search has replayed as much as it may while it hopes."""
+        return self._left <= 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the search has replayed as much as it may at all."""
+        return self._left <= -_LAST_ALLOCATIONS
 
     @contextmanager
     def some_more(self) -> Iterator[None]:
         """Let it replay some more meanwhile."""
-        before = self._events_left
-        self._events_left = max(0, before) + _MORE_EVENTS
+        before = self._left
+        self._left = max(0, before) + _MORE_ALLOCATIONS
         try:
             yield
         finally:
-            self._events_left = min(before, self._events_left)
+            self._left = min(before, self._left)
 
     def can_replay(self, candidate: Candidate) -> bool:
         """Whether a candidate can be replayed: :meth:`replays` says so of its plan, and its bytes are known by category."""
@@ -167,8 +178,10 @@ class Finalists:
         return max(0, min(int(self.budget[device_id] / margin) - around_bytes, total))
 
     def may_fit(self, candidate: Candidate) -> bool:
-        """Whether a candidate fits by the search's prediction, or would if the allocator lost nothing; a replayed one, by its replay."""
-        if candidate.fits or candidate.replayed:
+        """Whether a candidate fits by the search's prediction, or, while it hopes, would if the allocator lost nothing; a replayed one, by
+        its replay.
+        """
+        if candidate.fits or candidate.replayed or not self.hopeful:
             return candidate.fits
         margin = 1 + self.footprint.margin
         return (
@@ -197,8 +210,7 @@ class Finalists:
     def _play(self, candidate: Candidate, rank: int, limit: int | None, key: tuple[object, ...]) -> Replayed:
         if key not in self._played:
             assert self.footprint.tape is not None, "asked before"
-            self._events_left -= 2 * len(self.footprint.tape) * candidate.plan.micro_batches
-            self._played[key] = replay(
+            played = self._played[key] = replay(
                 self.footprint,
                 candidate.plan,
                 rank,
@@ -208,6 +220,7 @@ class Finalists:
                 workspaces=workspaces(self.footprint, self.inventory.device(candidate.plan.devices[rank]).name),
                 script=script_of(self.footprint.tape),
             )
+            self._left -= _ALLOCATIONS_A_REPLAY + played.allocations
         return self._played[key]
 
 

@@ -47,6 +47,8 @@ from lightning_autopar.timing.rates import Rates
 _MOST_SHOWN = 12
 #: From this number of equally fast ranks on, few plans get shares by memory alone; and how many plans.
 _MANY_RANKS, _MOST_SPLITS = 8, 8
+#: At most so many plans are replayed before the search looks again for better ones; none that is by more than this share slower.
+_REPLAYS_A_LOOK, _NEAR = 4, 0.02
 #: A lower bound for a part of a batch, as a share of the seconds by its size: shapes suit kernels better or worse.
 _CERTAIN = 0.7
 
@@ -96,6 +98,7 @@ class Search:
         self._seen: dict[Plan, Candidate] = {}
         self._decided: dict[tuple[object, ...], float] = {}
         self._computing: dict[tuple[tuple[str, ...], int, bool], float] = {}
+        self._around: set[int] = set()
         self._splits = 0
         self._shown: Counter[tuple[object, ...]] = Counter()
 
@@ -157,35 +160,56 @@ class Search:
             return
         options = self._options()
         self._look_at_all(options)
-        self._between(options)
-        while self.constraints.objective == "speed" and self._refuted():
-            self._look_at_all(options)
-        for name in all_engines():
-            if not engines.named(name).takes_remedies and self._runs(name):
-                self._add_searched(engines.named(name))
-        if self.constraints.objective == "speed":
+        while True:
+            self._confirm(options)
+            if between := self._between(options):
+                self._look_at_all(between)
+                options += between
+                continue
+            for name in all_engines():
+                if not engines.named(name).takes_remedies and self._runs(name):
+                    self._add_searched(engines.named(name))
+            if self.constraints.objective != "speed":
+                return
             self._try_more_recompute()
             if math.isinf(self.best_seconds):
                 self._least()
             self._refine()
+            if not self._refuted():
+                return
+            self._look_at_all(options)
+
+    def _confirm(self, options: Sequence[Plan]) -> None:
+        """Go on with the search until a replay shows that the best plan fits."""
+        while self.constraints.objective == "speed" and self._refuted():
+            self._look_at_all(options)
 
     def _refuted(self) -> bool:
-        """Whether a replay shows that the best plan so far doesn't fit: then the search goes on with what the replay taught."""
-        best = self._best_fitting()
-        if best is None or best.replayed or not self.finalists.can_replay(best):
-            return False
-        if self.finalists.is_tired:
+        """Whether replays show that the best plan so far doesn't fit: then the search goes on with what they taught."""
+        refuted, near = False, math.inf
+        for _ in range(_REPLAYS_A_LOOK):
+            best = self._best_fitting()
+            if best is None or best.replayed or not self.finalists.can_replay(best) or self.appraiser.batch_seconds(best) > near:
+                break
+            near = min(near, self.appraiser.batch_seconds(best) * (1 + _NEAR))
+            if self.finalists.is_tired and self.appraiser.hopeful:
+                self.appraiser.hopeful = self.finalists.hopeful = False  # from now on, plans are left that lack what others have lost
+            elif self.finalists.is_spent or self._replayed(best.plan).fits:
+                break
             if not self.appraiser.hopeful:
-                return False
-            self.appraiser.hopeful = False  # from now on, plans that the rule of thumb refuses are left
-            self._found = [one for one in self._found if one.fits or not self.finalists.may_fit(one)]
-        else:
-            checked = self._replayed(best.plan)
-            if checked.fits:
-                return False
-        fitting = [self.appraiser.batch_seconds(one) for one in self._found if self.finalists.may_fit(one)]
-        self.best_seconds = min(fitting, default=math.inf)
-        return True
+                self._judge_again()
+            refuted = True
+        if refuted:
+            fitting = [self.appraiser.batch_seconds(one) for one in self._found if self.finalists.may_fit(one)]
+            self.best_seconds = min(fitting, default=math.inf)
+        return refuted
+
+    def _judge_again(self) -> None:
+        """Say anew of each plan that wasn't replayed whether it fits, by what replays have shown since."""
+        for key, one in self._seen.items():
+            if not one.replayed and self.finalists.can_replay(one):
+                self._seen[key] = self.appraiser.candidate(one.plan)
+        self._found = [self._seen[replace(one.plan, reasons=())] for one in self._found]
 
     def _replayed(self, plan: Plan) -> Candidate:
         """The plan's candidate, replayed; the search learns from it."""
@@ -357,17 +381,19 @@ class Search:
             if self.remedies.recompute:
                 self._add(with_recompute(divided, self.footprint, [block.fqn for block in recomputable(self.footprint)]))
 
-    def _between(self, plans: Sequence[Plan]) -> None:
-        """Look at numbers of devices near the best one, where not every number was tried."""
+    def _between(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Plans on numbers of devices near the best one, where not every number was tried."""
         best = self._best_fitting()
-        if best is None or best.plan.world_size <= 1:
-            return
+        if best is None or best.plan.world_size in (1, *self._around) or self.constraints.objective != "speed":
+            return []
+        self._around.add(best.plan.world_size)
         tried = sorted({plan.world_size for plan in plans if plan.world_size > 1})
         batch = self.footprint.batch_size if self.constraints.split_batch else 0
         sizes = sizes_between(batch, tried, best.plan.world_size)
-        if sizes:
-            sets = device_sets(self.footprint.batch_size, self.inventory, self.constraints, self.speed, sizes=sizes)
-            self._look_at_all(self._options(sets))
+        if not sizes:
+            return []
+        sets = device_sets(self.footprint.batch_size, self.inventory, self.constraints, self.speed, sizes=sizes)
+        return self._options(sets)
 
     def _add_searched(self, engine: Engine) -> None:
         """Add the plans that an engine searches itself, on every number of devices with which a plan may be faster than all so far. Plans

@@ -16,6 +16,7 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.allocator.replay import Replayed
+from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.memory.learned.step_times import StepTime, StepTimes
@@ -23,10 +24,11 @@ from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import with_recompute
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.remedies import in_parts
+from lightning_autopar.planning.remedies import in_parts, without_recompute
 from lightning_autopar.planning.search import Search, _Prospect
 from lightning_autopar.planning.timing import predict_seconds
-from lightning_autopar.plans import SCHEDULES, Plan
+from lightning_autopar.plans import SCHEDULES, Plan, Schedule
+from lightning_autopar.report.report import Candidate
 from lightning_autopar.strategies.pipeline.plans import PipelineMaker
 
 PRECISION = "bf16-mixed"
@@ -143,9 +145,9 @@ def test_interleaved_stages_may_have_fewer_micro_batches_than_ranks_and_be_shard
     assert chosen.step_seconds <= seconds, chosen.plan.title()
 
 
-@pytest.mark.parametrize(("enough", "events"), [((9, 10, 11, 12), 1_000), ((7, 8), 40_000)])
+@pytest.mark.parametrize(("enough", "allocations"), [((9, 10, 11, 12), 300), ((7, 8), 12_000)])
 def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_save(
-    monkeypatch: pytest.MonkeyPatch, enough: tuple[int, ...], events: int
+    monkeypatch: pytest.MonkeyPatch, enough: tuple[int, ...], allocations: int
 ) -> None:
     """After a failed replay a search assumes its loss for all plans of that sort; but with so many blocks this allocator loses nothing.
     Then the most that may win are tried, and half of them, even where failed replays have used up what a search may replay.
@@ -157,13 +159,67 @@ def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_sav
 
     def played(plan: Plan, limit: int) -> Replayed:
         loses = plan.micro_batches > 1 or len(plan.recompute) not in enough
-        search.finalists._events_left -= events
+        search.finalists._left -= allocations
         missing = 4 << 30 if loses else 0
         return Replayed(reserved_peak_bytes=limit, allocated_peak_bytes=limit, fits=not loses, missing_bytes=missing)
 
     best = search.first()
     assert best is not None
     assert (best.plan.engine, len(best.plan.recompute), best.plan.micro_batches) == ("single", min(enough), 1)
+
+
+def test_a_chosen_plan_has_been_replayed_however_much_the_allocator_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where replays refute one plan after the other, what they lost is assumed for all of their kind, until one fits."""
+    step, constraints = scaled(step_of(1024, 12), 64), Constraints(precision=PRECISION, allow=("fsdp",))
+    here = Referee(step, parse_spec("8xA100-40GB"), constraints).cut_to(0.3, samples=60)
+    search = Search(step, here, constraints)
+    asked: list[Plan] = []
+
+    def played(candidate: Candidate, rank: int, limit: int) -> Replayed:
+        asked.append(candidate.plan)
+        search.finalists._left -= 30_000
+        size = candidate.bytes[candidate.plan.devices[rank]]
+        assert isinstance(size, DeviceBytes)
+        holds = size.reserved - size.rounding - size.context + (500 << 20)
+        missing = max(0, holds - limit)
+        return Replayed(reserved_peak_bytes=holds, allocated_peak_bytes=holds, fits=not missing, missing_bytes=missing)
+
+    monkeypatch.setattr(search.finalists, "replayed", played)
+    best = search.first()
+    assert best is not None
+    assert (best.fits, best.replayed) == (True, True)
+    assert search.finalists.is_tired
+    assert not search.finalists.is_spent
+    assert len(asked) < 20
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "tight", "schedule"),
+    [("3xL4", 12, 0.4, "interleaved_1f1b"), ("4xV100-32GB", 16, 0.4, "interleaved_1f1b"), ("2xL40S", 8, 0.6, "gpipe")],
+)
+def test_a_pipeline_is_found_below_any_limit_that_it_meets(devices: str, batch: int, tight: float, schedule: Schedule) -> None:
+    """A limit hides only what is slower."""
+    step, constraints = scaled(step_of(1024, 12), batch), Constraints(precision=PRECISION)
+    here = Referee(step, parse_spec(devices), constraints).cut_to(tight, samples=60)
+    search = Search(step, here, constraints)
+
+    def seconds(limit: float) -> float:
+        plan = PipelineMaker(search.appraiser, here.devices, search.speed, None).best(schedule, lambda: limit)
+        return inf if plan is None else search.appraiser.step_seconds(plan)
+
+    found = seconds(inf)
+    assert [seconds(found * more) for more in (1.0001, 1.02, 1.05)] == [found] * 3
+
+
+def test_moved_cuts_recompute_no_more_than_they_have_to() -> None:
+    step, constraints = scaled(step_of(1024, 12), 16), Constraints(precision=PRECISION)
+    here = Referee(step, parse_spec("2xL40S"), constraints).cut_to(0.4, samples=60)
+    search = Search(step, here, constraints)
+    plan = PipelineMaker(search.appraiser, here.devices, search.speed, None).best("interleaved_1f1b", lambda: inf)
+    assert plan is not None
+    assert plan.recompute
+    fewer = (with_recompute(without_recompute(plan), step, [fqn for fqn in plan.recompute if fqn != one]) for one in plan.recompute)
+    assert not any(map(search.appraiser.holds, fewer))
 
 
 def test_cuts_are_moved_first_where_they_relieve_the_busiest_rank() -> None:

@@ -268,8 +268,8 @@ class CachingAllocator:
         return -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
     def segments(self) -> Iterator[list[Block]]:
-        """The blocks of each segment, in order of addresses; in an expandable one, also those without memory."""
-        for head in (*self._small.heads.values(), *self._large.heads.values()):
+        """The blocks of each segment, small ones first, in order of addresses; in an expandable one, also those without memory."""
+        for head in (heads[address] for heads in (self._small.heads, self._large.heads) for address in sorted(heads)):
             blocks = []
             block: Block | None = head
             while block is not None:
@@ -277,9 +277,11 @@ class CachingAllocator:
                 block = block.next
             yield blocks
 
-    def layout(self) -> list[tuple[int, int, bool]]:
-        """The addresses and sizes of its blocks, and which are handed out."""
-        return [(block.address, block.size_bytes, block.allocated) for blocks in self.segments() for block in blocks]
+    def layout(self) -> list[list[tuple[int, int, bool]]]:
+        """Of each segment, the streams and sizes of its blocks, and which are handed out. Segments are in the order of their addresses,
+        which decides between free blocks of equal size; the addresses themselves decide nothing.
+        """
+        return [[(block.stream, block.size_bytes, block.allocated) for block in blocks] for blocks in self.segments()]
 
     # -- free blocks -----------------------------------------------------------------------------------------------------------------------
 

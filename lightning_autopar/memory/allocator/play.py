@@ -125,13 +125,18 @@ class Player:
             OutOfDeviceMemory: if there is no room.
         """
         self.arrive()
+        before: object = None
         layout: object = None
+        allocator, counted, retries = self.machine.allocator, self.machine.allocator.retries, 0
         for number, rows in enumerate(self.rows):
-            if number:
+            if number and self.micro == number - 1:
                 before, layout = layout, self.layout_between()
-                # After a micro-batch that leaves the allocator as it found it, others as large change nothing.
-                if layout == before and rows == self.rows[self.micro]:
-                    continue
+                retries, counted = allocator.retries - counted, allocator.retries
+            # After a micro-batch that leaves the allocator as it found it, others as large do the same.
+            if number and layout == before and rows == self.rows[self.micro]:
+                allocator.retries += retries
+                counted += retries
+                continue
             self.micro = number
             for part in self.script.parts:
                 self.play(part)

@@ -30,6 +30,7 @@ class Replayed:
         fits: whether the steps went through under the limit.
         retries: how often the allocator had to give back all its unused segments, each of which costs a synchronisation.
         missing_bytes: by how many bytes the request went over the limit; 0 where it fits.
+        allocations: how many were played, which says how long it took.
     """
 
     allocated_peak_bytes: int
@@ -38,6 +39,7 @@ class Replayed:
     fits: bool = True
     retries: int = 0
     missing_bytes: int = 0
+    allocations: int = field(default=0, compare=False)
 
 
 def played(
@@ -77,4 +79,5 @@ def played(
         fits=not missing,
         retries=allocator.retries,
         missing_bytes=missing,
+        allocations=next(machine.numbers) - 1,
     )

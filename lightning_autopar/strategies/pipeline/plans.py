@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,10 +42,23 @@ _CERTAIN = 0.97
 _ROUNDED = 1e-6
 #: How often cuts of a pipeline are moved; less often where stages times blocks are more than this, as each move takes longer then.
 _MOVES, _MOVED_FREELY = 100, 4000
-#: How much slower cuts may be that are moved. With several stages a rank, the programme's slowest stage isn't the slowest rank's.
-_GAINED = 1.1
+#: By how much slower cuts may be that are moved; and with few stages times blocks, where a block is much of a stage. With several stages a
+#: rank, the programme's slowest stage isn't the slowest rank's.
+_GAINED, _GAINED_OF_FEW, _FEW = 0.1, 0.25, 100
 #: What the engine does.
 REASON = "blocks are spread over the devices"
+
+
+class _Room(NamedTuple):
+    """The bytes that a stage may take by the tables, which miss by others where it recomputes.
+
+    Args:
+        plain: without recomputed blocks.
+        again: with all blocks recomputed.
+    """
+
+    plain: float
+    again: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +170,8 @@ class PipelineMaker:
                 break
             if self._lacks(shape):
                 continue
-            plan = self._fitted(shape, below * _GAINED if movable else below)
+            gained = _GAINED_OF_FEW if shape.stages * len(self.footprint.blocks) <= _FEW else _GAINED
+            plan = self._fitted(shape, below, 1 + gained if movable else 1.0)
             if plan is not None and movable:
                 plan = self.moved(plan)
             if plan is not None and (exact := self.appraiser.step_seconds(plan)) < seconds:
@@ -329,12 +344,12 @@ class PipelineMaker:
             self._tables[key] = stage_tables(self.footprint, key[0], key[1], recompute=recompute)
         return self._tables[key]
 
-    def _cut(self, shape: _Shape, room: Sequence[float]) -> Partition | None:
+    def _cut(self, shape: _Shape, room: Sequence[_Room]) -> Partition | None:
         """The stages by the tables, each with enough recomputed blocks to stay within the bytes that it may take."""
         groups = self._groups(shape)
         share = self._share(shape)
         slowest = [group[0] if self.alike else min(group, key=lambda device: self.speed[device.id]) for group in groups]
-        known: dict[tuple[int, float, int], Table] = {}  # most stages equal others of their rank
+        known: dict[tuple[int, _Room, int], Table] = {}  # most stages equal others of their rank
         costs = []
         for stage in range(shape.stages):
             rank = stage % shape.ranks
@@ -346,19 +361,24 @@ class PipelineMaker:
                 again = self._stage_seconds(device, following, share, recompute=True)
                 known[key] = self._affordable(shape, stage, room[stage], plain, again)
             costs.append(known[key])
-        return partition(costs, self.cuttable)
+        found = partition(costs, self.cuttable)
+        if found is None or shape.local == 1:
+            return found
+        ends = [*found.starts[1:], len(self.footprint.blocks)]
+        taken = [float(cost[start, end]) for cost, start, end in zip(costs, found.starts, ends, strict=True)]
+        return replace(found, slowest_seconds=max(sum(taken[rank :: shape.ranks]) for rank in range(shape.ranks)) / shape.local)
 
-    def _affordable(self, shape: _Shape, stage: int, cap: float, plain: Table, again: Table) -> Table:
-        """Seconds of a stage with as few recomputed blocks, to a fraction, as keep it below a cap; infinite where all don't."""
+    def _affordable(self, shape: _Shape, stage: int, room: _Room, plain: Table, again: Table) -> Table:
+        """Seconds of a stage with as few recomputed blocks, to a fraction, as find room; infinite where all don't."""
         needs = self._needs(shape, stage, recompute=False)
-        short = needs > cap
+        short = needs > room.plain
         if not self.again:
             return np.where(short, np.inf, plain)
         fewest = self._needs(shape, stage, recompute=True)
-        partly = np.flatnonzero(short & (fewest <= cap))
+        partly = np.flatnonzero(short & (fewest <= room.again))
         found: Table = np.where(short, np.inf, plain)
-        lack = needs.ravel()[partly]
-        part = (lack - cap) / (lack - fewest.ravel()[partly])
+        lack = needs.ravel()[partly] - room.plain
+        part = lack / (lack + room.again - fewest.ravel()[partly])
         without = plain.ravel()[partly]
         found.ravel()[partly] = without + part * (again.ravel()[partly] - without)
         return found
@@ -392,43 +412,60 @@ class PipelineMaker:
             return lambda size_bytes: 0.0
         return lambda size_bytes: source.collective_seconds("send", size_bytes, (a, b), self.appraiser.inventory)
 
-    def _fitted(self, shape: _Shape, limit: float, any_will_do: bool = False) -> Plan | None:
-        """The fastest of a few cuts that fits by the exact prediction, or the first; None where none is below the limit. The difference
-        between the exact prediction and the tables is subtracted from each rank's bytes, and the cut is made anew.
+    def _fitted(self, shape: _Shape, limit: float, gained: float = 1.0, *, any_will_do: bool = False) -> Plan | None:
+        """The fastest of a few cuts that fits by the exact prediction, or the first; None where none is below the limit, times what moving
+        it may gain. The difference between the exact prediction and the tables is subtracted from each rank's bytes, and the cut is made
+        anew.
         """
         margin = 1 + self.footprint.margin
         groups = self._groups(shape)
-        whole = self._caps(shape)
-        caps, room, best, seconds = whole, self._even_room(shape, whole), None, limit
+        caps = self._caps(shape)
+        room, best, seconds = self._even_room(shape, caps), None, limit * gained
         for turn in range(_CORRECTIONS):
             cut = self._cut(shape, room)
             # Where a rank has several stages, room that was shared out anew isn't all that a stage may take.
             if cut is None and (not turn or shape.local == 1) and best is None and shape.micro_batches > 1:
                 family = replace(shape, micro_batches=1)
                 self._lacking[family] = max(shape.micro_batches, self._lacking.get(family, 0))
-            if cut is None or self._least_factor * (shape.seconds(cut) * _CERTAIN + self._first_averages(shape, cut.starts)) >= seconds:
+            if cut is None:
+                break
+            least = self._least_factor * (shape.seconds(cut) * _CERTAIN + self._first_averages(shape, cut.starts))
+            slow = least >= min(limit, seconds) * gained
+            # Where a rank has several stages, room that they share evenly has some recompute more than they need.
+            if slow and (turn or shape.local == 1):
                 break
             bare = self._plan(shape, cut.starts)
             most = with_recompute(bare, self.footprint, self.again)
-            plan = bare if self.appraiser.holds(bare) else self._relieved(most, groups)
+            plan = None if slow else bare if self.appraiser.holds(bare) else self._relieved(most, groups)
             if plan is not None and (exact := self.appraiser.step_seconds(plan)) < seconds:
                 best, seconds = plan, exact
                 if any_will_do:
                     break
-            off = [max(beyond) for beyond in zip(*(self._beyond(shape, cut, one, groups) for one in {bare, most}), strict=True)]
-            caps = [cap - more / margin for cap, more in zip(whole, off, strict=True)]
-            before, room = room, self._shared_room(shape, cut, caps)
-            if all(abs(cap - old) <= 0.01 * old for cap, old in zip(room, before, strict=True)):
+            off = {one: self._beyond(shape, cut, one, groups) for one in (bare, most)}
+            left = ([cap - more / margin for cap, more in zip(caps, off[one], strict=True)] for one in (bare, most))
+            before, room = room, self._shared_room(shape, cut, *left)
+            pairs = itertools.chain.from_iterable(zip(*both, strict=True) for both in zip(room, before, strict=True))
+            if all(abs(new - old) <= 0.01 * old for new, old in pairs):
                 break
         return best
 
     @staticmethod
-    def _even_room(shape: _Shape, caps: Sequence[float]) -> list[float]:
+    def _even_room(shape: _Shape, caps: Sequence[float]) -> list[_Room]:
         """The bytes that each stage may take, where a rank's stages share them evenly."""
-        return [caps[stage % shape.ranks] / shape.local for stage in range(shape.stages)]
+        return [_Room(*(caps[stage % shape.ranks] / shape.local,) * 2) for stage in range(shape.stages)]
 
-    def _shared_room(self, shape: _Shape, cut: Partition, caps: Sequence[float]) -> list[float]:
-        """The same, where each stage has what it needs in a cut, and an even part of what its rank has beyond."""
+    def _shared_room(self, shape: _Shape, cut: Partition, plain: Sequence[float], again: Sequence[float]) -> list[_Room]:
+        """The same, where each stage has what it needs in a cut, and an even part of what its rank has beyond.
+
+        Args:
+            shape: that was cut.
+            cut: its stages.
+            plain: the bytes that each rank may take by the tables, where it recomputes nothing.
+            again: the same, where it recomputes all blocks.
+        """
+        return [_Room(*both) for both in zip(*(self._shared(shape, cut, caps) for caps in (plain, again)), strict=True)]
+
+    def _shared(self, shape: _Shape, cut: Partition, caps: Sequence[float]) -> list[float]:
         ends = [*cut.starts[1:], len(self.footprint.blocks)]
         needs = [float(self._needs(shape, stage, recompute=False)[cut.starts[stage], ends[stage]]) for stage in range(shape.stages)]
         beyond = [(cap - sum(needs[rank :: shape.ranks])) / shape.local for rank, cap in enumerate(caps)]
@@ -487,7 +524,7 @@ class PipelineMaker:
                 assert trial is not None
                 if self.appraiser.step_seconds(without_recompute(trial)) >= seconds:
                     continue
-                if not self.appraiser.holds(trial):
+                if trial.recompute or not self.appraiser.holds(trial):  # other cuts may have to recompute more, or less
                     trial = self._relieved(with_recompute(without_recompute(trial), self.footprint, self.again), groups)
                 if trial is not None and self.appraiser.step_seconds(trial) < seconds * (1 - 1e-9):
                     plan, seconds = trial, self.appraiser.step_seconds(trial)

@@ -80,6 +80,22 @@ def test_streams_do_not_share() -> None:
     assert allocator.reserved_bytes == 64 * MIB
 
 
+def test_a_segment_that_came_back_elsewhere_leaves_the_layout_as_it_was() -> None:
+    """Only the order of segments decides anything, not their addresses."""
+    allocator = CachingAllocator()
+    small, large = allocator.allocate(20 * MIB), allocator.allocate(30 * MIB)
+    before = allocator.layout()
+    allocator.free(large)
+    allocator.release_cached()
+    assert allocator.layout() != before
+    allocator.allocate(30 * MIB)
+    assert allocator.layout() == before
+    allocator.free(small)
+    allocator.release_cached()
+    allocator.allocate(20 * MIB)
+    assert sorted(allocator.layout()) == sorted(before) != allocator.layout()
+
+
 def test_a_failed_request_gives_the_cache_back_and_retries() -> None:
     allocator = CachingAllocator(limit_bytes=64 * MIB)
     allocator.free(allocator.allocate(40 * MIB))
