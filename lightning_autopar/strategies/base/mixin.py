@@ -68,6 +68,8 @@ class EngineMixin(Strategy):
     run_plan: RunPlan
     #: Whether a batch that runs out of memory can be run again by this rank alone: ranks exchange nothing within a step's forward.
     reruns_batches = False
+    #: Whether an engine's ranks average the gradients of their parts of a batch.
+    averages = False
     #: Whether the gradients that backward leaves in the parameters are the whole batch's, so that the user's hooks can be called then.
     completes_gradients = False
     _layer_sync: Any
@@ -446,8 +448,9 @@ class EngineMixin(Strategy):
         return output
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """A step's loss, as this rank runs backward from it."""
-        return loss
+        """A step's loss, as this rank runs backward from it: weighed by its share of the batch where ranks average their gradients."""
+        share = self._share if self.averages else None
+        return loss if share is None or share.weight == 1.0 else own_backward.weighed(loss, share.weight)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward from a step's loss; where that runs out of memory, complete the gradients in parts of the batch."""

@@ -6,16 +6,12 @@ Where each has the whole batch, what it logs is one device's, and nothing is red
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.logs.logged_values import already_global
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
-from lightning_autopar.exact.step import own_backward
 from lightning_autopar.exact.step.shared_network import SharedNetwork
 from lightning_autopar.strategies.base.mixin import EngineMixin
 
@@ -26,6 +22,7 @@ if TYPE_CHECKING:
 class SplitMixin(EngineMixin):
     """Weighs the ranks' losses, or shares the network."""
 
+    averages = True
     _network: SharedNetwork | None = None
 
     def prepare_steps(self, trainer: Trainer) -> None:
@@ -37,27 +34,15 @@ class SplitMixin(EngineMixin):
         module = trainer.lightning_module
         self._network = SharedNetwork(module, self.run_plan.shared)
         self._exit.enter_context(self._network.installed())
+        self._step = self._network.step  # type: ignore[method-assign]  # in place of the context of a part's steps
         for loop in (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
             self._exit.enter_context(patched(loop._results, "log", _whole(loop._results.log)))
         for metric in metrics_of(module):
             self._exit.enter_context(patched(metric, "distributed_available_fn", _alone))
 
-    @contextmanager
-    def _step(self) -> Iterator[None]:
-        if self._network is None:
-            with super()._step():
-                yield
-        else:
-            with self._network.step():
-                yield
-
     def all_gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Where the step has the whole batch, there is nothing to gather, as on one device."""
         return tensor if self._network is not None else super().all_gather(tensor, *args, **kwargs)  # type: ignore[safe-super]
-
-    def weighted(self, loss: Tensor) -> Tensor:
-        """Weigh this rank's loss by its share of the batch, so that the ranks' average is the whole batch's loss."""
-        return loss if self._share is None or self._share.weight == 1.0 else own_backward.weighed(loss, self._share.weight)
 
 
 def _whole(own: Callable[..., None]) -> Callable[..., None]:
