@@ -74,12 +74,17 @@ def difference(ours: Outcome, theirs: Outcome) -> tuple[float, str] | None:
     """
     failed = Counter(ours.notes) - Counter(theirs.notes)
     if failed:
-        return math.inf, f"in stages {next(iter(failed))}"
+        return math.inf, of_hook(next(iter(failed)))
     for one, other in zip(ours.steps, theirs.steps, strict=True):
         for words, distance in _differences(one, other):
             if not distance <= EQUAL:
                 return distance, words
     return None
+
+
+def of_hook(note: str) -> str:
+    """The sentence about a hook that fails on a stage, from the note of the one who has called it."""
+    return "in stages " + note.replace("was left out, as it failed while tracing", "fails").replace("MissingValue: ", "")
 
 
 def _differences(ours: Step, theirs: Step) -> Iterator[tuple[str, float]]:

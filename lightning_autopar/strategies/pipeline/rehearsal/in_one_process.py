@@ -13,17 +13,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._lightning import LightningModule, Trainer
+from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.absent.tensor import absent_like, is_absent
+from lightning_autopar.exact.absent.tensor import MissingValue, absent_like, is_absent
+from lightning_autopar.exact.logs.hooks import mentions
 from lightning_autopar.exact.logs.log_rules import Logged, recorded_logs
 from lightning_autopar.memory.fakes.fakes import fake_copy
-from lightning_autopar.memory.trace.bare_step import BareStep, default_dtype
+from lightning_autopar.memory.trace.bare_step import BareStep, Silent, default_dtype
 from lightning_autopar.strategies.pipeline.run.stage_draws import in_short, python_states
 from lightning_autopar.strategies.pipeline.stages.module_state import StageParameters, take_stages
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
+
+#: Hooks after an epoch's or a run's last step, and the names by which code asks for parameters.
+_EPOCH_END = ("on_train_epoch_end", "on_train_end", "on_fit_end")
+_PARAMETERS = ("parameters", "named_parameters", "weight", "bias")
 
 #: A part of a batch: a function that makes it anew each time, since a step may change it; and its weight in the whole batch's loss.
 Part = tuple[Callable[[], Any], float]
@@ -113,7 +121,7 @@ class Together:
             optimizer.register_step_pre_hook(_hiding(copy))
 
         def call(hook: str, chunk: int) -> Any:
-            with recorded_logs(copy) as logged, _only_where(copy, lambda: replay.owns_now):
+            with recorded_logs(copy) as logged, _only_where(copy, lambda: replay.owns_now), _read_by_loggers():
                 try:
                     with self._precision.context():
                         return rehearsal._call(hook, self._batch, self._batch_idx)
@@ -186,6 +194,19 @@ class Together:
             self._forward(hook, 0, batch)
         return self.stages[-1].replay.outputs.pop(0)
 
+    def end_epoch(self) -> str | None:
+        """Run the hooks of an epoch's end that may look at parameters, on each stage; a sentence if one needs another stage's."""
+        for stage in self.stages:
+            hooks = [name for name in _EPOCH_END if is_overridden(name, stage.module)]
+            for name in hooks:
+                if mentions([getattr(stage.module, name)], stage.module, lambda word: word in _PARAMETERS):
+                    stage.rehearsal.notes.clear()
+                    with recorded_logs(stage.module), _read_by_loggers():
+                        stage.rehearsal._hook(name)
+                    if found := next((note for note in stage.rehearsal.notes if MissingValue.__name__ in note), None):
+                        return found
+        return None
+
     def _taken(self, stage: Stage) -> dict[str, Tensor]:
         """Take the gradients of a stage's parameters, which are then set to None."""
         found = {}
@@ -232,7 +253,9 @@ class Together:
 
         stage.rehearsal.__dict__["_call"] = step
         try:
-            stage.rehearsal.training_step(batch(), batch_idx)
+            with recorded_logs(stage.module) as logged, _read_by_loggers():  # in hooks, which every stage runs
+                stage.rehearsal.training_step(batch(), batch_idx)
+            self.logged.update(logged)
             _hide(stage.module)
         finally:
             del stage.rehearsal.__dict__["_call"]
@@ -318,6 +341,20 @@ def _only_where(module: LightningModule, owns: Callable[[], bool]) -> Iterator[N
         yield
     finally:
         module.__dict__.update(kept)
+
+
+@contextmanager
+def _read_by_loggers() -> Iterator[None]:
+    """While open, the stand-ins of loggers read the tensors that they are given, as ``add_histogram`` does."""
+
+    def read(silent: Silent, *args: Any, **kwargs: Any) -> Silent:
+        for value in tree_leaves((args, kwargs)):
+            if is_absent(value):
+                value.numpy()  # an error that names what is absent
+        return silent
+
+    with patched(Silent, "__call__", read):
+        yield
 
 
 def _nothing(*_: Any, **__: Any) -> None:

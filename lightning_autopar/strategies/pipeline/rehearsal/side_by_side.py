@@ -26,7 +26,15 @@ from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import mapped
 from lightning_autopar.strategies.parity.undo import same_values
-from lightning_autopar.strategies.pipeline.rehearsal.difference import EQUAL, Outcome, Step, difference, leftovers_apart, tensor_distance
+from lightning_autopar.strategies.pipeline.rehearsal.difference import (
+    EQUAL,
+    Outcome,
+    Step,
+    difference,
+    leftovers_apart,
+    of_hook,
+    tensor_distance,
+)
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision, Together, rehearse
 from lightning_autopar.strategies.pipeline.stages.record import record
 from lightning_autopar.strategies.pipeline.stages.recording import Staging, StepRecording
@@ -252,6 +260,8 @@ class Trial:
         if isinstance(left, str):
             return left
         self.appended.update(dict.fromkeys(left))
+        if self._fn == "fit" and (sentence := together.end_epoch()) is not None:
+            return of_hook(sentence)
         return found
 
     def _collect(self, step: Step, together: Together, before: Sequence[Mapping[str, Tensor]], theirs: Step) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopar.engines import Finding
+from lightning_autopar.memory.trace.bare_step import Silent
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.pipeline.rehearsal import side_by_side as trial
 from lightning_autopar.strategies.pipeline.rehearsal import stage_probe as probing
@@ -324,6 +326,44 @@ def test_hooks_that_look_at_gradients() -> None:
     assert refusal is not None
     assert "on_after_backward" in refusal
     assert "the gradient of the parameter" in refusal
+
+
+class Tells(Stack):
+    """Logs in hooks what every stage knows, and gives a logger what is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.board: Any = Silent()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("rate", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+        self.board.add_scalar("batch", batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("parameters", float(sum(parameter.numel() for parameter in self.parameters())))
+
+
+class Watches(Tells):
+    """Gives a logger its parameters."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, parameter in self.named_parameters():
+            self.board.add_histogram(name, parameter, batch_idx)
+
+
+class Weighs(Tells):
+    """Logs a norm after each epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("norm", self.head.weight.norm())
+
+
+def test_hooks_that_look_at_parameters() -> None:
+    assert probed(Tells()).value.refusal is None
+    for kind, hook in ((Watches, "on_train_batch_end"), (Weighs, "on_train_epoch_end")):
+        refusal = probed(kind()).value.refusal
+        assert refusal is not None
+        assert re.search(rf"in stages {hook} fails \('\w+' reads the values of the parameter '.*', which another stage has\)", refusal)
 
 
 class Normalised(Stack):
