@@ -181,7 +181,9 @@ def test_a_loader_is_looked_at_up_to_its_length() -> None:
     assert [4, 3] in [[len(x) for x, _ in batch.batch] for batch in some_batches(EndsBadly(), 5.0)]
     both = lambda pair: (pair[0][0].mean(1) + pair[1][0].mean(1).sum(0), pair[0][1])  # noqa: E731
     with pytest.raises(ValueError, match=r"4, 5, 3\), \(4, 1\), \(3, 5, 3\).*in another batch than the first"):
-        trained(lambda: Blocks(both), lambda: [Pairs()] * 2, "ddp")
+        trained(lambda: Blocks(both), lambda: [Pairs()] * 2, "single", 2)
+    ours, theirs = (trained(lambda: Blocks(both), lambda: [Pairs()] * 2, under) for under in ("ddp", None))
+    same(ours, theirs)  # the ranks share the network, and each has the whole batch
 
 
 class Nodes(Blocks):
@@ -217,9 +219,9 @@ def test_graphs(engine: str, dropout: float) -> None:
 
 
 def test_dropout_over_nodes_is_no_row_of_samples() -> None:
-    """In the first batch the nodes are dealt out evenly by chance."""
-    with pytest.raises(Exception, match=r"exact=True, and .*in another batch than the first|exact=True, and the split batch's loss"):
-        trained(lambda: Nodes(0.3), graph_loaders(3, 3, 3, 3, *LENGTHS), "ddp", exact=True)
+    """In the first batch the nodes are dealt out evenly by chance. The ranks share the network by nodes, and each has the whole batch."""
+    ours, theirs = (trained(lambda: Nodes(0.3), graph_loaders(3, 3, 3, 3, *LENGTHS), under, exact=True) for under in ("ddp", None))
+    same(ours, theirs)
 
 
 @pytest.mark.parametrize("hetero", [False, True], ids=["graphs", "graphs of several kinds"])
