@@ -180,7 +180,7 @@ class EndsBadly(Pairs):
 def test_a_loader_is_looked_at_up_to_its_length() -> None:
     assert [4, 3] in [[len(x) for x, _ in batch.batch] for batch in some_batches(EndsBadly(), 5.0)]
     both = lambda pair: (pair[0][0].mean(1) + pair[1][0].mean(1).sum(0), pair[0][1])  # noqa: E731
-    with pytest.raises(ValueError, match=r"4, 5, 3\), \(4, 1\), \(3, 5, 3\).*in another batch than the first"):
+    with pytest.raises(ValueError, match=r"it has \(4, 5, 3\), \(4, 1\), \(3, 5, 3\), \(3, 1\)"):
         trained(lambda: Blocks(both), lambda: [Pairs()] * 2, "single", 2)
     ours, theirs = (trained(lambda: Blocks(both), lambda: [Pairs()] * 2, under) for under in ("ddp", None))
     same(ours, theirs)  # the ranks share the network, and each has the whole batch
