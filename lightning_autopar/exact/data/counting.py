@@ -12,16 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy
 import torch
 from torch import Tensor
 
 from lightning_autopar.exact.data.rank_share import BatchShare, Tally
 from lightning_autopar.exact.data.rows import is_collection, is_leaf, is_object, state_of
-
-try:
-    import numpy
-except ImportError:  # torch runs without it
-    numpy = None  # type: ignore[assignment]
 
 Path = tuple[Any, ...]
 #: What every rank gives for each count, by rank.
@@ -150,7 +146,7 @@ def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def _tensor(value: Any) -> Tensor | None:
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
         value = torch.as_tensor(value)
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested and value.dtype in _DTYPES
     return value.detach() if is_dense else None

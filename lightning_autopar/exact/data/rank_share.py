@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
+import numpy
 import torch
 
 from lightning_autopar.plans import count_dealt
@@ -63,12 +64,6 @@ def _indices(turns: tuple[int, ...], of: int, holder: int) -> range | tuple[int,
     if len(gaps) == 1:
         return range(min(places[0], of), of, gaps.pop())
     return tuple(sample for begin in range(0, of, period) for sample in (begin + place for place in places) if sample < of)
-
-
-try:
-    import numpy
-except ImportError:  # torch runs without it
-    numpy = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +184,7 @@ def cut(samples: Any, rank: int, dealing: Dealing) -> Any:
         return _picked(samples, own)
     if isinstance(getattr(samples, "batch_size", None), torch.Size):  # a TensorDict
         return samples[index_of(own, torch.device("cpu"))]
-    if numpy is not None and isinstance(samples, numpy.ndarray):
+    if isinstance(samples, numpy.ndarray):
         return samples[list(own)]
     picked = [samples[index] for index in own]
     return tuple(picked) if isinstance(samples, tuple) else picked

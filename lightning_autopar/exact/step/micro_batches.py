@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_autopar._lightning import Callback
+from lightning_autopar._lightning import Callback, LightningModule, Trainer
 from lightning_autopar._lightning_compat import combined_mode, is_overridden
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.tensor import is_absent
@@ -27,7 +27,6 @@ from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.plans import Plan
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
     from torch.nn import Parameter
 
 #: Runs the user's step, or a backward pass.

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_autopar._lightning import Strategy
+from lightning_autopar._lightning import Strategy, Trainer
 from lightning_autopar._lightning_compat import (
     TrainerFn,
     before_transfers,
@@ -54,9 +54,6 @@ from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWAR
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
 from lightning_autopar.strategies.base.process_group import all_alike, everyones
 from lightning_autopar.strategies.base.run_plan import RunPlan
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class EngineMixin(Strategy):

@@ -7,16 +7,14 @@ Where each has the whole batch, what it logs is one device's, and nothing is red
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning_autopar._lightning import Trainer
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.logs.logged_values import already_global
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.exact.step.shared_network import SharedNetwork
 from lightning_autopar.strategies.base.mixin import EngineMixin
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class SplitMixin(EngineMixin):

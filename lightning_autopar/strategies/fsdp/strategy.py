@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import Metric
 
-from lightning_autopar._lightning import ModelParallelStrategy
+from lightning_autopar._lightning import ModelParallelStrategy, Trainer
 from lightning_autopar._lightning_compat import (
     TrainerFn,
     bare_optimizer,
@@ -45,10 +45,6 @@ from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.split_mixin import SplitMixin
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, groups_of
 from lightning_autopar.strategies.fsdp.whole_results import whole_results
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 _OVERLOADS = ("default", "tensor_lr")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autopar._fork import ChildFailed, run_forked
-from lightning_autopar._lightning import LightningModule
+from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
@@ -24,9 +24,6 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
 from lightning_autopar.strategies.parity.check_outcome import PASSED, Check, failed, not_made
 from lightning_autopar.strategies.parity.rehearsal import STEPS, TIMEOUT_SECONDS, Engine, rehearse, rehearsed
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 #: The most elements of a stand-in's dimension; one more where the parameter's size is odd, so that ranks' shards of it are uneven as well.
 _SIZE = 8

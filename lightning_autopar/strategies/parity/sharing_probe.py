@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_unflatten
 
 from lightning_autopar._fork import ChildFailed, run_forked
-from lightning_autopar._lightning import LightningModule
+from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar._temporary import patched
@@ -44,10 +44,6 @@ from lightning_autopar.strategies.parity.draw_probe import DrawObserver, everyth
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.split_probe import _Probe
 from lightning_autopar.strategies.parity.undo import undone
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 _LOG = logging.getLogger(__name__)
 #: Relative differences that are rounding, in double precision and in single precision.

@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_autopar._lightning import LightningModule
+from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar.constraints import SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng
@@ -43,10 +43,6 @@ from lightning_autopar.strategies.parity.metric_trial import MetricTrial
 from lightning_autopar.strategies.parity.undo import StepEffects, changing_buffers, check_room, same_values, tensors_of, undone, uneven
 from lightning_autopar.strategies.parity.weighing import Weighing
 from lightning_autopar.text import error_line
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import before_transfer, is_overridden, transfer_batch
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
@@ -26,9 +27,6 @@ from lightning_autopar.exact.logs.log_rules import LOSS, LogComparison, Logged, 
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
 
 _LOG = logging.getLogger(__name__)
 #: Relative difference up to which losses count as equal; see :mod:`.split_probe`.
