@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
@@ -80,10 +80,23 @@ def attributes(module: LightningModule) -> dict[str, Place]:
     return {
         f"{prefix}.{name}".lstrip("."): (vars(child), name)
         for prefix, child in module.named_modules()
-        if not isinstance(child, Metric) and (child is module or not f"{type(child).__module__}.".startswith(_OTHERS))
+        if _is_the_users(child, module)
         for name in vars(child)
         if name not in _NOT_KEPT
     }
+
+
+def made_by_step(module: LightningModule, name: str) -> Place | None:
+    """The place of an attribute that a step makes, of which the class may have a default (``total = 0.0``); None if it isn't one of
+    those that :func:`attributes` gives.
+    """
+    owner, _, attribute = name.rpartition(".")
+    child = dict(module.named_modules()).get(owner)
+    return (child.__dict__, attribute) if child is not None and _is_the_users(child, module) and attribute not in _NOT_KEPT else None
+
+
+def _is_the_users(child: nn.Module, module: LightningModule) -> bool:
+    return not isinstance(child, Metric) and (child is module or not f"{type(child).__module__}.".startswith(_OTHERS))
 
 
 def settled(evidence: Evidence) -> tuple[dict[Path, Any], dict[Path, str]]:

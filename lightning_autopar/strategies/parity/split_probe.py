@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_o
 from lightning_autopar.exact.logs.hooks import mentions
 from lightning_autopar.exact.logs.log_rules import LOSS, LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, taken
-from lightning_autopar.exact.step.attributes import attributes, settled, title, variables
+from lightning_autopar.exact.step.attributes import Place, attributes, made_by_step, settled, title, variables
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory.footprint import Conduct
@@ -47,12 +47,9 @@ from lightning_autopar.text import error_line
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-#: Relative difference up to which losses count as equal: rounding of float32 sums taken in another order.
-_EQUAL = 1e-5
-#: How often a step that shuffles samples at random is compared again.
-_ORDERS = 4
-#: Names of what picks samples by their values.
-_PICKS = ("argsort", "kthvalue", "median", "nanmedian", "quantile", "sort", "topk")
+_EQUAL = 1e-5  # relative difference of losses that count as equal: rounding of float32 sums taken in another order
+_ORDERS = 4  # how often a step that shuffles samples at random is compared again
+_PICKS = ("argsort", "kthvalue", "median", "nanmedian", "quantile", "sort", "topk")  # samples by their values
 
 
 def probe_split(
@@ -191,6 +188,8 @@ class _Probe:
         #: The attributes and variables that are compared, and their values after each run; and whether a run's effects are kept.
         self.watched: tuple[str, ...] = ()
         self.left: list[dict[str, Any]] = []
+        #: The latter where metrics exchange nothing, as in parts that run one after the other; empty where there are no metrics.
+        self.apart: list[dict[str, Any]] = []
         self.lasting = False
         self.drifting: tuple[float, str] | None = None
         self.written: tuple[float, str] | None = None
@@ -253,14 +252,18 @@ class _Probe:
         self.effects.append(effects)
 
     def _watched(self) -> dict[str, Any]:
+        found = ((name, space.get(key, MISSING)) for name, (space, key) in self._places(self.watched).items())
+        return {name: taken(value) for name, value in found if value is not MISSING}
+
+    def _places(self, names: Iterable[str]) -> dict[str, Place]:
+        """Where the attributes and variables of these names are, as far as a step may keep something there."""
         places = attributes(self.module) | self.variables
-        found = {name: places[name][0].get(places[name][1], MISSING) for name in self.watched if name in places}
-        return {name: taken(value) for name, value in found.items() if value is not MISSING}
+        found = {name: places.get(name) or made_by_step(self.module, name) for name in names}
+        return {name: place for name, place in found.items() if place is not None}
 
     def _with_kept(self, finding: SplitFinding, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> SplitFinding:
         """The finding, with how the values that the step keeps of a batch's parts combine into those of the whole batch."""
-        places = attributes(self.module) | self.variables
-        self.watched = tuple(dict.fromkeys(name for effects in self.effects for name in effects.kept if name in places))
+        self.watched = tuple(self._places(dict.fromkeys(name for effects in self.effects for name in effects.kept)))
         if not self.watched:
             return finding
         try:
@@ -287,7 +290,8 @@ class _Probe:
             shares = self.weighing.shares(size)
             before = self._watched()
             self._observed(step, shares)
-            evidence.see(before, self.left[0], self.left[1:], shares)
+            for left in filter(None, (self.left, self.apart)):
+                evidence.see(before, left[0], left[1:], shares)
 
         see(size)
         with undone(self.module, self.writes, self.variables):
@@ -561,13 +565,14 @@ class _Probe:
                 return observe(step, self.batches.part, shares, groups_first=groups_first)
 
         apart = observed(merge=False)
+        self.apart = self.left[:] if self.metrics.exchanged else []
         if not self.metrics.exchanged:
             return apart
         rng.restore(state, {})
         if self.metrics.trained and not difference_of(apart, shares) <= _EQUAL:
-            names = ", ".join(self.metrics.trained)
             self.part_reason = (
-                f"the loss goes by {names}, which is no mean over the samples, and a part of a batch would be trained on its own"
+                f"the loss goes by {', '.join(self.metrics.trained)}, which is no mean over the samples, and a part of a batch would be "
+                "trained on its own"
             )
         return observed(merge=True)
 

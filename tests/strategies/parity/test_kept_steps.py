@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
 
 from lightning_autopar import AutoParallelStrategy, Plan
 from lightning_autopar.strategies.parity.split_probe import probe_split
@@ -143,6 +144,43 @@ def test_what_is_kept_over_an_epoch_is_one_devices(name: str) -> None:
     theirs_logged = {name: float(value) for name, value in their_trainer.callback_metrics.items()}
     assert {name: float(value) for name, value in trainer.callback_metrics.items()} == pytest.approx(theirs_logged, abs=1e-5, rel=1e-5)
     assert (ours.steps, float(ours.last)) == (theirs.steps, pytest.approx(float(theirs.last), abs=1e-5))
+
+
+class Defaults(pl.LightningModule):
+    """Sums its losses up in an attribute that only the class has at first, and makes a buffer in its first step."""
+
+    total = 0.0
+
+    def __init__(self, *, metric: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.metric: Any = MeanSquaredError() if metric else nn.functional.mse_loss
+        self.sums: list[float] = []
+        self.register_buffer("scale", None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.full((4,), 0.5)
+        loss: Tensor = self.metric(self.layer(batch[0] * self.scale), batch[1])
+        self.total += float(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.sums.append(self.total)
+        self.total = 0.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:You passed in a `val_dataloader`")
+@pytest.mark.parametrize(("name", "metric"), [("ddp", False), ("ddp", True), ("parts", False), ("parts", True)])
+def test_a_default_of_the_class_is_an_attribute_as_well(name: str, metric: bool) -> None:
+    """A metric's value is the whole batch's on each rank, and a part's own in each part: one rule must explain both."""
+    theirs, _ = fit(lambda: Defaults(metric=metric), "auto")
+    ours, _ = fit(lambda: Defaults(metric=metric), AutoParallelStrategy(devices="2xcpu:1GiB", **PLANS[name]))  # type: ignore[arg-type]
+    assert ours.sums == pytest.approx(theirs.sums, rel=1e-5)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
 class Rootmean(Base):

@@ -476,6 +476,11 @@ def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> 
     """Copy weights in place where they have the same dtype and shape, so that references to them stay valid."""
     # Only the workers had values for tensors on the meta device, and such a tensor can't be filled in place.
     move_tensors(module, "cpu", lambda tensor: tensor.is_meta)
+    values = saved["state_dict"] | saved["buffers"]
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is None and (value := values.get(f"{prefix}.{name}".lstrip("."))) is not None:
+                child._buffers[name] = torch.empty_like(value)  # a step of the run has made it
     targets = dict(_tensors(module))
     with torch.no_grad():
         for name, value in (saved["state_dict"] | saved["buffers"]).items():
