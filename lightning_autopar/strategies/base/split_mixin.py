@@ -45,7 +45,8 @@ class SplitMixin(EngineMixin):
 
 def _whole(own: Callable[..., None]) -> Callable[..., None]:
     def log(fx: str, name: str, value: Any, **arguments: Any) -> None:
-        own(fx, name, value, **already_global(arguments))
+        # Such as a norm of shards, which hooks on all ranks log. DTensor itself isn't imported here: DDP does without.
+        own(fx, name, value.full_tensor() if hasattr(value, "full_tensor") else value, **already_global(arguments))
 
     return log
 
