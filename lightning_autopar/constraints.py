@@ -16,6 +16,9 @@ from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.plans import Engine, Plan, all_engines, offered_engines
 from lightning_autopar.text import format_bytes, parse_memory
 
+#: Where :attr:`SplitFinding.log_rules` says how the losses of a batch's parts make the whole batch's.
+LOSS = ("training_step", "")
+
 #: The least memory limit: a CUDA context alone takes hundreds of times as much, so a bare number below this lacks its unit.
 _LEAST_MEMORY = 1 << 20
 

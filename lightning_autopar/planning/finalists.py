@@ -31,7 +31,7 @@ _MOST_ALLOCATIONS = 60_000
 _MORE_ALLOCATIONS = 30_000
 #: And so many more until the plan that is chosen has been replayed. The best candidate is replayed in any case.
 _LAST_ALLOCATIONS = 300_000
-#: What making a replay ready takes, in allocations.
+#: A replay's preparation takes as long as this many of its allocations.
 _ALLOCATIONS_A_REPLAY = 500
 
 #: Of a plan that is taken once a search has replayed as much as it may.

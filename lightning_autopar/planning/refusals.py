@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from lightning_autopar import engines
-from lightning_autopar.constraints import SPLIT_TOLERANCE, Constraints, SplitFinding, overrule, overruled
+from lightning_autopar.constraints import LOSS, SPLIT_TOLERANCE, Constraints, SplitFinding, overrule, overruled
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import Footprint, Sharing
@@ -235,7 +235,7 @@ def split_notes(constraints: Constraints) -> tuple[str, ...]:
 
 def weighing_notes(split: SplitFinding | None) -> tuple[str, ...]:
     """What parts of a batch weigh, where it isn't their samples: nothing to warn of."""
-    rules = () if split is None else split.log_rules.get(("training_step", ""), ())
+    rules = () if split is None else split.log_rules.get(LOSS, ())
     if not rules or rules[0] == "mean":
         return ()
     if rules[0] == "sum":

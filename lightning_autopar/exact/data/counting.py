@@ -16,11 +16,12 @@ import numpy
 import torch
 from torch import Tensor
 
+from lightning_autopar.constraints import LOSS
 from lightning_autopar.exact.data.rank_share import BatchShare, Tally
 from lightning_autopar.exact.data.rows import is_collection, is_leaf, is_object, state_of
 
 Path = tuple[Any, ...]
-#: What every rank gives for each count, by rank.
+#: A collective: each rank gives its number for each count, and gets those of every rank, in the order of ranks.
 Gather = Callable[[list[float]], Sequence[Sequence[float]]]
 #: How deep in a batch tensors are looked for.
 _DEEP = 5
@@ -80,7 +81,8 @@ class Count:
         tensor = self.tensor(batch)
         if self.kind == "rows":
             return torch.ones(len(tensor), dtype=torch.float64)
-        tensor = {"": tensor, "first": tensor[:, 1:], "last": tensor[:, :-1]}[self.without] if self.without else tensor
+        if self.without:
+            tensor = tensor[:, 1:] if self.without == "first" else tensor[:, :-1]
         counted = tensor if self.kind == "sum" else tensor.isfinite() if self.kind == "finite" else tensor != self.ignored
         return (counted.flatten(1).sum(1, dtype=torch.float64) if counted.ndim > 1 else counted.double()).cpu()
 
@@ -160,12 +162,16 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     return list(state_of(value).items()) if is_object(value) else []
 
 
+def _item(value: Any, key: Any) -> Any:
+    return value[key] if isinstance(value, (Mapping, list, tuple)) else state_of(value)[key]
+
+
 def _at(batch: Any, path: Path) -> Tensor:
     value = batch
     for key in path:
         if is_leaf(value) or isinstance(value, Tensor):
             raise LookupError(path)
-        value = value[key] if isinstance(value, (Mapping, list, tuple)) else state_of(value)[key]
+        value = _item(value, key)
     tensor = _tensor(value)
     if tensor is None:
         raise LookupError(path)
@@ -183,7 +189,7 @@ class BatchCounts:
     """
 
     def __init__(self, rules: Mapping[tuple[str, str], Rule], gather: Gather | None, replicated: int = 1) -> None:
-        self._by: Rule = rules.get(("training_step", ""), "mean")
+        self._by: Rule = rules.get(LOSS, "mean")
         self._counts: dict[str, list[Count]] = {}
         for (hook, _), rule in rules.items():
             if isinstance(rule, Count) and rule not in self._counts.setdefault(hook, []):
@@ -268,7 +274,7 @@ def _counted(count: Count, batch: Any, share: BatchShare | None) -> _Counted | N
         for place, key in enumerate(count.path):
             if is_collection(value):
                 return [replace(count, path=count.path[place:]).total(sample) for sample in value.to_data_list()]
-            value = value[key] if isinstance(value, (Mapping, list, tuple)) else state_of(value)[key]
+            value = _item(value, key)
         return rows
 
     return _Counted(total=sum(rows), of_samples=of_samples)

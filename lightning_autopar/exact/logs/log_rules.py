@@ -21,7 +21,6 @@ from lightning_autopar.exact.data.counting import Count, Rule
 #: Hook and name of a logged value → ``"mean"`` (over samples), ``"sum"``, ``"max"``, ``"min"``, or what it is a mean over. The loss of
 #: ``training_step`` has the name ``""``; without a rule it is a mean over samples.
 LogRules = Mapping[tuple[str, str], Rule]
-LOSS = ("training_step", "")
 
 #: Relative difference up to which a rule explains a value: the effect of single precision's rounding with terms that cancel.
 _EQUAL = 1e-5

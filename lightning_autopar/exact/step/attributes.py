@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
+from lightning_autopar._lightning_compat import step_name
 from lightning_autopar._root import PYTORCH
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.reached import Reached
@@ -75,28 +76,23 @@ def is_variable(name: str) -> bool:
     return " " in name
 
 
-def attributes(module: LightningModule) -> dict[str, Place]:
-    """The attributes in which a user's step may keep something, by dotted name: those of the user's modules, without metrics."""
+def attributes(module: LightningModule, made: Iterable[str] = ()) -> dict[str, Place]:
+    """The attributes in which a user's step may keep something, by dotted name: those of the user's modules, without metrics.
+
+    Args:
+        module: the root.
+        made: further names, of attributes that a step makes; the class may have a default of them (``total = 0.0``).
+    """
+    more: dict[str, list[str]] = {}
+    for owner, _, name in (each.rpartition(".") for each in made):
+        more.setdefault(owner, []).append(name)
     return {
         f"{prefix}.{name}".lstrip("."): (vars(child), name)
         for prefix, child in module.named_modules()
-        if _is_the_users(child, module)
-        for name in vars(child)
+        if not isinstance(child, Metric) and (child is module or not f"{type(child).__module__}.".startswith(_OTHERS))
+        for name in (*vars(child), *more.get(prefix, ()))
         if name not in _NOT_KEPT
     }
-
-
-def made_by_step(module: LightningModule, name: str) -> Place | None:
-    """The place of an attribute that a step makes, of which the class may have a default (``total = 0.0``); None if it isn't one of
-    those that :func:`attributes` gives.
-    """
-    owner, _, attribute = name.rpartition(".")
-    child = dict(module.named_modules()).get(owner)
-    return (child.__dict__, attribute) if child is not None and _is_the_users(child, module) and attribute not in _NOT_KEPT else None
-
-
-def _is_the_users(child: nn.Module, module: LightningModule) -> bool:
-    return not isinstance(child, Metric) and (child is module or not f"{type(child).__module__}.".startswith(_OTHERS))
 
 
 def settled(evidence: Evidence) -> tuple[dict[Path, Any], dict[Path, str]]:
@@ -154,12 +150,7 @@ class KeptSteps:
     @property
     def _now(self) -> PathRules:
         """The rules for the step that runs."""
-        return self._rules.get(self._hook, {})
-
-    @property
-    def _hook(self) -> str:
-        trainer = self._trainer
-        return "training_step" if trainer.training else "test_step" if trainer.testing else "validation_step"
+        return self._rules.get(step_name(self._trainer), {})
 
     @contextmanager
     def step(self, share: BatchShare | None) -> Iterator[None]:
@@ -195,7 +186,7 @@ class KeptSteps:
 
     def _places(self, rules: PathRules) -> dict[str, Place]:
         """The places of what the running step keeps; found once, as functions don't change within a run."""
-        hook = self._hook
+        hook = step_name(self._trainer)
         if hook not in self._found:
             self._found[hook] = places_of(self._trainer.lightning_module, tuple(dict.fromkeys(path[0] for path in rules)))
         return self._found[hook]

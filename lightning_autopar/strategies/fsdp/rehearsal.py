@@ -11,7 +11,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -72,7 +72,7 @@ def rehearse_fsdp(
     refusal = unshardable(module)
     if refusal is not None:
         return failed(refusal)
-    optimizers = partial(optimizers_run, module, trainer, _OPTIMIZERS)
+    optimizers = cache(partial(optimizers_run, module, trainer, _OPTIMIZERS))
     engine = Engine(
         steps=partial(_steps, tuple(shard_fqns), by_plan),
         where="on sharded parameters",

@@ -43,7 +43,7 @@ from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import DrawObserver, everything
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.split_probe import _Probe
-from lightning_autopar.strategies.parity.undo import undone
+from lightning_autopar.strategies.parity.undo import put_back, undone
 
 _LOG = logging.getLogger(__name__)
 #: Relative differences that are rounding, in double precision and in single precision.
@@ -76,7 +76,7 @@ def with_shared_network(
         evaluated: batches of the validation, on which it must hold as well.
     """
     try:
-        sharing, shared = run_forked(probe_sharing, module, trainer, first, more, evaluated, footprint)
+        sharing, shared = run_forked(probe_sharing, module, trainer, first, more, evaluated, footprint, timeout_seconds=2 * _SECONDS)
     except ChildFailed:
         _LOG.debug("whether ranks can share the network can't be tried", exc_info=True)
         return footprint, {}
@@ -149,7 +149,7 @@ class _SharingProbe(_Probe):
 
     def __init__(self, module: LightningModule, trainer: Trainer | None, batches: BatchParts, conduct: Conduct | None) -> None:
         super().__init__(module, trainer, batches, conduct)
-        #: What the user's code asks torch.distributed for.
+        #: The function of torch.distributed that the user's step has called; empty if it has called none.
         self.asks = ""
         #: FLOPs of the step's forward.
         self.flops = 0
@@ -272,9 +272,7 @@ class _SharingProbe(_Probe):
         losses |= {f"the loss{place}": leaf.detach() for place, leaf in flattened(loss)[0] if isinstance(leaf, Tensor)}
         left = {f"{name}{place}": value for name, kept in self.left[-1].items() for place, value in _tensors_in(kept)}
         left |= {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
-        for name, buffer in self.module.named_buffers():
-            if name in self.buffers:
-                buffer.data = self.buffers[name].clone()
+        put_back(self.module, self.buffers)
         rng.restore(state, {})
         return _Outcome(losses=losses, gradients=gradients, left=left)
 
@@ -343,7 +341,7 @@ class _Trial(SharingSteps):
             self.excluded.add(name)
             self.shared.pop(name, None)
             rng.restore(state, {})
-            _put_back(child, buffers)
+            put_back(child, buffers)
             return own(*args, **kwargs)
         self.shared[name] = seen
         return found[0]
@@ -413,7 +411,7 @@ class _Runs:
     def on(self, given: Any, observer: DrawObserver) -> tuple[Any, rng.RngState]:
         """The output, and the generators' states then."""
         rng.restore(self.state, {})
-        _put_back(self.child, self.buffers)
+        put_back(self.child, self.buffers)
         with undone(self.child, ()) as effects:
             output = observer.run(lambda arguments: self.own(*arguments[0], **arguments[1]), lambda share: given)
         ended = rng.capture({})
@@ -458,12 +456,6 @@ def _may_be_shared(child: nn.Module) -> bool:
 def _within(name: str, others: Collection[str]) -> bool:
     """Whether a submodule lies in one of others."""
     return any(name.startswith(f"{other}.") for other in others)
-
-
-def _put_back(child: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    for name, buffer in child.named_buffers():
-        if name in buffers:
-            buffer.data = buffers[name].clone()
 
 
 def _joined(whole: Tensor, pieces: Sequence[Tensor], ranks: Sequence[int], step: int) -> Tensor | None:

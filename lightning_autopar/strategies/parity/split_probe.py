@@ -22,25 +22,25 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import transfer_batch
-from lightning_autopar.constraints import SplitFinding, overrule, overruled
+from lightning_autopar.constraints import LOSS, SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counting import Count
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.logs.hooks import mentions
-from lightning_autopar.exact.logs.log_rules import LOSS, LogComparison, Logged, compare_logs, recorded_logs
+from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, taken
-from lightning_autopar.exact.step.attributes import Place, attributes, made_by_step, settled, title, variables
+from lightning_autopar.exact.step.attributes import Place, attributes, settled, title, variables
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
+from lightning_autopar.strategies.parity import undo
 from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.losses import Backwards, call_closure, difference_of, groups_first_of
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
-from lightning_autopar.strategies.parity.undo import StepEffects, changing_buffers, check_room, same_values, tensors_of, undone, uneven
 from lightning_autopar.strategies.parity.weighing import Weighing
 from lightning_autopar.text import error_line
 
@@ -176,7 +176,7 @@ class _Probe:
         self._prepared = False
         self.logs: list[dict[str, Logged]] = []
         self.moved: list[dict[str, Tensor]] = []
-        self.effects: list[StepEffects] = []
+        self.effects: list[undo.StepEffects] = []
         #: The generators' states after each run, and the names of those that a part of the batch leaves in another state than the whole.
         self.ends: list[rng.RngState] = []
         self.drawn_apart: tuple[str, ...] = ()
@@ -243,9 +243,9 @@ class _Probe:
         return self._with_kept(SplitFinding(log_rules=found.matching, notes=found.notes), hook, step, 2)
 
     @contextmanager
-    def _harmless(self) -> Iterator[StepEffects]:
+    def _harmless(self) -> Iterator[undo.StepEffects]:
         """The context of a run; afterwards the module is as before."""
-        with nullcontext(StepEffects()) if self.lasting else undone(self.module, self.writes, self.variables) as effects:
+        with nullcontext(undo.StepEffects()) if self.lasting else undo.undone(self.module, self.writes, self.variables) as effects:
             yield effects
             self.left.append(self._watched())
             self.ends.append(rng.capture(rng.find_generators(self.module.named_modules())))
@@ -257,9 +257,9 @@ class _Probe:
 
     def _places(self, names: Iterable[str]) -> dict[str, Place]:
         """Where the attributes and variables of these names are, as far as a step may keep something there."""
-        places = attributes(self.module) | self.variables
-        found = {name: places.get(name) or made_by_step(self.module, name) for name in names}
-        return {name: place for name, place in found.items() if place is not None}
+        names = list(names)
+        places = attributes(self.module, made=names) | self.variables
+        return {name: places[name] for name in names if name in places}
 
     def _with_kept(self, finding: SplitFinding, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> SplitFinding:
         """The finding, with how the values that the step keeps of a batch's parts combine into those of the whole batch."""
@@ -294,7 +294,7 @@ class _Probe:
                 evidence.see(before, left[0], left[1:], shares)
 
         see(size)
-        with undone(self.module, self.writes, self.variables):
+        with undo.undone(self.module, self.writes, self.variables):
             self.lasting = True
             try:
                 # On the whole batch: then the least of all losses is changed by one part and not by another, and is no mean of theirs.
@@ -390,11 +390,9 @@ class _Probe:
                 output = loss = recorded = None  # type: ignore[assignment]  # and with them the step's graph
             for name, buffer in self.module.named_buffers() if self._prepared else ():
                 before = self.buffers.get(name)
-                if before is None or buffer.shape != before.shape or not same_values(buffer, before):
+                if before is None or buffer.shape != before.shape or not undo.same_values(buffer, before):
                     moved[name] = buffer.detach().double()
-        for name, buffer in self.module.named_buffers():
-            if name in self.buffers:
-                buffer.data = self.buffers[name].clone()
+        undo.put_back(self.module, self.buffers)
         self.logs.append(logged)
         self.moved.append(moved)
         return losses
@@ -489,14 +487,14 @@ class _Probe:
         observed = self._observed(self.losses, shares, groups_first=groups_first)
         if not self.batches.double:
             self.logged = self._logs_compared("training_step", shares)
-            self.drifting = changing_buffers(self.moved)
+            self.drifting = undo.changing_buffers(self.moved)
             same_shape = (name for name, value in self.moved[0].items() if name in self.buffers and value.shape == self.buffers[name].shape)
             self.counted = tuple(sorted(same_shape))
-            self.written = changing_buffers([effects.written for effects in self.effects])
+            self.written = undo.changing_buffers([effects.written for effects in self.effects])
             if self.writes is None and self.effects[0].written:  # else the trace tells
                 name = next(iter(self.effects[0].written))
                 self.part_reason = f"the step writes to the parameter {name!r}, which each part of a batch would do"
-            self.uneven_calls = uneven([effects.calls for effects in self.effects])
+            self.uneven_calls = undo.uneven([effects.calls for effects in self.effects])
             # Seen by the states, not by the loss: a draw for each sample may change nothing in the first batch.
             differing = [name for end in self.ends[1:] for name in rng.changed(self.ends[0], end)]
             # It is known already that these draw alone.
@@ -588,13 +586,13 @@ class _Probe:
     @contextmanager
     def _in_double(self) -> Iterator[None]:
         """While open, the module and its batches are in double precision; a MemoryError where the host has no room for that."""
-        check_room(8 * sum(tensor.numel() for _, tensor in tensors_of(self.module)), "the module in double precision")
-        before, types = self.buffers, {name: tensor.dtype for name, tensor in tensors_of(self.module)}
+        undo.check_room(8 * sum(tensor.numel() for _, tensor in undo.tensors_of(self.module)), "the module in double precision")
+        before, types = self.buffers, {name: tensor.dtype for name, tensor in undo.tensors_of(self.module)}
         try:
             self.module.double()
             self.batches.double, self.buffers = True, {name: tensor.clone() for name, tensor in self.module.named_buffers()}
             yield
         finally:
             self.batches.double, self.buffers = False, before
-            for name, tensor in tensors_of(self.module):
+            for name, tensor in undo.tensors_of(self.module):
                 tensor.data = tensor.data.to(types[name])

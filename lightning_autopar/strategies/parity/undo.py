@@ -49,6 +49,18 @@ class StepEffects:
     kept: tuple[str, ...] = ()
 
 
+def put_back(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Give the module's buffers the values that they had; those that have come since stay.
+
+    Args:
+        module: whose buffers a step may have written to.
+        buffers: copies of their values, by name.
+    """
+    for name, buffer in module.named_buffers():
+        if name in buffers:
+            buffer.data = buffers[name].clone()
+
+
 @contextmanager
 def undone(module: nn.Module, writes: Collection[str] | None = None, outside: Mapping[str, Place] | None = None) -> Iterator[StepEffects]:
     """The context of a step: afterwards the module's parameters and the attributes of its submodules, with their contents, are as before.

@@ -20,10 +20,11 @@ from torch import nn
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import before_transfer, is_overridden, transfer_batch
 from lightning_autopar._temporary import patched
+from lightning_autopar.constraints import LOSS
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counting import Count, Rule, candidates
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, share_of
-from lightning_autopar.exact.logs.log_rules import LOSS, LogComparison, Logged, compare_logs, shares_alike
+from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, shares_alike
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything

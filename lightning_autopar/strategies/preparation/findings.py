@@ -20,14 +20,14 @@ from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
-from lightning_autopar.constraints import SPLIT_TOLERANCE, SplitFinding
+from lightning_autopar.constraints import LOSS, SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.data.batch_making import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.collate import CollateAll
 from lightning_autopar.exact.data.counting import Count
 from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.exact.logs.kept_by_hooks import keeping_hooks
-from lightning_autopar.exact.logs.log_rules import LOSS, LogComparison
+from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.exact.step.random_operators import draws_apart
@@ -56,7 +56,7 @@ TRACE_SECONDS = 600.0
 QUICK_FLOPS, QUICK_BYTES, QUICK_OPERATIONS = 10**10, 15 * 10**8, 5000
 #: Finds out what a split of a batch changes.
 Split = Callable[..., tuple[SplitFinding, DrawPlan]]
-#: What a module asks its trainer for where a single rank does something alone, which would leave its peers waiting.
+#: A step that reads one of these from its trainer may do something on one rank alone, and its peers would wait for it in a collective.
 _RANKS = {"is_global_zero", "global_rank", "local_rank", "node_rank"}
 _OWN_DRAWS = (
     "draws='per-rank': each rank, and each part of a batch, draws the random numbers of its own samples, so that this is another run than "

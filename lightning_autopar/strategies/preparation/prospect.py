@@ -147,7 +147,7 @@ class Prospect:
                 devices=tuple(look.inventory.device(device) for device in plan.devices),
                 batch=self._batch,
                 draws=findings.draws,
-                shared=findings.shared if findings.footprint.sharing is not None and plan.may_share_network else {},
+                shared=findings.shared if plan.may_share_network else {},
                 data_draws=findings.data_draws,
                 loadings=findings.loadings,
                 log_rules={} if findings.split is None else LogComparison(matching=findings.split.log_rules).rules,

@@ -483,7 +483,7 @@ def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> 
                 child._buffers[name] = torch.empty_like(value)  # a step of the run has made it
     targets = dict(_tensors(module))
     with torch.no_grad():
-        for name, value in (saved["state_dict"] | saved["buffers"]).items():
+        for name, value in values.items():
             target = targets.get(name)
             if target is not None and isinstance(value, Tensor) and (target.dtype != value.dtype or target.shape != value.shape):
                 target.data = torch.empty_like(value)
