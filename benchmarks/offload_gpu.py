@@ -46,7 +46,7 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.appraisal import Appraiser
 from lightning_autopar.planning.block_units import shardable
 from lightning_autopar.plans import OFFLOADS
-from lightning_autopar.report.report import Candidate
+from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.strategies import launcher
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration.calibration import calibrate
@@ -293,7 +293,7 @@ def _train(question: Question, candidate: Candidate, layers: int, out: Path, err
     # The engine caps the allocator at what is free of its device.
     (device,) = question.inventory.devices
     capped = device if question.on_cpu else replace(device, free_bytes=min(device.free_bytes, question.cap_bytes))
-    report: Any = mock.Mock(footprint=traced(question, layers), best_candidate=candidate)
+    report = Report(inventory=question.inventory, footprint=traced(question, layers), candidates=(candidate,), best_index=0)
     run_plan = RunPlan(plan=candidate.plan, devices=(capped,), candidate=candidate)
     decision = Decision(report=report, run_plan=run_plan)
     samples = TensorDataset(torch.randint(size.vocabulary, (size.batch * (_STEPS + 2), size.length + 1)))
