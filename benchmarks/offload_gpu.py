@@ -22,7 +22,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,7 @@ from lightning_autopar.strategies import launcher
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration.calibration import calibrate
 from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
 from lightning_autopar.text import format_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -258,10 +258,10 @@ def train(question: Question, way: str, layers: int, *, recompute: bool, seconds
         "predicted_bytes": held.allocated,
         "predicted_seconds": candidate.seconds.to_dict(),
     }
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # tracing ran a backward, after which torch can't be forked
     with tempfile.TemporaryDirectory() as folder:
         out, error = Path(folder) / "out", Path(folder) / "error"
-        child = context.Process(target=_train, args=(question, candidate, layers, out, error))
+        child = context.Process(target=_train, args=(question, candidate, traced(question, layers), layers, out, error))
         begun = time.monotonic()
         child.start()
         child.join(seconds)
@@ -284,8 +284,10 @@ def train(question: Question, way: str, layers: int, *, recompute: bool, seconds
     return row
 
 
-def _train(question: Question, candidate: Candidate, layers: int, out: Path, error: Path) -> None:
+def _train(question: Question, candidate: Candidate, footprint: Footprint, layers: int, out: Path, error: Path) -> None:
     warnings.simplefilter("ignore")
+    if question.on_cpu and candidate.plan.engine == "zero":
+        import_deepspeed("cpu")
     os.environ["AUTOPAR_CACHE"] = "off"
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_autopar"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -293,7 +295,7 @@ def _train(question: Question, candidate: Candidate, layers: int, out: Path, err
     # The engine caps the allocator at what is free of its device.
     (device,) = question.inventory.devices
     capped = device if question.on_cpu else replace(device, free_bytes=min(device.free_bytes, question.cap_bytes))
-    report = Report(inventory=question.inventory, footprint=traced(question, layers), candidates=(candidate,), best_index=0)
+    report = Report(inventory=question.inventory, footprint=footprint, candidates=(candidate,), best_index=0)
     run_plan = RunPlan(plan=candidate.plan, devices=(capped,), candidate=candidate)
     decision = Decision(report=report, run_plan=run_plan)
     samples = TensorDataset(torch.randint(size.vocabulary, (size.batch * (_STEPS + 2), size.length + 1)))
@@ -340,10 +342,7 @@ def main() -> None:
     inventory = replace(inventory, devices=inventory.devices[:1], links=())
     on_cpu = inventory.devices[0].kind == "cpu"
     if on_cpu:
-        with suppress(ImportError):
-            from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
-
-            import_deepspeed("cpu")
+        import_deepspeed("cpu")
     caps = [round(cap * (GIB if arguments.caps or not on_cpu else MIB)) for cap in arguments.caps or (16, 24, 40)]
     size, precision = (TINY, "32-true") if on_cpu else (LLAMA, "bf16-true")
     rows: list[dict[str, Any]] = []

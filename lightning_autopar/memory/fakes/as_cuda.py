@@ -108,7 +108,7 @@ def _choose(
     """The first kernel in torch's order that takes these (``sdp::select_sdp_backend``)."""
     allowed = {
         _FLASH: torch.backends.cuda.flash_sdp_enabled() and _flash(query, key, value, mask, causal, gqa),
-        _EFFICIENT: torch.backends.cuda.mem_efficient_sdp_enabled() and _efficient(query, key, value),
+        _EFFICIENT: torch.backends.cuda.mem_efficient_sdp_enabled() and _efficient(query, key, value, mask),
         _CUDNN: torch.backends.cuda.cudnn_sdp_enabled() and _cudnn(query, key, value, mask, dropout, gqa, cudnn_head or _CUDNN_HEAD),
         _MATH: torch.backends.cuda.math_sdp_enabled(),
     }
@@ -137,9 +137,9 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     return (square or not causal) and query.size(3) == key.size(3) == value.size(3) <= _FLASH_HEAD
 
 
-def _efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """``sdp::can_use_mem_efficient_attention``; without grouped heads, which it takes from torch 2.14 on (pytorch#191085)."""
-    if query.dtype not in (*_HALF, torch.float32) or not _dense(query, key, value, gqa=False):
+    if query.dtype not in (*_HALF, torch.float32) or not _dense(query, key, value, gqa=False) or _has_gaps(mask):
         return False
     alignment = 8 if query.dtype in _HALF else 4
     return query.size(3) == key.size(3) and query.size(3) % alignment == 0 and value.size(3) % alignment == 0
@@ -149,9 +149,16 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropo
     """``sdp::can_use_cudnn_attention``: no mask that learns, and a dropout of whole sixteenths."""
     if query.dtype not in _HALF or not _dense(query, key, value, gqa=gqa) or (dropout * 16) % 1:
         return False
-    if mask is not None and mask.requires_grad:
+    if _has_gaps(mask) or (mask is not None and mask.requires_grad):
         return False
     return all(tensor.size(3) <= most and tensor.size(3) % 8 == 0 for tensor in (query, value)) and key.size(2) > 1
+
+
+def _has_gaps(mask: Tensor | None) -> bool:
+    """Whether a row's entries don't lie one after the other (``check_last_dim_stride_equals_1_dense``): T5's bias has its heads there, and
+    an expanded mask the same entry for all.
+    """
+    return mask is not None and mask.stride(-1) != 1
 
 
 def _aligned(mask: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call ``torch._VF``, where a CPU would run cell by cell; here they call ``_cudnn_rnn``, as on CUDA
 (``aten/src/ATen/native/cudnn/RNN.cpp``), whose kernels for fake tensors are completed: torch's keep nothing for backward, and have none.
-What cuDNN doesn't take (bfloat16, ``at::native::cudnn_is_acceptable``) and single cells run by torch's own fused cells (``RNN.cpp``).
+Where cuDNN is off, and for single cells, torch's own fused cells run (``RNN.cpp``).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ aten = torch.ops.aten
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 #: A layer keeps so many values for each position, in multiples of the hidden size, see :func:`reserve_elements`.
 _KEPT = {0: 1, 1: 1, 2: 5, 3: 6}
-_ACCEPTED = (torch.float16, torch.float32, torch.float64)
-_NOTE = "recurrent layers run by cuDNN; what they keep for backward is estimated"
-_NATIVE = "recurrent layers that cuDNN doesn't take run by torch's fused cells"
+_NOTE = "recurrent layers run by cuDNN"
+_NATIVE = "cuDNN is off: recurrent layers run by torch's fused cells"
 _COMPOSITE = "CompositeImplicitAutograd"
 
 
-def reserve_elements(positions: int, hidden: int, layers: int, directions: int, mode: int, dropout: float = 0.0) -> int:
-    """Elements that cuDNN's training keeps for backward, beside inputs and outputs (``cudnnGetRNNTempSpaceSizes`` asks the library).
+def reserve_bytes(positions: int, hidden: int, layers: int, directions: int, mode: int, element_bytes: int, dropout: float = 0.0) -> int:
+    """Bytes that cuDNN's training keeps for backward, beside inputs and outputs (``cudnnGetRNNTempSpaceSizes`` asks the library).
 
     For each layer: an LSTM's four gates and cells, a GRU's three gates and three products, a plain layer's output; and the outputs passed
-    between layers, twice with dropout. NVIDIA publishes no formula: these multiples explain the reserve that was printed for four layers of
-    320 (https://github.com/pytorch/pytorch/issues/2895: LSTM 736,000,000 bytes, GRU 864,000,000) exactly.
+    between layers, with dropout also a bit for each. NVIDIA publishes no formula: this is what was kept on an H200 by 15 shapes of each
+    kind (``benchmarks/results/kernels_gpu.json``), to 256 bytes, and what was printed for four layers of 320
+    (https://github.com/pytorch/pytorch/issues/2895: LSTM 736,000,000 bytes, GRU 864,000,000).
 
     Args:
         positions: batch times steps; for packed sequences the sum of their lengths.
@@ -43,10 +43,11 @@ def reserve_elements(positions: int, hidden: int, layers: int, directions: int, 
         layers: stacked layers.
         directions: 2 for bidirectional ones.
         mode: cuDNN's number of the kind of layer.
+        element_bytes: of an element of the input.
         dropout: between layers.
     """
-    between = (layers - 1) * (2 if dropout else 1)
-    return (layers * _KEPT[mode] + between) * positions * hidden * directions
+    bits = (layers - 1) * positions * hidden * directions if dropout else 0
+    return (layers * _KEPT[mode] + layers - 1) * positions * hidden * directions * element_bytes + bits // 8
 
 
 @contextmanager
@@ -74,7 +75,7 @@ def _layer(name: str, original: Callable[..., Any], casts: Casts, notes: dict[st
         else:
             data, state, weights, bias, layers, dropout, train, bidirectional, batch_first = args
             sizes = None
-        if data.dtype not in _ACCEPTED or not torch.backends.cudnn.enabled:
+        if not torch.backends.cudnn.enabled:
             notes[_NATIVE] = None
             if packed or name not in _CELLS:
                 return original(*args)
@@ -85,8 +86,9 @@ def _layer(name: str, original: Callable[..., Any], casts: Casts, notes: dict[st
         projection = hidden.size(-1) if lstm and cell is not None and hidden.size(-1) != cell.size(-1) else 0
         width = cell.size(-1) if lstm and cell is not None else hidden.size(-1)
         weights = list(weights)
-        # The flat buffer of which the module's weights are views; a view of the first one stands for it, as it costs nothing.
-        buffer = weights[0].detach().view(-1)
+        # The flat buffer of which the module's weights are views; a view of the first one stands for it, as it costs nothing. Modules in
+        # bfloat16 have none (``RNNBase.flatten_parameters``): the operation makes and keeps one at each call.
+        buffer = None if weights[0].dtype is torch.bfloat16 else weights[0].detach().view(-1)
         if torch.is_autocast_enabled("cpu") and eligible(data):
             dtype = torch.get_autocast_dtype("cpu")
             # New views of a new buffer, made in a way that autograd sees (``_cudnn_rnn_cast_reflatten``).
@@ -185,7 +187,7 @@ def _forward_meta(
     input: Tensor, weight: list[Tensor], stride: int, buffer: Tensor | None, hx: Tensor, cx: Tensor | None, mode: int, hidden: int,
     projection: int, layers: int, batch_first: bool, dropout: float, train: bool, bidirectional: bool, sizes: list[int],
     state: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shapes of the results of ``_cudnn_rnn``: output, last states, reserve and weights."""
     directions = 2 if bidirectional else 1
     width = projection or hidden
@@ -193,9 +195,10 @@ def _forward_meta(
     batch = hx.size(1)
     last_cell = input.new_empty((layers * directions, batch, hidden)) if cx is not None else input.new_empty(0)
     positions = input.shape[0] if sizes else input.shape[0] * input.shape[1]
-    kept = reserve_elements(positions, hidden, layers, directions, mode, dropout) if train else 0
-    reserve = input.new_empty(kept * input.element_size(), dtype=torch.uint8)
-    return output, hx.new_empty(hx.shape), last_cell, reserve, buffer
+    kept = reserve_bytes(positions, hidden, layers, directions, mode, input.element_size(), dropout) if train else 0
+    reserve = input.new_empty(kept, dtype=torch.uint8)
+    flat = input.new_empty(sum(part.numel() for part in weight)) if buffer is None else buffer
+    return output, hx.new_empty(hx.shape), last_cell, reserve, flat
 
 
 def _backward_meta(

@@ -106,7 +106,8 @@ def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> 
     """A convolution by cuDNN of tensors that aren't channels last: channels-last copies of input, weight and output, an estimate.
 
     Its matrix units read channels last (NVIDIA's guide to the performance of convolutional layers, "Tensor layouts"), and torch lets it
-    take any workspace (``Conv_v8.cpp``). None for groups of one channel, which torch runs by itself, without scratch.
+    take any workspace (``Conv_v8.cpp``). None for kernels of one position, which are matrix products, and for groups of one channel, which
+    torch runs by itself. On an H200 this is within 2 % for kernels of 3 in two and three dimensions, in float32 and in half precision.
     """
     image, weight, groups = args[0], args[1], args[8]
     if _without_copy(image, weight, groups):
@@ -115,19 +116,35 @@ def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> 
 
 
 def _convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds:
-    """Like :func:`_convolution`, for the gradients of input and weight, one after the other; then the bias's gradient is summed."""
+    """Like :func:`_convolution`, for the gradients of input and weight, one after the other; then the bias's gradient is summed.
+
+    cuDNN's kernel for groups of one channel whose tensors lie channels last takes much more.
+    """
     gradient, image, weight, groups = args[0], args[1], args[2], args[9]
     rounds = Rounds()
     if not _without_copy(image, weight, groups):
         rounds.append([KernelBytes(tensor_bytes(image) + tensor_bytes(gradient), tensor_bytes(weight))])
+    elif groups > 1 and _channels_last(image) and image.shape[2:].numel() >= _WIDE_PLANE:
+        rounds.append([KernelBytes(tensor_bytes(image) * _DEPTHWISE_COPIES)])
     if args[10][2]:
         rounds.append([reduction(gradient, [dim for dim in range(gradient.dim()) if dim != 1])])
     return rounds
 
 
+#: The workspace of a depthwise convolution's backward that is channels last, in inputs: 8.3 with 56 x 56 positions and 8.5 with 28 x 28 on
+#: an H200 (kernels of 7), none with 14 x 14 and 7 x 7 (``benchmarks/results/kernels_gpu.json``). Where between it begins isn't known.
+_DEPTHWISE_COPIES = 9
+_WIDE_PLANE = 20 * 20
+
+
 def _without_copy(image: Tensor, weight: Tensor, groups: int) -> bool:
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
-    return (groups > 1 and weight.size(1) == 1) or (channels_last is not None and image.is_contiguous(memory_format=channels_last))
+    product = groups == 1 and weight.shape[2:].numel() == 1
+    return product or (groups > 1 and weight.size(1) == 1) or _channels_last(image)
+
+
+def _channels_last(image: Tensor) -> bool:
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
+    return layout is not None and image.is_contiguous(memory_format=layout)
 
 
 #: Up to so many indices, a kernel without temporaries is used (``embedding_dense_backward_cuda``, Embedding.cu).
@@ -183,21 +200,34 @@ def _fourier(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Kern
     return KernelBytes(tensor_bytes(output))
 
 
-def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes:
-    """The workspace of cuDNN's recurrent layers, an estimate: one and a half times the weights; and the input, if it lies batch first.
+#: By cuDNN's mode: the state's widths that the kernels hold for each position and direction, beside a copy of the weights.
+_HELD = {0: 5.0, 1: 5.0, 2: 6.0, 3: 5.0}
+#: What a direction takes besides: 8 to 120 MiB by shape and type, 17 to 19 of them for states of 512 and 1024. We know no rule for it.
+_RECURRENT_BYTES = 20 << 20
 
-    So it was printed for four layers of 320 (https://github.com/pytorch/pytorch/issues/2895: LSTM 17,730,560 bytes for 12,139,520 of
-    weights, GRU 13,169,920 for 9,104,640). The copy of the input is torch's (``_cudnn_rnn``, RNN.cpp).
+
+def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes:
+    """The workspace of cuDNN's recurrent layers, an estimate; and the input's copy, if it lies batch first (``_cudnn_rnn``, RNN.cpp).
+
+    NVIDIA publishes no formula. On an H200 (``benchmarks/results/kernels_gpu.json``) a layer took its weights and five (an LSTM six) of the
+    state's widths for each position, one more with dropout, one and a half more for each of two directions; and some MiB.
     """
-    weights = sum(tensor_bytes(weight) for weight in args[1])
-    return KernelBytes(tensor_bytes(args[0]) if args[10] else 0, weights * 3 // 2)
+    return _rnn_workspace(args[0], args[1], args[6:14], args[0] if args[10] else None)
 
 
 def _recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> KernelBytes:
-    """Like :func:`_recurrent`; with the batch first, input and output's gradient are copied."""
-    return KernelBytes(
-        tensor_bytes(args[0]) + tensor_bytes(args[6]) if args[14] else 0, sum(tensor_bytes(weight) for weight in args[1]) * 3 // 2
-    )
+    """Like :func:`_recurrent`; with the batch first, input and output's gradient are copied, one of them at the fullest moment."""
+    return _rnn_workspace(args[0], args[1], args[10:18], max(args[0], args[6], key=tensor_bytes) if args[14] else None)
+
+
+def _rnn_workspace(data: Tensor, weights: list[Tensor], layout: tuple[Any, ...], copied: Tensor | None) -> KernelBytes:
+    """The workspace of a layout: mode, hidden size, projection, layers, batch first, dropout, training, bidirectional."""
+    mode, hidden, _, _, _, dropout, _, bidirectional = layout
+    values = _HELD[mode] + (1.0 if dropout else 0.0)
+    state = data.shape[:-1].numel() * hidden * data.element_size()
+    held = round(state * (2 * (values + 1.5) if bidirectional else values))
+    fixed = sum(tensor_bytes(weight) for weight in weights) + _RECURRENT_BYTES * (2 if bidirectional else 1)
+    return KernelBytes(held + (0 if copied is None else tensor_bytes(copied)), fixed)
 
 
 def _statistics(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tensor: Tensor) -> int | None:
@@ -212,7 +242,7 @@ _ESTIMATES = {
         (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default),
         "cuFFT's workspace is taken to be as large as a transform's output",
     ),
-    aten._cudnn_rnn.default: "cuDNN's workspace of recurrent layers is taken to be one and a half times the weights",
+    aten._cudnn_rnn.default: "cuDNN's workspace of recurrent layers is estimated",
 }
 
 

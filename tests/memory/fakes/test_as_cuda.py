@@ -204,7 +204,7 @@ class Plain(LightningModule):
         (nn.Linear(8, 8), (4, 8), []),
         (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), (4, 8), ["dropout"]),
         (nn.Conv2d(3, 4, 3), (2, 3, 8, 8), ["cuDNN's workspace"]),
-        (nn.LSTM(8, 8, batch_first=True), (2, 5, 8), ["recurrent layers run by cuDNN", "recurrent layers is taken"]),
+        (nn.LSTM(8, 8, batch_first=True), (2, 5, 8), ["recurrent layers run by cuDNN", "recurrent layers is estimated"]),
         (nn.TransformerEncoderLayer(8, 1, 16, 0.0, batch_first=True), (2, 5, 8), ["memory-efficient"]),
     ],
 )

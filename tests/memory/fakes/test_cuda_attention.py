@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,6 +78,27 @@ def test_attention_takes_the_kernel_of_cuda(expected: str, arguments: dict[str, 
 def test_hopper_and_blackwell_ask_cudnn_first(expected: str, target: Target, arguments: dict[str, Any]) -> None:
     """As ``torch._fused_sdp_choice`` answered on stub GPUs of capability 8.0, 9.0 and 10.0, with cuDNN 9.20."""
     assert attend(**arguments, cudnn_head=CUDNN_HEADS.get(target, 0))[0] == [expected]
+
+
+@pytest.mark.parametrize("target", ["cuda", "sm90"])
+@pytest.mark.parametrize("dtype", [BF16, FLOAT])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda dtype: torch.zeros(40, 40, 4, dtype=dtype).permute(2, 0, 1)[None],
+        lambda dtype: torch.zeros(2, 1, 40, 1, dtype=dtype).expand(2, 1, 40, 40),
+        lambda dtype: torch.zeros(2, 1, 40, 1, dtype=torch.bool).expand(2, 1, 40, 40),
+    ],
+    ids=["a bias with its heads last", "one column for all", "one boolean column for all"],
+)
+def test_masks_whose_rows_have_gaps_run_unfused(mask: Callable[..., torch.Tensor], dtype: torch.dtype, target: Target) -> None:
+    """As ``torch._fused_sdp_choice`` answers on stub GPUs; T5 held more than twice as much on an H200 as by the memory-efficient kernel."""
+    with on_cuda(cudnn_head=CUDNN_HEADS.get(target, 0)) as seen:
+        query, rows = torch.ones(2, 4, 40, 64, dtype=dtype), mask(dtype)
+        F.scaled_dot_product_attention(query, query, query, attn_mask=rows)
+        assert kernels(seen) == [MATH]
+        F.scaled_dot_product_attention(query, query, query, attn_mask=rows.contiguous())
+    assert kernels(seen)[-1] in (EFFICIENT, CUDNN)
 
 
 def test_cudnn_first_gives_way_to_the_users_order() -> None:
