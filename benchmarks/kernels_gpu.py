@@ -35,7 +35,8 @@ from lightning_autopar.memory.kernels.cuda import CUDA_SCRATCH
 aten = torch.ops.aten
 WATCHED = (aten.convolution, aten.convolution_backward, aten._cudnn_rnn, aten._cudnn_rnn_backward)
 MODELS = (
-    ("BERT", "32-true"), ("GPT-2", "bf16-mixed"), ("Llama", "bf16-true"), ("ViT", "bf16-mixed"), ("ConvNeXt", "32-true"), ("LSTM", "32-true"),
+    ("BERT", "32-true"), ("GPT-2", "bf16-mixed"), ("Llama", "bf16-true"), ("ViT", "bf16-mixed"), ("ConvNeXt", "32-true"),
+    ("LSTM", "32-true"),
 )  # fmt: skip
 _REPEATS = 5
 
@@ -148,7 +149,11 @@ def step_times(name: str, precision: str, operations: list[dict[str, Any]]) -> d
             step(batch)
         times = [step(batch) for _ in range(_REPEATS)]
         found[label] = dict(
-            zip(("forward_issue", "backward_issue", "optimizer_issue", "step"), map(statistics.median, zip(*times, strict=True)), strict=True)
+            zip(
+                ("forward_issue", "backward_issue", "optimizer_issue", "step"),
+                map(statistics.median, zip(*times, strict=True)),
+                strict=True,
+            )
         )
     with Watch(operations, model=name, precision=precision):
         step(whole)
