@@ -120,7 +120,7 @@ class Finalists:
 
     def can_replay(self, candidate: Candidate) -> bool:
         """Whether a candidate can be replayed: :meth:`replays` says so of its plan, and its bytes are known by category."""
-        return self.replays(candidate.plan) and all(isinstance(size, DeviceBytes) for size in candidate.bytes.values())
+        return self.replays(candidate.plan) and {DeviceBytes}.issuperset(map(type, candidate.bytes.values()))
 
     def replays(self, plan: Plan) -> bool:
         """Whether a plan's step was taped, one rank stands for all, and its allocator caches freed memory."""

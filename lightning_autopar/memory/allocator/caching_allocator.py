@@ -204,12 +204,21 @@ class CachingAllocator:
         assert size_bytes > 0, "an empty tensor has no block"
         size = self.rounded(size_bytes) if self._rounds_by_power else (size_bytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
         pool = self._small if size <= SMALL_BYTES else self._large
-        if self._plain:  # _take_free and _split, inlined: planning spends most of its time here
-            free = pool.free[stream]
+        if self._plain:  # _take_free, _split and Pool.insert, inlined: planning spends most of its time here
+            free, blocks = pool.free[stream], pool.blocks
             place = bisect_left(free, size << _ADDRESS_BITS)
-            block = pool.blocks.pop(free.pop(place)) if place < len(free) else self._from_device(pool, size, stream)
+            try:
+                key = free[place]
+            except IndexError:
+                block = self._from_device(pool, size, stream)
+            else:
+                block = blocks[key]
+                del free[place], blocks[key]
             if block.size_bytes - size > (0 if pool.is_small else SMALL_BYTES):
-                pool.insert(block.cut(size))
+                rest = block.cut(size)
+                key = rest.size_bytes << _ADDRESS_BITS | rest.address
+                blocks[key] = rest
+                insort(free, key)
         else:
             block = self._take_free(pool, size, stream) or self._from_device(pool, size, stream)
             self._split(block, size)
@@ -245,7 +254,11 @@ class CachingAllocator:
             block.merge(before)
         if after is not None and not after.allocated:
             block.merge(after)
-        block.pool.insert(block)
+        pool = block.pool  # Pool.insert, inlined as above
+        block.searches = pool.searches
+        key = block.size_bytes << _ADDRESS_BITS | block.address
+        pool.blocks[key] = block
+        insort(pool.free[block.stream], key)
 
     def release_cached(self) -> None:
         """Give every unused segment back to the device (``torch.cuda.empty_cache``); of expandable ones every unused page."""
