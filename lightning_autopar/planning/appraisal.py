@@ -170,13 +170,13 @@ class Appraiser:
 
         return _each(found.sizes, needed)
 
-    def learn(self, plan: Plan, lost_bytes: int, *, failed: bool) -> None:
-        """From a plan's replay on, assume the allocator's loss in it for all plans of its sort; after a failed replay, more than before,
-        and for all of its kind.
+    def learn(self, plan: Plan, lost_bytes: int, free_bytes: int, *, failed: bool) -> None:
+        """From a plan's replay on, assume for all plans of its sort the loss of an allocator that gives nothing back; after a failed
+        replay, more than before. What it lost in such a replay is assumed for all plans of its kind.
         """
         sort = self._sort(plan)
         before, of_kind = self._lost.get(sort, 0), self._lost_by_kind.get(kind_of(plan), 0)
-        self._lost[sort] = max(lost_bytes, before + before // 2 + _LEAST_LOST if failed else 0)
+        self._lost[sort] = max(free_bytes, before + before // 2 + _LEAST_LOST if failed else 0)
         if failed:
             more = 0 if self.hopeful else of_kind + of_kind // 4 + _LEAST_LOST
             self._lost_by_kind[kind_of(plan)] = max(lost_bytes, of_kind, more)

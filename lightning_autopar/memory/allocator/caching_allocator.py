@@ -172,6 +172,7 @@ class CachingAllocator:
         peak_reserved_bytes: the most that was reserved.
         peak_allocated_bytes: the most that was allocated.
         retries: how often all unused segments had to be released to go on, as ``num_alloc_retries`` counts it.
+        released: how many segments were given back to the device, and ranges of expandable ones.
     """
 
     def __init__(self, *, limit_bytes: int | None = None, options: AllocatorOptions | None = None) -> None:
@@ -181,7 +182,7 @@ class CachingAllocator:
         self.allocated_bytes = 0
         self.peak_reserved_bytes = 0
         self.peak_allocated_bytes = 0
-        self.retries = 0
+        self.retries = self.released = 0
         self._small = Pool(is_small=True)
         self._large = Pool(is_small=False)
         self._address = 0
@@ -361,6 +362,7 @@ class CachingAllocator:
 
     def _release(self, block: Block) -> None:
         """Give a whole segment back (``release_block``)."""
+        self.released += 1
         block.pool.remove(block)
         del block.pool.heads[block.address]
         self.reserved_bytes -= block.size_bytes
@@ -469,6 +471,7 @@ class CachingAllocator:
         end = (block.address + block.size_bytes) // page * page
         if begin >= end:
             return
+        self.released += 1
         block.pool.remove(block)
         if begin > block.address:
             before = block
