@@ -36,6 +36,7 @@ from lightning_autopar.memory.footprint import Footprint  # noqa: E402
 from lightning_autopar.memory.scaling import scaled  # noqa: E402
 from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 from lightning_autopar.planning.planner import make_report  # noqa: E402
+from lightning_autopar.planning.what_if import more_devices, with_host  # noqa: E402
 from lightning_autopar.report.report import Advice, NothingFits, Report  # noqa: E402
 
 RESULTS = HERE / "results" / "everyday_choices.json"
@@ -98,6 +99,12 @@ def broken(advice: Advice, before: Report, step: Footprint, here: Inventory, pre
         after = planned(step, replace(here, devices=devices), precision)
     elif set(advice.change) == {"batch_size"}:
         after = planned(scaled(step, advice.change["batch_size"]), here, precision)
+    elif set(advice.change) == {"devices"}:
+        after = planned(step, parse_spec(advice.change["devices"]), precision)
+    elif set(advice.change) == {"more_devices"}:
+        after = planned(step, more_devices(here, advice.change["more_devices"]) or here, precision)
+    elif set(advice.change) == {"host_bytes"}:
+        after = planned(step, with_host(here, advice.change["host_bytes"]), precision)
     else:
         return None
     if after.best is None:

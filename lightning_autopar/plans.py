@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from importlib import import_module
+from itertools import chain
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -207,16 +208,14 @@ class Plan:
 
     def rows(self, batch_size: int) -> tuple[int, ...]:
         """How many samples of a batch each rank gets; in a pipeline, the replica's samples divided evenly among its ranks."""
-        turns = self.shares or (1,) * self.data_ranks
-        whole, rest = divmod(batch_size, sum(turns))
-        counts = tuple(whole * share for share in turns)
-        if rest and self.shares:
-            counts = count_dealt(self.dealing, batch_size)
-        elif rest:
-            counts = (whole + 1,) * rest + counts[rest:]
+        whole, rest = divmod(batch_size, sum(self.shares) or self.data_ranks)
+        if self.shares:
+            counts = count_dealt(self.dealing, batch_size) if rest else tuple(whole * share for share in self.shares)
+        else:
+            counts = (whole + 1,) * rest + (whole,) * (self.data_ranks - rest)
         if loaded(self.engine).splits:
             return counts
-        return tuple(count for count in counts for _ in range(self.devices_per_replica))
+        return tuple(chain.from_iterable((count,) * self.devices_per_replica for count in counts))
 
     @property
     def may_share_network(self) -> bool:

@@ -315,19 +315,21 @@ class Referee:
             if len(known) > 5 * _BEST:
                 break
             self.look(neighbour for shape in fresh for neighbour in self.neighbours(shape))
+        best, seconds = None, below
         for shape in self.best(_MOST_REPLAYED, below):
             plan = self.plan(shape)
-            if plan is not None and self.goes_through(plan):
-                return Verdict(len(self.seconds), plan, self.seconds[shape])
-        return Verdict(len(self.seconds), None, math.inf)
+            if plan is not None and self.seconds[shape] < seconds and (pinned := self.pinned_seconds(plan)) < seconds:
+                best, seconds = plan, pinned
+        return Verdict(len(self.seconds), best, math.inf if best is None else seconds)
 
-    def goes_through(self, plan: Plan) -> bool:
-        """Whether the planner takes the plan where it is pinned: its allocations are replayed there."""
+    def pinned_seconds(self, plan: Plan) -> float:
+        """The plan's seconds where it is pinned: its allocations are replayed, which may show that it waits for the allocator; infinite
+        where the planner doesn't take it.
+        """
         try:
-            make_report(self.footprint, self.inventory, replace(self.constraints, pinned=plan))
+            return make_report(self.footprint, self.inventory, replace(self.constraints, pinned=plan)).candidates[0].step_seconds
         except (NothingFits, ValueError):
-            return False
-        return True
+            return math.inf
 
     def cut_to(self, tight: float, samples: int = 400) -> Inventory:
         """The devices with memory cut between the least that one of some plans needs and what the fastest of them needs."""

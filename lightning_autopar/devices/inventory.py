@@ -122,6 +122,11 @@ class Inventory:
         there = ", ".join(device.id for device in self.devices) or "none"
         raise ValueError(f"there is no device {device_id!r} here; there are: {there}")
 
+    def among(self, ids: Sequence[str]) -> list[Device]:
+        """The devices of these ids; where one isn't there, it fails as :meth:`device` does."""
+        known = self._by_id
+        return [known[device_id] if device_id in known else self.device(device_id) for device_id in ids]
+
     def link(self, a: str, b: str) -> Link:
         """The link between two devices; through the network or the host if none is known.
 

@@ -16,12 +16,13 @@ from typing import Any, Literal, Protocol
 
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import device_label
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.scaling import drawn_by_rank, draws_whole, scaled
 from lightning_autopar.planning import what_if
 from lightning_autopar.planning.block_units import recomputable_order
-from lightning_autopar.planning.refusals import lacks_package_alone
+from lightning_autopar.planning.refusals import lacks_package_alone, split_refusal
 from lightning_autopar.plans import Plan, all_engines, offered_engines
 from lightning_autopar.report.report import Advice, Candidate
 from lightning_autopar.text import format_bytes, format_seconds
@@ -117,8 +118,9 @@ class _Adviser:
     """What was planned for, and the search that answers for changes of it."""
 
     def __init__(self, asked: Question, candidates: Sequence[Candidate], ask: Ask) -> None:
-        self.pinned = asked.constraints.pinned is not None
-        self.asked = asked = replace(asked, constraints=replace(asked.constraints, pinned=None))
+        #: The pinned plan, which stays pinned unless advice says otherwise.
+        self.pinned = None if asked.constraints.pinned is None else candidates[0].plan
+        self.asked = asked
         self.footprint, self.inventory, self.constraints = asked.footprint, asked.inventory, asked.constraints
         self.candidates = candidates
         self.ask = ask
@@ -168,12 +170,17 @@ class _Adviser:
         worth = [one for one in unfit if self._speedup(one) >= _LEAST_SPEEDUP]
         return sorted(worth, key=self._seconds_a_sample)[:_MOST_TARGETS]
 
+    def _is_there(self, lack: tuple[str, int]) -> bool:
+        """Whether a device has what is lacking, so that it could be free; a CPU device's budget may be raised."""
+        device = self.inventory.device(lack[0])
+        return device.kind == "cpu" or device.free_bytes + lack[1] <= device.total_bytes
+
     def _can_have(self, lack: tuple[str, int]) -> bool:
         """Whether a device's lack is a small change, and there to be had: held by others, or a budget that somebody set."""
         device, lack_bytes = self.inventory.device(lack[0]), lack[1]
         if lack_bytes > (_LEAST_MEMORY_SHARE if self.now is not None or device.kind != "cpu" else 1) * device.total_bytes:
             return False
-        return device.kind == "cpu" or (device.kind == "cuda" and device.free_bytes + lack_bytes <= device.total_bytes)
+        return device.kind in ("cpu", "cuda") and self._is_there(lack)
 
     def _seconds_a_sample(self, candidate: Candidate, batch_size: int | None = None) -> float:
         """Seconds a sample: of a step over the batch, or over one batch a rank where ranks don't share a batch."""
@@ -213,8 +220,8 @@ class _Adviser:
     def changes(self) -> Iterator[_Change]:
         """Changes that can matter here, the easiest for the user first."""
         unfit, constraints = self.now is None, self.constraints
-        if self.pinned:
-            yield _setting("leave the plan unpinned", {"plan": None})
+        if self.pinned is not None:
+            yield _setting("leave the plan unpinned", {"plan": None}, pinned=None)
         named = tuple(engine for engine, entry in all_engines().items() if not entry.offered and engine not in constraints.excluded)
         if not set(constraints.allow) >= {*offered_engines(), *named}:
             allow = (*offered_engines(), *named)
@@ -241,7 +248,8 @@ class _Adviser:
                 sizes=_VALIDATION_SHARES,
             )
         if constraints.exact:
-            yield _setting("exact=False, which accepts the changed loss", {"exact": False}, exact=False)
+            if split_refusal(constraints) is not None and split_refusal(replace(constraints, exact=False)) is None:
+                yield _setting("exact=False, which accepts the changed loss", {"exact": False}, exact=False)
         elif constraints.split_batch and draws_whole(self.footprint):
             words = "batch=Batch(draws='per-rank'), which is another run than one device's"
             yield replace(_step(words, {"draws": "per-rank"}, drawn_by_rank), kind="setting")
@@ -321,7 +329,10 @@ class _Adviser:
         if asked is None or self.is_cut_short:
             return None
         self._searches -= 1
-        best = self.ask.best(asked)
+        if self.pinned is None or asked.constraints.pinned is None:
+            best = self.ask.best(asked)
+        else:
+            best = self.ask.evaluate(asked, self.pinned, confirm=True) if _can_take(self.pinned, asked) else None
         return best if best is not None and best.fits and (self.now is None or self._speedup(best) >= _LEAST_SPEEDUP) else None
 
     @property
@@ -390,11 +401,37 @@ class _Adviser:
             if (both := self.suppose(changes[first].and_(changes[second]))) is not None:
                 found.append(both)
                 break
+        found += filter(None, map(self.suppose, self.larger_card()))
         if self.is_cut_short:
             words = f"other changes weren't tried: advice ends after {MOST_SEARCHES_UNFIT} searches or {_MOST_SECONDS_UNFIT:g} s"
             found.append(Advice(kind="setting", text=words))
         found += self.half_as_wide()
-        return (*found, *(one for one in missing if one not in small), *_no_recomputation(self.footprint))
+        for one in missing:
+            if one not in small and all(map(self._is_there, one.change["more_free_bytes"].items())):
+                found.append(one)
+        return (*found, *(self.nearest_words() if not found else ()), *_no_recomputation(self.footprint))
+
+    def larger_card(self) -> Iterator[_Change]:
+        """The change to as many cards of a model with more memory."""
+        devices, specs = self.inventory.devices, what_if.larger_cards(self.inventory)
+        if specs and self.constraints.memory_limit_bytes is None:
+            yield _Change(
+                kind="devices",
+                said=lambda spec, _: (f"{spec} instead of {len(devices)}x{devices[0].name}", {"devices": spec}),
+                made=lambda asked, spec: replace(asked, inventory=parse_spec(spec)),
+                sizes=specs,
+                searched=True,
+            )
+
+    def nearest_words(self) -> list[Advice]:
+        """What the candidate needs that lacks least, where its devices haven't so much and no change helps."""
+        if (nearest := self.nearest(self.candidates)) is None:
+            return []
+        lack, best = nearest
+        device = self.inventory.device(max(lack, key=lack.__getitem__))
+        need = f"{format_bytes(best.needs[device.id])} on {device_label(device)}, which has {format_bytes(device.total_bytes)}"
+        text = f"no change that was tried lets a plan fit; {best.plan.title()} comes nearest, and needs {need}"
+        return [Advice(kind="devices", text=text, plan=best.plan)]
 
     def nearest(self, candidates: Sequence[Candidate]) -> tuple[dict[str, int], Candidate] | None:
         """The candidate whose largest lack on one device is least, and what it lacks."""
@@ -479,7 +516,8 @@ def _eight_bit(asked: Question, _: Any) -> Question | None:
     """The question with bitsandbytes' Adam, which needs whole parameters on the GPU; None if no allowed engine has them."""
     footprint, constraints = what_if.eight_bit(asked.footprint), asked.constraints
     allow = tuple(engine for engine in constraints.allow if engines.named(engine).whole)
-    if footprint is None or not allow:
+    pinned = constraints.pinned
+    if footprint is None or not allow or (pinned is not None and (pinned.offload or not engines.of(pinned).whole)):
         return None
     excluded = {**constraints.excluded, "offload": "bitsandbytes updates on the GPU"}
     return replace(asked, footprint=footprint, constraints=replace(constraints, allow=allow, excluded=excluded))

@@ -170,13 +170,13 @@ class Appraiser:
 
         return _each(found.sizes, needed)
 
-    def learn(self, plan: Plan, lost_bytes: int, *, failed: bool) -> None:
-        """From a plan's replay on, assume the allocator's loss in it for all plans of its sort; after a failed replay, more than before,
-        and for all of its kind.
+    def learn(self, plan: Plan, lost_bytes: int, free_bytes: int, *, failed: bool) -> None:
+        """From a plan's replay on, assume for all plans of its sort the loss of an allocator that gives nothing back; after a failed
+        replay, more than before. What it lost in such a replay is assumed for all plans of its kind.
         """
         sort = self._sort(plan)
         before, of_kind = self._lost.get(sort, 0), self._lost_by_kind.get(kind_of(plan), 0)
-        self._lost[sort] = max(lost_bytes, before + before // 2 + _LEAST_LOST if failed else 0)
+        self._lost[sort] = max(free_bytes, before + before // 2 + _LEAST_LOST if failed else 0)
         if failed:
             more = 0 if self.hopeful else of_kind + of_kind // 4 + _LEAST_LOST
             self._lost_by_kind[kind_of(plan)] = max(lost_bytes, of_kind, more)
@@ -251,7 +251,7 @@ class Appraiser:
     def shortage(self, needs: Mapping[str, int]) -> str | None:
         """Where memory is missing, on the device that lacks most; None where there is enough."""
         if self.lack(needs) > 0:
-            _, device_id = max((need - self.budget[device], device) for device, need in needs.items())
+            _, device_id = max(zip(map(operator.sub, needs.values(), map(self.budget.__getitem__, needs)), needs, strict=True))
             return self._shortage_words(needs[device_id], device_id)
         if not self._on_cpu:
             return None
@@ -297,7 +297,7 @@ class Appraiser:
         lack = 0 if candidate.fits else max(0, self.lack(candidate.needs))
         if not candidate.fits and (lack > 0 or candidate.runnable):
             return (2, lack, step, *simpler)
-        fullest = max(size.allocated for size in {id(size): size for size in candidate.bytes.values()}.values())
+        fullest = max(size.allocated for size in _distinct(candidate.bytes).values())
         place = 0 if candidate.fits else 1
         if self.constraints.objective == "memory":
             return (place, fullest, step, self.busy(plan), *simpler)
@@ -338,8 +338,13 @@ class Appraiser:
 
 def _each(sizes: Mapping[str, DeviceNeed], needed: Callable[[DeviceNeed], int]) -> dict[str, int]:
     """The bytes needed of each device, by id; equal ranks share an object, which is computed once."""
-    known = {key: needed(size) for key, size in {id(size): size for size in sizes.values()}.items()}
+    known = {key: needed(size) for key, size in _distinct(sizes).items()}
     return dict(zip(sizes, map(known.__getitem__, map(id, sizes.values())), strict=True))
+
+
+def _distinct(sizes: Mapping[str, DeviceNeed]) -> dict[int, DeviceNeed]:
+    """The sizes by their identity; equal ranks share an object."""
+    return dict(zip(map(id, sizes.values()), sizes.values(), strict=True))
 
 
 def links_seconds(seconds: Seconds) -> float:

@@ -35,9 +35,15 @@ def _shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def recomputable(footprint: Footprint) -> tuple[LayerFootprint, ...]:
     """The blocks that may be recomputed and save memory by it, in running order."""
-    if not footprint.training:
-        return ()
-    return tuple(block for block in footprint.blocks if block.recomputable and saved_bytes(block) > 0)
+    return _RECOMPUTABLE.get(footprint, None, lambda: tuple(filter(_may_be_recomputed, footprint.blocks)) if footprint.training else ())
+
+
+#: Every plan that recomputes asks for them.
+_RECOMPUTABLE: FootprintCache[tuple[LayerFootprint, ...]] = FootprintCache()
+
+
+def _may_be_recomputed(block: LayerFootprint) -> bool:
+    return block.recomputable and saved_bytes(block) > 0
 
 
 def saved_bytes(block: LayerFootprint) -> int:
@@ -70,7 +76,7 @@ def with_recompute(plan: Plan, footprint: Footprint, blocks: Collection[str]) ->
     chosen = frozenset(blocks)
     whole = "all that can be" if len(chosen) == len(recomputable(footprint)) else "only so many as it takes to fit"
     reason = f"activations of {len(chosen)} of {len(footprint.blocks)} blocks are recomputed in backward ({whole}), for memory"
-    recompute = tuple(block.fqn for block in footprint.blocks if block.fqn in chosen)
+    recompute = tuple([block.fqn for block in footprint.blocks if block.fqn in chosen])
     return replace(plan, recompute=recompute, reasons=(*plan.reasons, reason))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from lightning_autopar import engines
@@ -149,13 +150,13 @@ def build_plan(question: Question, devices: Sequence[Device], engine: str, *reas
         lies = "lie" if len(offload) > 1 else "lies"
         kinds = " and ".join(f"torch's {kind}" for kind in footprint.optimizer_classes)
         told.append(f"{' and '.join(offload)} {lies} in host memory between uses" + (f"; {kinds} updates there" if kinds else ""))
-    return Plan(engine=engine, devices=tuple(device.id for device in ranks), reasons=tuple(told), **values)
+    return Plan(engine=engine, devices=tuple([device.id for device in ranks]), reasons=tuple(told), **values)
 
 
 def _by_copies(ranks: Sequence[Device], inventory: Inventory) -> list[Device]:
     """Sorts devices so that those of a node lie together, and within a node those of an island."""
     if len({device.node for device in ranks}) > 1:
-        return sorted(ranks, key=lambda device: device.node)
+        return sorted(ranks, key=attrgetter("node"))
     return [device for island in islands(inventory, ranks) for device in island]
 
 

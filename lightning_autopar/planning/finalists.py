@@ -20,10 +20,12 @@ from lightning_autopar.memory.allocator.tape_parts import script_of
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.workspace import workspaces
+from lightning_autopar.planning.appraisal import kind_of
 from lightning_autopar.planning.memory import replay
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
-from lightning_autopar.text import format_bytes
+from lightning_autopar.text import format_bytes, format_seconds
+from lightning_autopar.timing.step import Seconds
 
 #: How many allocations one search may replay, three microseconds each, while it still hopes that plans lose nothing to the allocator.
 _MOST_ALLOCATIONS = 60_000
@@ -33,6 +35,14 @@ _MORE_ALLOCATIONS = 30_000
 _LAST_ALLOCATIONS = 300_000
 #: A replay's preparation takes as long as this many of its allocations.
 _ALLOCATIONS_A_REPLAY = 500
+
+#: What it takes to give a segment back to the driver and to take another: ``cudaFree``, which waits for the device, and ``cudaMalloc``.
+#: Published figures are 0.05 to 1.2 ms a call, more for larger segments; not measured here.
+_SEGMENT_SECONDS = 1e-3
+
+#: A search looks for plans whose allocator gives nothing back, if it would hold at most so many times what there is: plans with more room
+#: than that are slow.
+_MOST_WITHOUT_LIMIT = 1.1
 
 #: Of a plan that is taken once a search has replayed as much as it may.
 _UNREPLAYED = "its allocations weren't replayed, as others' had used up the search's replays: what the allocator holds is a rule of thumb"
@@ -61,10 +71,13 @@ class Finalists:
         self.budget = budget
         self._played: dict[tuple[object, ...], Replayed] = {}
         self._left = _MOST_ALLOCATIONS
+        #: Kinds of plans whose allocator would hold much more than there is, if it gave nothing back.
+        self._scattering: set[tuple[object, ...]] = set()
         #: Whether a plan may be taken for one that fits as long as its tensors do.
         self.hopeful = True
-        #: By replayed plan, what the allocator holds beyond its tensors on the tightest device; a lower bound if the replay failed.
-        self.lost: dict[Plan, int] = {}
+        #: By replayed plan, what the allocator holds beyond its tensors on the tightest device (a lower bound if the replay failed), and
+        #: what it would hold if it never had to give anything back, if a search learns that.
+        self.lost: dict[Plan, tuple[int, int]] = {}
 
     def decide(self, candidates: Iterable[Candidate], order: Order, shortage: Shortage, preferred: Preferred) -> list[Candidate]:
         """The candidates, the best first and the others in order; it replays those that may be the best until one fits.
@@ -85,6 +98,9 @@ class Finalists:
                 if self._played and self.is_spent:
                     break
                 decided[number] = self.check(decided[number], shortage)
+                if decided[number].fits:  # perhaps it is no longer the fastest
+                    hopeful[number] = decided[number]
+                    continue
             if decided[number].fits:
                 chosen = decided[number]
                 break
@@ -120,15 +136,16 @@ class Finalists:
 
     def can_replay(self, candidate: Candidate) -> bool:
         """Whether a candidate can be replayed: :meth:`replays` says so of its plan, and its bytes are known by category."""
-        return self.replays(candidate.plan) and all(isinstance(size, DeviceBytes) for size in candidate.bytes.values())
+        return self.replays(candidate.plan) and {DeviceBytes}.issuperset(map(type, candidate.bytes.values()))
 
     def replays(self, plan: Plan) -> bool:
         """Whether a plan's step was taped, one rank stands for all, and its allocator caches freed memory."""
         return self.footprint.tape is not None and engines.of(plan).replays and self.inventory.device(plan.devices[0]).kind != "cpu"
 
-    def check(self, candidate: Candidate, shortage: Shortage) -> Candidate:
+    def check(self, candidate: Candidate, shortage: Shortage, *, learns: bool = False) -> Candidate:
         """The candidate with the bytes that the allocator would hold for it, and whether they fit. It needs the larger of the two
-        predictions, with the footprint's margin: a plan that fits does so by both.
+        predictions, with the footprint's margin: a plan that fits does so by both. A search that learns from it also gets to know what the
+        allocator would hold without a limit.
         """
         margin = 1 + self.footprint.margin
         sizes = {device: size for device, size in candidate.bytes.items() if isinstance(size, DeviceBytes)}
@@ -140,7 +157,15 @@ class Finalists:
         limit = min(self._limit(device, around[device], margin) for device in played_for)
         played = self.replayed(candidate, rank, limit)
         held = limit + played.missing_bytes if not played.fits else played.reserved_peak_bytes
-        self.lost[candidate.plan] = held + around[tight] - (sizes[tight].reserved - sizes[tight].rounding)
+        tensors = sizes[tight].reserved - sizes[tight].rounding - around[tight]
+        free, kind = held, kind_of(candidate.plan)
+        if learns and (played.released or not played.fits) and kind not in self._scattering:
+            without_limit = self.replayed(candidate, rank, None).reserved_peak_bytes
+            if without_limit <= limit * _MOST_WITHOUT_LIMIT:
+                free = without_limit
+            else:
+                self._scattering.add(kind)
+        self.lost[candidate.plan] = held - tensors, free - tensors
         raw = {
             device: _played(size, played) if device in played_for else size
             for device, size in candidate.raw.items()
@@ -155,12 +180,11 @@ class Finalists:
         if reason is None and not played.fits:
             reason = f"needs more than the {format_bytes(limit)} that torch's allocator is set to take at most"
         notes = candidate.notes
-        if played.fits and played.retries:
-            spare = format_bytes(played.reserved_peak_bytes - played.allocated_peak_bytes)
-            notes = (
-                *notes,
-                f"fits narrowly: the allocator has to give back its cache {played.retries} times in its first steps, with {spare} in it",
-            )
+        waiting = _SEGMENT_SECONDS * played.released if played.fits else 0.0
+        if waiting:
+            times = "once" if played.released == 1 else f"{played.released} times"
+            told = f"in each step the allocator has to give memory back to the driver {times}, which takes about {format_seconds(waiting)}"
+            notes = (*notes, f"fits narrowly: {told}")
         return replace(
             candidate,
             fits=reason is None,
@@ -168,6 +192,8 @@ class Finalists:
             bytes=checked,
             raw=raw,
             needs=needs,
+            seconds=_slower(candidate.seconds, waiting),
+            raw_seconds=_slower(candidate.raw_seconds, waiting),
             replayed=True,
             notes=notes,
         )
@@ -194,13 +220,13 @@ class Finalists:
             )
         )
 
-    def replayed(self, candidate: Candidate, rank: int, limit: int) -> Replayed:
+    def replayed(self, candidate: Candidate, rank: int, limit: int | None) -> Replayed:
         """The replay of one of its ranks, limited to what the allocator may hold."""
         plan = candidate.plan
         how = plan.engine, plan.options, plan.reshard_after_forward, plan.recompute, plan.shard, plan.micro_batches, plan.replicas
         key = (*how, plan.world_size, plan.shares, rank)
         played = self._play(candidate, rank, limit, (*key, limit))
-        if played.fits:
+        if played.fits or limit is None:
             return played
         # The replay stopped at the first tensor without room; at the peak more is missing.
         size = next(iter(candidate.bytes.values()))
@@ -222,6 +248,11 @@ class Finalists:
             )
             self._left -= _ALLOCATIONS_A_REPLAY + played.allocations
         return self._played[key]
+
+
+def _slower(seconds: Seconds | None, waiting: float) -> Seconds | None:
+    """The seconds of a step, in which the host also waits for the allocator."""
+    return seconds and replace(seconds, overhead=seconds.overhead + waiting)
 
 
 def _played(size: DeviceBytes, played: Replayed) -> DeviceBytes:

@@ -102,8 +102,8 @@ def predict(
     rows = [count or _least(footprint) for count in footprint.rows(plan)]
     alike = asked.alike(footprint, plan)
     found: dict[tuple[int, str, int], DeviceBytes] = {}
-    devices = [inventory.device(device) for device in plan.devices]
-    keys = list(zip(rows, ("cpu" if device.kind == "cpu" else device.name for device in devices), alike, strict=True))
+    devices = inventory.among(plan.devices)
+    keys = list(zip(rows, ["cpu" if device.kind == "cpu" else device.name for device in devices], alike, strict=True))
     for key in dict.fromkeys(keys):
         number = keys.index(key)
         rank = _rank(footprint, plan, number, rows[number], devices[number], precision)

@@ -110,6 +110,8 @@ _HALVINGS = 3
 _FEW_BLOCKS = 16
 #: Up to this number of ranks, samples are moved between ranks in every plan, not only in the best.
 _FEW_RANKS = 8
+#: So many numbers of parts are tried after a replay that failed, which have a part as large.
+_MOST_AS_LARGE = 3
 #: With more ranks, each number of parts is at least so many times the one before.
 _FINE = 1.3
 
@@ -174,6 +176,12 @@ class Remedies:
             return []
         counts = micro_batch_counts(max(plan.rows(batch)))
         return [count for count in counts if plan.micro_batches / 2 < count < 2 * plan.micro_batches and count != plan.micro_batches]
+
+    def parts_as_large(self, plan: Plan) -> range:
+        """The next few numbers of parts, above a plan's own, of which the largest has as many samples; :meth:`parts` leaves them out."""
+        rows = max(plan.rows(self.footprint.batch_size))
+        size, first = -(-rows // plan.micro_batches), plan.micro_batches + 1
+        return range(first, min(first + _MOST_AS_LARGE, -(-rows // (size - 1)))) if size > 1 else range(0)
 
     def may_share(self, plan: Plan) -> bool:
         """Whether uneven shares of the batch may help a plan: its devices differ, and there are more samples than ranks."""

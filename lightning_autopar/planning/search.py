@@ -192,9 +192,11 @@ class Search:
             if best is None or best.replayed or not self.finalists.can_replay(best) or self.appraiser.batch_seconds(best) > near:
                 break
             near = min(near, self.appraiser.batch_seconds(best) * (1 + _NEAR))
-            if self.finalists.is_tired and self.appraiser.hopeful:
+            if self._is_hardly_faster(best):
+                self._found = [one for one in self._found if one is not best]
+            elif self.finalists.is_tired and self.appraiser.hopeful:
                 self.appraiser.hopeful = self.finalists.hopeful = False  # from now on, plans are left that lack what others have lost
-            elif self.finalists.is_spent or self._replayed(best.plan).fits:
+            elif self.finalists.is_spent or ((one := self._replayed(best.plan)).fits and not self._is_slower(one)):
                 break
             if not self.appraiser.hopeful:
                 self._judge_again()
@@ -204,6 +206,16 @@ class Search:
             self.best_seconds = min(fitting, default=math.inf)
         return refuted
 
+    def _is_hardly_faster(self, best: Candidate) -> bool:
+        """Whether a plan of its sort, whose replay showed that it fits, is hardly slower."""
+        limit, sort = self.appraiser.batch_seconds(best) * (1 + WORTHWHILE), sort_of(best.plan)
+        confirmed = (one for one in self._found if one.replayed and one.fits and sort_of(one.plan) == sort)
+        return any(self.appraiser.batch_seconds(one) <= limit for one in confirmed)
+
+    def _is_slower(self, replayed: Candidate) -> bool:
+        """Whether its replay showed that a plan waits for the allocator in each step."""
+        return self.appraiser.batch_seconds(replayed) > self.appraiser.step_seconds(replayed.plan)
+
     def _judge_again(self) -> None:
         """Say anew of each plan that wasn't replayed whether it fits, by what replays have shown since."""
         for key, one in self._seen.items():
@@ -211,14 +223,14 @@ class Search:
                 self._seen[key] = self.appraiser.candidate(one.plan)
         self._found = [self._seen[replace(one.plan, reasons=())] for one in self._found]
 
-    def _replayed(self, plan: Plan) -> Candidate:
-        """The plan's candidate, replayed; the search learns from it."""
+    def _replayed(self, plan: Plan, *, learns: bool = True) -> Candidate:
+        """The plan's candidate, replayed; the search learns from it, also what the allocator would hold without a limit if ``learns``."""
         key = replace(plan, reasons=())
         before = self._seen.get(key) or self.appraiser.candidate(plan)
         if before.replayed:
             return before
-        checked = self._seen[key] = self.finalists.check(before, self.appraiser.shortage)
-        self.appraiser.learn(before.plan, self.finalists.lost[before.plan], failed=not checked.fits)
+        checked = self._seen[key] = self.finalists.check(before, self.appraiser.shortage, learns=learns)
+        self.appraiser.learn(before.plan, *self.finalists.lost[before.plan], failed=not checked.fits)
         if any(one is before for one in self._found):
             self._found = [checked if one is before else one for one in self._found]
         else:
@@ -228,37 +240,56 @@ class Search:
         return checked
 
     def _try_more_recompute(self) -> None:
-        """Replay plans like those whose replay failed, with more recomputed blocks, where they would be faster than the best one.
+        """Replay plans like those whose replay failed or that wait for the allocator, with more recomputed blocks or in some more parts,
+        where they would be faster than the best one.
 
         The search has passed them over, as it assumes that the allocator loses as much in them. But what it loses goes up and down with the
-        number of recomputed blocks.
+        number of recomputed blocks, and with the sizes of the parts.
         """
-        failed: dict[tuple[object, ...], list[Plan]] = {}
+        failed: dict[tuple[object, ...], list[Candidate]] = {}
         fitting: dict[tuple[object, ...], list[Plan]] = {}
         for one in self._found:
             if one.replayed and engines.of(one.plan).takes_remedies:
-                (fitting if one.fits else failed).setdefault(sort_of(one.plan), []).append(one.plan)
+                if one.fits and not self._is_slower(one):
+                    fitting.setdefault(sort_of(one.plan), []).append(one.plan)
+                else:
+                    failed.setdefault(sort_of(one.plan), []).append(one)
         with self.finalists.some_more():
-            for key, plans in sorted(failed.items(), key=lambda item: self.appraiser.step_seconds(without_recompute(item[1][0]))):
-                self._fewest_replayed(plans, fitting.get(key, ()))
+            for key, ones in sorted(failed.items(), key=lambda item: self.appraiser.step_seconds(without_recompute(item[1][0].plan))):
+                self._fewest_replayed(ones, fitting.get(key, ()))
+            plans = [one.plan for ones in failed.values() for one in ones]
+            for plan in sorted(plans, key=self.appraiser.step_seconds):
+                for parts in self.remedies.parts_as_large(plan):
+                    self._replay_if_faster(self.remedies.apart(plan, parts))
 
-    def _fewest_replayed(self, failed: Sequence[Plan], fitting: Sequence[Plan]) -> None:
+    def _replay_if_faster(self, plan: Plan) -> None:
+        """Replay a plan that would be faster than the best one."""
+        if not self.finalists.is_tired and self.appraiser.step_seconds(plan) * (1 + WORTHWHILE) < self.best_seconds:
+            self._replayed(plan, learns=False)
+
+    def _fewest_replayed(self, failed: Sequence[Candidate], fitting: Sequence[Plan]) -> None:
         """Replay plans of one sort with more recomputed blocks than those that failed: the most that may win, then half of what is left.
         More blocks than fit may lack memory again.
         """
-        plain = without_recompute(failed[0])
+        plain = without_recompute(failed[0].plan)
         order = self.remedies.order(plain) if self.remedies.recompute else ()
 
         def recomputing(count: int) -> Plan:
             return with_recompute(plain, self.footprint, order[:count])
 
-        low = max(len(plan.recompute) for plan in failed)
+        tried = {len(one.plan.recompute): one.fits for one in failed}
+        low = max(tried)
+        below = max((number for number in tried if number < low), default=low)
+        # A plan that fits but waits for the allocator may not do so with some blocks fewer.
+        for number in range(low - 1, below, -1) if tried[low] and not fitting else ():
+            self._replay_if_faster(recomputing(number))
         high = min((len(plan.recompute) for plan in fitting if len(plan.recompute) > low), default=0)
         middle = high or bisect_left(range(1, len(order) + 1), self.best_seconds, key=lambda n: self.appraiser.step_seconds(recomputing(n)))
         while middle > low and not self.finalists.is_tired:
             if self.appraiser.step_seconds(recomputing(low + 1)) * (1 + WORTHWHILE) >= self.best_seconds:
                 return
-            if self._replayed(recomputing(middle)).fits:
+            one = self._replayed(recomputing(middle), learns=False)
+            if one.fits and not self._is_slower(one):
                 high = middle
             elif high:
                 low = middle

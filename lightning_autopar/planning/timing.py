@@ -103,17 +103,14 @@ def part_seconds(
     layout = layout_of(footprint, precision)
     idle = idle_share(device)
 
-    known: dict[tuple[int, Phase], float] = {}  # most parts are alike
-
     def seconds(index: int, phase: Phase) -> float:
-        found = known.get((index, phase))
-        if found is None:
-            load = part_load(layout, index, share, device, source, phase)
-            found = load.stream / idle + load.issue if device.kind == "cpu" else max(load.stream / idle, load.issue if issued else 0.0)
-            known[index, phase] = found
-        return found
+        load = part_load(layout, index, share, device, source, phase)
+        return load.stream / idle + load.issue if device.kind == "cpu" else max(load.stream / idle, load.issue if issued else 0.0)
 
-    return [(layer.fqn, seconds(layer.forward, "forward"), seconds(layer.backward, "backward")) for layer in layout.layers]
+    # Most parts are alike.
+    forwards = {index: seconds(index, "forward") for index in {layer.forward for layer in layout.layers}}
+    backwards = {index: seconds(index, "backward") for index in {layer.backward for layer in layout.layers}}
+    return [(layer.fqn, forwards[layer.forward], backwards[layer.backward]) for layer in layout.layers]
 
 
 def block_seconds(

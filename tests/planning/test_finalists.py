@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -17,14 +18,16 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.allocator.options import AllocatorOptions
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, Moment
+from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning import finalists
 from lightning_autopar.planning.memory import predict, replay
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.plans import Plan
+from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.report.report import Candidate, NothingFits, Report
 from tests.memory.trace.test_trace import GPT, Module, tokens
+from tests.planning.test_search import step_of
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -113,6 +116,21 @@ def test_what_fits_by_the_rule_of_thumb_may_not() -> None:
     assert held.to_dict()["rounding"] == pytest.approx((100 * ROUNDS - 60 * (ROUNDS - 1) - 100) * MIB, abs=4 * MIB)
 
 
+def test_a_step_that_waits_for_its_allocator_takes_longer() -> None:
+    """Where a step fits only because the allocator gives segments back in each, the price of that is part of its seconds."""
+    here, step = inventory(), scaled(step_of(1024, 12), 6)
+    blocks = tuple(block.fqn for block in step.blocks)
+    how = {"shard": blocks, "reshard_after_forward": True, "offload": OFFLOADS, "recompute": blocks, "micro_batches": 2}
+    pinned = Constraints(memory_margin=0, precision="bf16-mixed", pinned=Plan(engine="fsdp", devices=("cuda:0",), **how))
+    ample = make_report(step, here, pinned).candidates[0]
+    assert not any("narrowly" in note for note in ample.notes)
+    limit = ample.bytes["cuda:0"].reserved - 400 * MIB
+    narrow = make_report(step, here, replace(pinned, memory_limit_bytes=limit)).candidates[0]
+    waiting = re.search(r"fits narrowly: .* give memory back to the driver (\d+) times", " ".join(narrow.notes))
+    assert waiting is not None
+    assert narrow.step_seconds == pytest.approx(ample.step_seconds + 1e-3 * int(waiting[1]))
+
+
 def test_settings_of_the_allocator_count() -> None:
     here, step = inventory(), fragmenting()
     context, workspace = around(step, here)
@@ -186,7 +204,8 @@ def test_the_best_is_looked_for_until_one_fits(gpt: Footprint) -> None:
         best = first(found)
         assert best.replayed
         assert max(best.needs.values()) <= budget
-        assert all(candidate.reason for candidate in found.candidates if candidate.replayed and candidate is not best)
+        others = [candidate for candidate in found.candidates if candidate.replayed and candidate is not best]
+        assert all(candidate.reason or candidate.step_seconds > best.step_seconds for candidate in others)
     assert len(seen) > 1
 
 

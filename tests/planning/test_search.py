@@ -157,7 +157,9 @@ def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_sav
     search = Search(step, here, constraints)
     monkeypatch.setattr(search.finalists, "replayed", lambda candidate, rank, limit: played(candidate.plan, limit))
 
-    def played(plan: Plan, limit: int) -> Replayed:
+    def played(plan: Plan, limit: int | None) -> Replayed:
+        if limit is None:
+            return Replayed(reserved_peak_bytes=1 << 40, allocated_peak_bytes=1 << 40)
         loses = plan.micro_batches > 1 or len(plan.recompute) not in enough
         search.finalists._left -= allocations
         missing = 4 << 30 if loses else 0
@@ -168,6 +170,45 @@ def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_sav
     assert (best.plan.engine, len(best.plan.recompute), best.plan.micro_batches) == ("single", min(enough), 1)
 
 
+@pytest.mark.parametrize(("released", "blocks"), [(400, 9), (1, 0)])
+def test_a_plan_that_gives_memory_back_in_each_step_is_taken_only_where_that_pays(
+    monkeypatch: pytest.MonkeyPatch, released: int, blocks: int
+) -> None:
+    """With less than nine recomputed blocks the allocator gives so many segments back in each step."""
+    whole = {"micro_batches": "the batch stays whole"}
+    step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",), excluded=whole)
+    search = Search(step, parse_spec("1xRTX4090"), constraints)
+
+    def played(candidate: Candidate, rank: int, limit: int | None) -> Replayed:
+        narrow = len(candidate.plan.recompute) < blocks or released == 1
+        holds = limit or 1 << 40
+        return Replayed(reserved_peak_bytes=holds, allocated_peak_bytes=holds, released=released if narrow and limit else 0)
+
+    monkeypatch.setattr(search.finalists, "replayed", played)
+    best = search.first()
+    assert best is not None
+    assert len(best.plan.recompute) == blocks
+    predicted = predict_seconds(step, best.plan, search.inventory, precision=PRECISION).step
+    assert best.step_seconds == pytest.approx(predicted + (0.001 if released == 1 else 0))
+    assert any("fits narrowly" in note for note in best.notes) == (released == 1)
+
+
+def test_parts_as_large_as_those_that_failed_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 samples five parts have four at most, as four parts have; here five go through, and four don't."""
+    step, constraints = scaled(step_of(1024, 12), 16), Constraints(precision=PRECISION, allow=("fsdp",))
+    search = Search(step, parse_spec("1xRTX4090"), constraints)
+
+    def played(candidate: Candidate, rank: int, limit: int | None) -> Replayed:
+        missing = 0 if candidate.plan.micro_batches >= 5 else 4 << 30
+        holds = limit or 1 << 40
+        return Replayed(reserved_peak_bytes=holds, allocated_peak_bytes=holds, fits=not missing, missing_bytes=missing)
+
+    monkeypatch.setattr(search.finalists, "replayed", played)
+    best = search.first()
+    assert best is not None
+    assert best.plan.micro_batches == 5
+
+
 def test_a_chosen_plan_has_been_replayed_however_much_the_allocator_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where replays refute one plan after the other, what they lost is assumed for all of their kind, until one fits."""
     step, constraints = scaled(step_of(1024, 12), 64), Constraints(precision=PRECISION, allow=("fsdp",))
@@ -175,13 +216,13 @@ def test_a_chosen_plan_has_been_replayed_however_much_the_allocator_loses(monkey
     search = Search(step, here, constraints)
     asked: list[Plan] = []
 
-    def played(candidate: Candidate, rank: int, limit: int) -> Replayed:
+    def played(candidate: Candidate, rank: int, limit: int | None) -> Replayed:
         asked.append(candidate.plan)
         search.finalists._left -= 30_000
         size = candidate.bytes[candidate.plan.devices[rank]]
         assert isinstance(size, DeviceBytes)
         holds = size.reserved - size.rounding - size.context + (500 << 20)
-        missing = max(0, holds - limit)
+        missing = max(0, holds - (limit or holds))
         return Replayed(reserved_peak_bytes=holds, allocated_peak_bytes=holds, fits=not missing, missing_bytes=missing)
 
     monkeypatch.setattr(search.finalists, "replayed", played)

@@ -172,6 +172,7 @@ class CachingAllocator:
         peak_reserved_bytes: the most that was reserved.
         peak_allocated_bytes: the most that was allocated.
         retries: how often all unused segments had to be released to go on, as ``num_alloc_retries`` counts it.
+        released: how many segments were given back to the device, and ranges of expandable ones.
     """
 
     def __init__(self, *, limit_bytes: int | None = None, options: AllocatorOptions | None = None) -> None:
@@ -181,7 +182,7 @@ class CachingAllocator:
         self.allocated_bytes = 0
         self.peak_reserved_bytes = 0
         self.peak_allocated_bytes = 0
-        self.retries = 0
+        self.retries = self.released = 0
         self._small = Pool(is_small=True)
         self._large = Pool(is_small=False)
         self._address = 0
@@ -204,12 +205,21 @@ class CachingAllocator:
         assert size_bytes > 0, "an empty tensor has no block"
         size = self.rounded(size_bytes) if self._rounds_by_power else (size_bytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
         pool = self._small if size <= SMALL_BYTES else self._large
-        if self._plain:  # _take_free and _split, inlined: planning spends most of its time here
-            free = pool.free[stream]
+        if self._plain:  # _take_free, _split and Pool.insert, inlined: planning spends most of its time here
+            free, blocks = pool.free[stream], pool.blocks
             place = bisect_left(free, size << _ADDRESS_BITS)
-            block = pool.blocks.pop(free.pop(place)) if place < len(free) else self._from_device(pool, size, stream)
+            try:
+                key = free[place]
+            except IndexError:
+                block = self._from_device(pool, size, stream)
+            else:
+                block = blocks[key]
+                del free[place], blocks[key]
             if block.size_bytes - size > (0 if pool.is_small else SMALL_BYTES):
-                pool.insert(block.cut(size))
+                rest = block.cut(size)
+                key = rest.size_bytes << _ADDRESS_BITS | rest.address
+                blocks[key] = rest
+                insort(free, key)
         else:
             block = self._take_free(pool, size, stream) or self._from_device(pool, size, stream)
             self._split(block, size)
@@ -245,7 +255,11 @@ class CachingAllocator:
             block.merge(before)
         if after is not None and not after.allocated:
             block.merge(after)
-        block.pool.insert(block)
+        pool = block.pool  # Pool.insert, inlined as above
+        block.searches = pool.searches
+        key = block.size_bytes << _ADDRESS_BITS | block.address
+        pool.blocks[key] = block
+        insort(pool.free[block.stream], key)
 
     def release_cached(self) -> None:
         """Give every unused segment back to the device (``torch.cuda.empty_cache``); of expandable ones every unused page."""
@@ -348,6 +362,7 @@ class CachingAllocator:
 
     def _release(self, block: Block) -> None:
         """Give a whole segment back (``release_block``)."""
+        self.released += 1
         block.pool.remove(block)
         del block.pool.heads[block.address]
         self.reserved_bytes -= block.size_bytes
@@ -456,6 +471,7 @@ class CachingAllocator:
         end = (block.address + block.size_bytes) // page * page
         if begin >= end:
             return
+        self.released += 1
         block.pool.remove(block)
         if begin > block.address:
             before = block

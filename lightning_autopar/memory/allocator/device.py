@@ -44,7 +44,7 @@ class PlayedDevice:
         #: Allocations of :meth:`hold_all` that must be freed.
         self._together: dict[Hashable, list[int]] = {}
         self._blocks: dict[int, tuple[Block, Category]] = {}
-        self._allocations = count(1)
+        self._settled = 0
         self._by_category: dict[Category, int] = dict.fromkeys(get_args(Category), 0)
 
     def __contains__(self, key: Hashable) -> bool:
@@ -113,31 +113,36 @@ class PlayedDevice:
         allocator, blocks, by_category = self.allocator, self._blocks, self._by_category
         # The loop that planning spends most of its time in.
         allocate, free = allocator.allocate, allocator.free
-        numbers, categories = iter(orders), iter(labels)
-        allocations = self._allocations
+        numbers, label = iter(orders), 0
+        settled = self._settled
         stream, peak_bytes = COMPUTE, allocator.peak_allocated_bytes
         try:
             for number in numbers:
                 if number > 0:
-                    block, category = allocate(number, stream), next(categories)
-                    blocks[next(allocations)] = block, category
+                    block, category = allocate(number, stream), labels[label]
+                    label += 1
+                    settled += 1
+                    blocks[settled] = block, category
                     by_category[category] += block.size_bytes
                     continue
                 if allocator.peak_allocated_bytes > peak_bytes:  # looked at before it becomes less
                     peak_bytes = allocator.peak_allocated_bytes
                     self.fullest = by_category.copy()
                 if number < 0:
-                    block, category = blocks.pop(-number)
+                    block, category = blocks[-number]
+                    del blocks[-number]
                     by_category[category] -= block.size_bytes
                     free(block)
                 elif (changed := next(numbers)) < 0:
                     block, before = blocks[-changed]
-                    category = next(categories)
+                    category = labels[label]
+                    label += 1
                     blocks[-changed] = block, category
                     by_category[before] -= block.size_bytes
                     by_category[category] += block.size_bytes
                 else:
                     stream = changed
         finally:
+            self._settled = settled
             if allocator.peak_allocated_bytes > peak_bytes:
                 self.fullest = by_category.copy()

@@ -127,15 +127,15 @@ class Player:
         self.arrive()
         before: object = None
         layout: object = None
-        allocator, counted, retries = self.machine.allocator, self.machine.allocator.retries, 0
+        allocator, counted, released = self.machine.allocator, self.machine.allocator.released, 0
         for number, rows in enumerate(self.rows):
             if number and self.micro == number - 1:
                 before, layout = layout, self.layout_between()
-                retries, counted = allocator.retries - counted, allocator.retries
+                released, counted = allocator.released - counted, allocator.released
             # After a micro-batch that leaves the allocator as it found it, others as large do the same.
             if number and layout == before and rows == self.rows[self.micro]:
-                allocator.retries += retries
-                counted += retries
+                allocator.released += released
+                counted += released
                 continue
             self.micro = number
             for part in self.script.parts:

@@ -28,7 +28,7 @@ class Replayed:
         reserved_peak_bytes: the most that was reserved.
         by_category: of the allocated peak.
         fits: whether the steps went through under the limit.
-        retries: how often the allocator had to give back all its unused segments, each of which costs a synchronisation.
+        released: how many segments the last step that was played gave back to the driver, to go on; every step after it does so.
         missing_bytes: by how many bytes the request went over the limit; 0 where it fits.
         allocations: how many were played, which says how long it took.
     """
@@ -37,7 +37,7 @@ class Replayed:
     reserved_peak_bytes: int
     by_category: Mapping[Category, int] = field(default_factory=dict)
     fits: bool = True
-    retries: int = 0
+    released: int = 0
     missing_bytes: int = 0
     allocations: int = field(default=0, compare=False)
 
@@ -61,12 +61,14 @@ def played(
     machine = PlayedDevice(allocator)
     player = make_player(machine)
     player.workspaces = workspaces
-    missing = 0
+    missing = released = 0
     try:
         player.start()
         layout: object = None
         for _ in range(_MOST_STEPS):
+            released = -allocator.released
             player.step()
+            released += allocator.released
             before, layout = layout, allocator.layout()
             if layout == before:
                 break
@@ -77,7 +79,7 @@ def played(
         reserved_peak_bytes=allocator.peak_reserved_bytes,
         by_category=machine.fullest,
         fits=not missing,
-        retries=allocator.retries,
+        released=0 if missing else released,
         missing_bytes=missing,
         allocations=next(machine.numbers) - 1,
     )

@@ -177,7 +177,9 @@ def fsdp_bytes(
     """
     sharding = sharding_of(footprint, plan, rank, widths)
     adds = plan.micro_batches > 1 or bool(moments.accumulated.any())
-    levels = _levels(sharding, bool(plan.reshard_after_forward), copies, adds, bool(plan.offload))
+    how = bool(plan.reshard_after_forward), copies, adds, bool(plan.offload)
+    key = plan.shard, sharding.shards, rank % sharding.shards, widths, *how
+    levels = _LEVELS.get(footprint, key, lambda: _levels(sharding, *how))
     best: tuple[int, int, _Occasion] | None = None
     for occasion in chain(_in_forward(levels, moments), _in_backward(levels, moments), _after_backward(levels, moments)):
         if len(occasion.rows):
@@ -300,6 +302,10 @@ class _Levels:
     def all_sharded(self) -> int:
         """All gradients in shards."""
         return int(self.sharded[0]) + self.root_part
+
+
+#: Plans that differ only in their batch or in what they recompute have the same.
+_LEVELS: FootprintCache[_Levels] = FootprintCache(64)
 
 
 def _levels(sharding: Sharding, reshard: bool, copies: bool, adds: bool, offloads: bool) -> _Levels:

@@ -221,7 +221,7 @@ class _Stage:
                 kept = before[number - begin]
                 running = kept + kept_random + part.again.at(share) + (inside if given else 0)
                 most, most_first = max(most + kept, running), max(most_first + kept, running)
-            waiting = passing + below + sum(size_bytes for low, high, size_bytes in twice if low <= number < high)
+            waiting = passing + below + sum([size_bytes for low, high, size_bytes in twice if low <= number < high])
             backward = max(backward, waiting + most)
             first = max(first, waiting + most_first + complete)
             inside = part.returns.at(share)

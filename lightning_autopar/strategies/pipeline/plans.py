@@ -439,8 +439,8 @@ class PipelineMaker:
             plan = None if slow else bare if self.appraiser.holds(bare) else self._relieved(most, groups)
             if plan is not None and (exact := self.appraiser.step_seconds(plan)) < seconds:
                 best, seconds = plan, exact
-                if any_will_do:
-                    break
+            if turn + 1 == _CORRECTIONS or (any_will_do and best is not None):
+                break
             off = {one: self._beyond(shape, cut, one, groups) for one in (bare, most)}
             left = ([cap - more / margin for cap, more in zip(caps, off[one], strict=True)] for one in (bare, most))
             before, room = room, self._shared_room(shape, cut, *left)

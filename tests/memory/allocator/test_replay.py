@@ -197,13 +197,13 @@ def test_micro_batches_hold_a_part_of_the_activations_and_all_gradients() -> Non
 
 @pytest.mark.parametrize("of", [plan(micro_batches=7), plan(micro_batches=5, recompute=("b",))])
 def test_equal_micro_batches_are_played_until_they_change_nothing(of: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the same end as if each were played, and with as many retries, of which each part has one here."""
+    """To the same end as if each were played, and with as many segments given back, of which each part has one here."""
     parts: list[int] = []
     footprint, whole = replace(footprint_of(without(step_of_two_blocks(), 6, 7, 50)), batch_size=14), Player.play
 
     def counted(player: Player, part: TapePart) -> None:
         parts.append(player.micro)
-        player.machine.allocator.retries += 1
+        player.machine.allocator.released += 1
         whole(player, part)
 
     monkeypatch.setattr(Player, "play", counted)
