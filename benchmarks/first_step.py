@@ -55,7 +55,7 @@ PARTS = {
     "first batch": ("lightning_autopar.strategies.preparation.findings", "first_batch"),
     "trace": ("lightning_autopar.strategies.preparation.findings", "_looked_at"),
     "split": ("lightning_autopar.strategies.preparation.findings", "_split_as_made"),
-    "engines look": ("lightning_autopar.strategies.preparation.findings", "_looks"),
+    "engines look": ("lightning_autopar.strategies.preparation.findings", "looks"),
     "report": ("lightning_autopar.strategies.preparation.decision", "make_report"),
     "trial of the chosen plan": ("lightning_autopar.strategies.preparation.prospect", "rehearse"),
     "to workers' end": ("lightning_autopar.strategies.launcher", "run_generation"),

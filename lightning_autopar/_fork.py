@@ -32,7 +32,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -127,6 +128,15 @@ def run_forked(
         ChildFailed: if the function raises, its result can't be pickled, or the child crashes or takes too long.
         ValueError: if the time-out isn't positive.
     """
+    with forked(function, *args, timeout_seconds=timeout_seconds, gpus=gpus) as result:
+        if meanwhile is not None:
+            meanwhile()
+        return result()
+
+
+@contextmanager
+def forked(function: Callable[..., T], *args: Any, timeout_seconds: float | None = None, gpus: bool = False) -> Iterator[Callable[[], T]]:
+    """The same while this process goes on: gives what waits for the child's result, once. A child that nobody waited for is ended."""
     if timeout_seconds is not None and timeout_seconds <= 0:
         raise ValueError(f"timeout_seconds must be positive, but is {timeout_seconds!r}; leave it out to wait for ever")
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -144,25 +154,28 @@ def run_forked(
         _be_child(parent, writer, gpus, function, args)
     os.close(writer)
     ended = False
-    try:
-        if meanwhile is not None:
-            meanwhile()
+
+    def result() -> T:
+        nonlocal ended
         answer = read_message(reader, deadline)
         status = _wait(pid, _GOODBYE_SECONDS) if answer is not None else _wait(pid, 0.0 if _passed(deadline) else _GOODBYE_SECONDS)
         ended = status is not None
+        if answer is not None:
+            succeeded, payload = answer
+            found = pickle.loads(payload)
+            if succeeded:
+                return found  # type: ignore[no-any-return]
+            raise ChildFailed(*found)
+        if status is None and _passed(deadline):
+            raise ChildFailed(f"the child process was stopped after {timeout_seconds:g} seconds without a result", timed_out=True)
+        raise ChildFailed(f"the child process ended without a result: {_describe(status)}", crashed=True)
+
+    try:
+        yield result
     finally:
         os.close(reader)
         if not ended:
             _kill(pid)
-    if answer is not None:
-        succeeded, payload = answer
-        result = pickle.loads(payload)
-        if succeeded:
-            return result  # type: ignore[no-any-return]
-        raise ChildFailed(*result)
-    if status is None and _passed(deadline):
-        raise ChildFailed(f"the child process was stopped after {timeout_seconds:g} seconds without a result", timed_out=True)
-    raise ChildFailed(f"the child process ended without a result: {_describe(status)}", crashed=True)
 
 
 def _be_child(parent: int, writer: int, gpus: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:

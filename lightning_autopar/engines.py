@@ -112,6 +112,7 @@ class FirstStep:
         excluded: what is ruled out already, as ``Constraints.excluded``.
         untried: why nothing may be run, as the end of a sentence; None in a forked child, which may fork others that run the step.
         fakes: whether a fake copy of the module may be made: not where tracing one has ended a process.
+        trial: what :meth:`Engine.trial` found, where it ran beside other checks; None where it hasn't run.
     """
 
     trainer: Any
@@ -124,6 +125,7 @@ class FirstStep:
     excluded: Mapping[str, str] = field(default_factory=dict)
     untried: str | None = None
     fakes: bool = True
+    trial: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,8 @@ class Engine(ABC):
         another_library: whether its plans are taken only where they are clearly faster than others.
         loop: the engine whose measured trainer's loop is as long as this one's; None to measure its own.
         reruns: whether a batch that runs out of memory is run again in more parts, where that gives the whole batch's loss.
-        looks_long: whether :meth:`Engine.look` runs steps, which takes seconds: then it waits until a plan of the engine is the best one.
+        looks_long: whether :meth:`Engine.look` runs steps, which takes seconds. It then waits until a plan of the engine is the best
+            one, or :meth:`Engine.trial` runs them beside other checks.
         measured: what calibration measures for plans of this engine besides operations and a loop on one device: collectives, and things
             of ``calibration.steps``; by default all collectives.
         takes_remedies: whether the search may add recomputed blocks, micro-batches and uneven shares to its plans.
@@ -291,6 +294,12 @@ class Engine(ABC):
         A check that it can't make is no check that passed: such plans are ruled out by a sentence, or left to :meth:`rehearse`.
         """
         return Finding()
+
+    def trial(self, first: FirstStep) -> Any:
+        """The part of :meth:`look` that takes long and needs no ``first.split``, which ``look`` finds as ``first.trial``, or else calls by
+        itself. None where nothing is to be tried.
+        """
+        return None
 
     def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
         """Whether :meth:`look` left a check of such a plan to :meth:`rehearse`."""

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from lightning_autopar import _fork
-from lightning_autopar._fork import ChildFailed, run_forked, unforkable
+from lightning_autopar._fork import ChildFailed, forked, run_forked, unforkable
 from lightning_autopar.memory.fakes.fakes import fake_mode
 
 
@@ -235,6 +235,19 @@ def test_a_process_that_has_asked_the_driver_is_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     assert unforkable() == "this process has asked CUDA's driver for its GPUs already"
+
+
+def test_a_child_works_while_its_parent_goes_on_and_ends_if_nobody_waits_for_it() -> None:
+    reader, writer = os.pipe()
+    with forked(os.read, reader, 4, timeout_seconds=20) as result:
+        os.write(writer, b"done")
+        assert result() == b"done"
+    with pytest.raises(KeyError, match="meanwhile"), forked(os.read, reader, 4):
+        raise KeyError("meanwhile")
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_child_sees_gpus_only_where_it_is_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from lightning_autopar._lightning_compat import is_overridden, parse_optimizers
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar._temporary import patched
 from lightning_autopar.memory.trace.first_batch import RAISED
+from lightning_autopar.text import error_line
 
 #: The value of ``trainer.estimated_stepping_batches`` where the true number needs the loaders; it changes schedules, never memory.
 _SOME_STEPS = 10_000
@@ -386,7 +387,7 @@ class BareStep:
             return getattr(self.module, name)(*args)
         except RAISED as error:
             log.debug("%s failed while tracing", name, exc_info=True)
-            self.notes[f"{name} was left out, as it failed while tracing ({_first_line(error)})"] = None
+            self.notes[f"{name} was left out, as it failed while tracing ({error_line(error)})"] = None
             return None
 
     # -- what Lightning's strategy would do ------------------------------------------------------------------------------------------------
@@ -483,8 +484,3 @@ def _parse(conf: Any) -> tuple[list[Optimizer], list[Any]]:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -142,7 +142,17 @@ class FSDP(Engine):
         from lightning_autopar.strategies.fsdp.rehearsal import why_unsharded
 
         uneven = () if first.split is None else first.split.uneven_calls
-        return Finding(refusals={self.name: why_unsharded(first, shardable(first.footprint)[0])}, value=uneven)
+        refusal = why_unsharded(first, first.trial or self.trial(first), shardable(first.footprint)[0])
+        return Finding(refusals={self.name: refusal}, value=uneven)
+
+    def trial(self, first: FirstStep) -> Any:
+        """The rehearsal. On one device, where FSDP2 only offloads, the very plan is rehearsed once it is chosen."""
+        from lightning_autopar.strategies.fsdp.rehearsal import rehearse_fsdp
+
+        if first.stage != "fit" or first.untried is not None or not first.several:
+            return None
+        told: dict[str, Any] = {"flops": first.footprint.flops, "conduct": first.footprint.conduct}
+        return rehearse_fsdp(first.trainer.lightning_module, first.trainer, first.batch, shardable(first.footprint)[0], **told)
 
     def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
         """For training on several devices only a plan's further features in a module that shards itself."""

@@ -86,21 +86,19 @@ def rehearse_fsdp(
     return check
 
 
-def why_unsharded(first: FirstStep, units: Sequence[str]) -> str | None:
+def why_unsharded(first: FirstStep, rehearsed: Check | None, units: Sequence[str]) -> str | None:
     """Why FSDP2 doesn't run a step right; None where nothing is known against it.
 
-    An evaluation loses nothing on shards. On one device, where FSDP2 only offloads, the very plan is rehearsed once it is chosen.
+    An evaluation loses nothing on shards.
 
     Args:
         first: the step; meant for a forked child.
+        rehearsed: what a rehearsal of it found; None where there was none.
         units: FQNs of the blocks that are sharded as units of their own.
     """
-    trainer, footprint, refusal = first.trainer, first.footprint, None
-    module = trainer.lightning_module
+    module, refusal = first.trainer.lightning_module, None if rehearsed is None else rehearsed.refusal
     if first.stage == "fit" and first.untried is not None:
         refusal = unshardable(module) or not_made(first.untried).refusal
-    elif first.stage == "fit" and first.several:
-        refusal = rehearse_fsdp(module, trainer, first.batch, units, flops=footprint.flops, conduct=footprint.conduct).refusal
     if refusal is None and first.split is not None:
         refusal = _routed(module, first.split.uneven_calls, units)
     return refusal or unshardable(module)

@@ -146,20 +146,25 @@ class Pipeline(Engine):
         """Finds where the steps of the run can be cut into stages; runs the stages and the whole module, and compares them."""
         from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 
-        trainer = first.trainer
-        if not first.several or "multi" in first.excluded:
+        found = first.trial or self.trial(first)
+        if found is None:
             return Finding(refusals=stage_probe.kept_apart(first))
-        if first.untried is not None:
-            found = stage_probe.refused(not_made(first.untried).reason if first.fakes else first.untried)
-        else:
-            told: Any = {"precision": stage_probe.precision_of(str(trainer.precision)), "flops": first.footprint.flops}
-            told["blocks"] = stage_probe.layers_of(first.footprint)
-            batches = stage_probe.batches_of(first)
-            found = stage_probe.probe_stages(trainer.lightning_module, trainer, batches, first.stage, **told)
         kept = stage_probe.kept_apart(first, found.value.appended)
         apart = stage_probe.appended_apart(found.value)
         refusals = {**kept, self.name: found.value.refusal or kept.get(self.name), "pipeline_replicas": apart}
         return replace(found, refusals={**refusals, "pipeline_parts": apart or kept.get("pipeline_parts")})
+
+    def trial(self, first: FirstStep) -> Finding | None:
+        """The stages beside the whole module."""
+        from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
+
+        if not first.several or "multi" in first.excluded:
+            return None
+        if first.untried is not None:
+            return stage_probe.refused(not_made(first.untried).reason if first.fakes else first.untried)
+        told: Any = {"precision": stage_probe.precision_of(str(first.trainer.precision)), "flops": first.footprint.flops}
+        told["blocks"] = stage_probe.layers_of(first.footprint)
+        return stage_probe.probe_stages(first.trainer.lightning_module, first.trainer, stage_probe.batches_of(first), first.stage, **told)
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
         """Compares the stages of these cuts with the whole module."""

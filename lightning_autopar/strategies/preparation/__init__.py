@@ -3,6 +3,7 @@
 Modules, in reading order:
 
     findings         footprint, probe and each engine's finding
+    looks            engines look at the first step, beside other checks
     divisible        can a batch be run in parts, by how it was made
     lengths          the first batch's footprint becomes the longest one's
     trainer_options  which engines the Trainer's options rule out

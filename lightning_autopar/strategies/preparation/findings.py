@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -44,6 +45,7 @@ from lightning_autopar.strategies.parity.sharing_probe import with_shared_networ
 from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
 from lightning_autopar.strategies.preparation.divisible import made_of_samples, whole_of
 from lightning_autopar.strategies.preparation.lengths import Seen, at_lengths, seen_sizes, step_bytes
+from lightning_autopar.strategies.preparation.looks import begin_trials, looks
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 
 log = logging.getLogger(__name__)
@@ -195,6 +197,12 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
 
     The batch is loaded here, once. Backward passes run in further forked children, never in this process.
     """
+    with ExitStack() as children:
+        return _find_with(children, trainer, questions, guessing)
+
+
+def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, guessing: bool) -> Findings | Failure | None:
+    """The same; ``children`` ends those that still run."""
     module = trainer.lightning_module
     stage = stage_of(trainer)
     try:
@@ -216,6 +224,9 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
     # So that a batch of an evaluation can be run again in parts; its trial has no backward passes.
     probe = probe or (stage in ("validate", "test") and _is_quick(footprint))
     as_drawn = batch, validation
+    first = _first_step(trainer, questions, batch=batch, validation=lambda: as_drawn[1], footprint=footprint)
+    surely = probe and stage == "fit" and not (questions.later and len(questions.engines) > 1) and _is_quick(footprint)
+    trials = begin_trials(children, questions.engines if surely else (), first, timeout_seconds=TRACE_SECONDS)
     # An evaluation has no loss to train on; its draws are told by their shapes.
     split, draws = None, DrawPlan() if footprint.random_draws else None
     loadings: dict[str, Loading] = {}
@@ -261,12 +272,11 @@ def _find(trainer: Trainer, questions: Questions, guessing: bool = False) -> Fin
     if questions.split and stage == "fit" and split is not None and split.differs and not _RANKS & {*footprint.asked}:
         evaluated = [each for each in (validation, *others) if each is not None]
         footprint, shared = with_shared_network(footprint, module, trainer, as_drawn[0], more if _is_quick(footprint) else [], evaluated)
-    told: Any = {"batch": as_drawn[0], "validation": lambda: as_drawn[1], "footprint": footprint, "split": split}
     # What a long look finds of buffers, the probe of a split batch finds as well.
     waits = questions.later and len(questions.engines) > 1 and split is not None and split.probed
     later = tuple(name for name in questions.engines if waits and engines.named(name).looks_long)
-    now = replace(questions, engines=tuple(name for name in questions.engines if name not in later))
-    found = _looks(now, FirstStep(trainer=trainer, stage=stage, **told))
+    now = [name for name in questions.engines if name not in later]
+    found = looks(now, replace(first, footprint=footprint, split=split), trials())
     return Findings(
         footprint=footprint,
         split=split,
@@ -293,19 +303,6 @@ def _import_early(names: Iterable[str]) -> None:
         engines.named(name).import_early()
 
 
-def _looks(questions: Questions, first: FirstStep) -> dict[str, Finding]:
-    """What each engine in question finds; one whose look fails is ruled out."""
-    first, found = replace(first, several=questions.several, excluded=questions.excluded), {}
-    for name in questions.engines:
-        try:
-            found[name] = engines.named(name).look(first)
-        except Exception as error:  # the module may raise anything outside of a plain step
-            log.debug("the engine %s can't look at the step", name, exc_info=True)
-            words = not_made(f"looking at it failed ({type(error).__name__}: {error})").reason
-            found[name] = Finding(refusals={name: words})
-    return found
-
-
 def look_later(trainer: Trainer, questions: Questions, findings: Findings) -> dict[str, Finding]:
     """What engines find that haven't looked yet; those in question are ruled out where they can't."""
     try:
@@ -324,8 +321,12 @@ def _look_again(trainer: Trainer, questions: Questions, footprint: Footprint, sp
     def validation() -> FirstBatch | None:
         return validation_batch(module, trainer) if stage == "fit" else None
 
-    told: Any = {"batch": first_batch(module, trainer, stage), "validation": validation, "footprint": footprint, "split": split}
-    return _looks(questions, FirstStep(trainer=trainer, stage=stage, **told))
+    batch = first_batch(module, trainer, stage)
+    return looks(questions.engines, _first_step(trainer, questions, batch=batch, validation=validation, footprint=footprint, split=split))
+
+
+def _first_step(trainer: Trainer, questions: Questions, **told: Any) -> FirstStep:
+    return FirstStep(trainer=trainer, stage=stage_of(trainer), several=questions.several, excluded=questions.excluded, **told)
 
 
 def idle_threads() -> int:
@@ -495,7 +496,7 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
     batch, validation, seen = batches
     footprint = _traced(trainer, questions, batch, seen.validation)
     footprint = at_lengths(partial(_traced, trainer, questions), batch, footprint, seen)
-    first = FirstStep(trainer=trainer, stage=stage, batch=batch, validation=lambda: validation, footprint=footprint, untried=reason)
+    first = _first_step(trainer, questions, batch=batch, validation=lambda: validation, footprint=footprint, untried=reason)
     untried = SplitFinding(
         splittable=False, probed=False, reason=f"not checked: whether the parts of a batch make up the whole, as {reason}"
     )
@@ -504,7 +505,7 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
         split=untried if stage != "predict" else None,
         draws=DrawPlan() if stage == "fit" or footprint.random_draws else None,
         data_draws=batch.draws,
-        engines=_looks(questions, first),
+        engines=looks(questions.engines, first),
         several_loaders=batch.kind == "combined",
         whole=whole_of((batch,), stage, collates=True),
         rowless=whole_of((batch,), stage, collates=False),
@@ -585,13 +586,13 @@ def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Fa
         return Failure.of(error)
     footprint = guess(module, trainer, batch, stage=stage, dtype=None, reason=reason)
     words = f"the step could not be traced: {reason}"
-    told: Any = {"validation": lambda: None, "footprint": footprint, "untried": words, "fakes": False}
+    first = _first_step(trainer, questions, batch=batch, validation=lambda: None, footprint=footprint, untried=words, fakes=False)
     return Findings(
         footprint=footprint,
         split=SplitFinding(probed=False, reason=words),
         draws=DrawPlan(),
         data_draws=batch.draws,
-        engines=_looks(questions, FirstStep(trainer=trainer, stage=stage, batch=batch, **told)),
+        engines=looks(questions.engines, first),
         several_loaders=batch.kind == "combined",
         whole=whole_of((batch,), stage, collates=True),
         rowless=whole_of((batch,), stage, collates=False),
