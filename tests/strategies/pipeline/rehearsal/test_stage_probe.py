@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -364,6 +365,28 @@ def test_hooks_that_look_at_parameters() -> None:
         refusal = probed(kind()).value.refusal
         assert refusal is not None
         assert re.search(rf"in stages {hook} fails \('\w+' reads the values of the parameter '.*', which another stage has\)", refusal)
+
+
+class Exports(Tells):
+    """Saves its weights after each epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_train_epoch_end(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "epoch.txt").write_text("done")
+        torch.save(self.head.weight, self.folder / "head.pt")
+
+
+def test_hooks_that_save_parameters_write_nothing_in_the_trial(tmp_path: Path) -> None:
+    """What a trial saved would hold the weights from before the run."""
+    refusal = probed(Exports(tmp_path / "new")).value.refusal
+    assert refusal is not None
+    assert "in stages on_train_epoch_end fails" in refusal
+    assert "reads the values of the parameter" in refusal
+    assert not list(tmp_path.iterdir())
 
 
 class Normalised(Stack):
