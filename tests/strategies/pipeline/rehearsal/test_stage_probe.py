@@ -389,6 +389,29 @@ def test_hooks_that_save_parameters_write_nothing_in_the_trial(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+class Sparse(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 8, sparse=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def test_sparse_gradients_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probed(Sparse()).value.refusal is None
+    add = Together._add_shared
+
+    def spoilt(self: Together) -> None:
+        add(self)
+        for stage in self.stages:
+            if (gradient := stage.module.words.weight.grad) is not None:  # type: ignore[union-attr]
+                gradient.mul_(1.1)  # type: ignore[operator]
+
+    monkeypatch.setattr(Together, "_add_shared", spoilt)
+    assert probed(Sparse()).value.refusal is not None
+
+
 class Normalised(Stack):
     def __init__(self) -> None:
         super().__init__()
