@@ -412,6 +412,27 @@ def test_sparse_gradients_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probed(Sparse()).value.refusal is not None
 
 
+class Observes(Stack):
+    """Begins with a buffer of no elements, as observers of fake quantization do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.empty(0))
+
+    def forward(self, words: Tensor) -> Tensor:
+        found = super().forward(words)
+        seen = found.detach().abs().amax((0, 1))
+        before = seen if not self.largest.numel() else self.largest
+        self.largest.resize_(seen.shape).copy_(torch.maximum(before, seen))
+        return found
+
+
+def test_a_buffer_that_the_first_step_makes_larger() -> None:
+    module = Observes()
+    assert probed(module).value.refusal is None
+    assert not module.largest.numel()
+
+
 class Normalised(Stack):
     def __init__(self) -> None:
         super().__init__()
