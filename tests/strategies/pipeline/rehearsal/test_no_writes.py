@@ -22,6 +22,11 @@ def append(path: Path) -> None:
         file.write("new")
 
 
+def fill(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "new").write_bytes(b"new")
+
+
 WRITES: dict[str, Callable[[Path], object]] = {
     "text": lambda there: (there / "kept").write_text("new"),
     "open": lambda there: append(there / "kept"),
@@ -31,7 +36,7 @@ WRITES: dict[str, Callable[[Path], object]] = {
     "array": lambda there: np.save(there / "new.npy", np.ones(3)),
     "arrays": lambda there: np.savez(there / "new.npz", a=np.ones(3)),
     "folders": lambda there: (there / "a" / "b").mkdir(parents=True, exist_ok=True),
-    "a folder and a file in it": lambda there: (there / "a").mkdir() or (there / "a" / "b").write_bytes(b"new"),
+    "a folder and a file in it": lambda there: fill(there / "a"),
     "removed": lambda there: (there / "kept").unlink(),
     "removed, with its folder": lambda there: shutil.rmtree(there),
     "renamed": lambda there: os.replace(there / "kept", there / "new"),
