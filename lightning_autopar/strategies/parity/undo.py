@@ -219,8 +219,8 @@ def changing_buffers(written: Sequence[Mapping[str, Tensor]]) -> tuple[float, st
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape hold the same values; NaN equals NaN."""
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    """Whether two tensors hold the same values in the same shape; NaN equals NaN."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def uneven(calls: Sequence[Mapping[str, int]]) -> tuple[str, ...]:

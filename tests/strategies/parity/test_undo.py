@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.parity.split_probe import probe_split
-from lightning_autopar.strategies.parity.undo import undone
+from lightning_autopar.strategies.parity.undo import same_values, undone
 from tests.strategies.parity.test_split_probe import Base, first_of, samples
 
 
@@ -130,3 +130,10 @@ def test_what_a_step_writes_is_undone_at_any_size_or_the_step_is_not_tried(monke
         module.bias.data.add_(1)
     assert list(effects.written) == ["bias"]
     assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())
+
+
+def test_a_buffer_that_a_step_makes_larger_has_changed() -> None:
+    """Observers of fake quantization begin with buffers of no elements."""
+    assert not same_values(torch.zeros(32), torch.zeros(0))
+    assert not same_values(torch.zeros(3), torch.zeros(1))
+    assert same_values(torch.tensor([torch.nan, 1.0]), torch.tensor([torch.nan, 1.0]))

@@ -408,6 +408,8 @@ def _loss(output: Any) -> float | None:
 
 
 def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_sparse:
+        return leaf.detach().to_dense()  # comparisons have no sparse kernels
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 

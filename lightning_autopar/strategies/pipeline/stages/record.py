@@ -104,7 +104,10 @@ def _left_as_it_was(module: LightningModule) -> Iterator[None]:
         yield
     finally:
         for buffer, value in buffers:
-            buffer.data.copy_(value)
+            if buffer.shape == value.shape:
+                buffer.data.copy_(value)
+            else:  # the step has made an empty one larger
+                buffer.data = value
         for child, mode in modes:
             child.training = mode
         for registered, before in hooks:

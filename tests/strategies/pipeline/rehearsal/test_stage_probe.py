@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -364,6 +365,72 @@ def test_hooks_that_look_at_parameters() -> None:
         refusal = probed(kind()).value.refusal
         assert refusal is not None
         assert re.search(rf"in stages {hook} fails \('\w+' reads the values of the parameter '.*', which another stage has\)", refusal)
+
+
+class Exports(Tells):
+    """Saves its weights after each epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_train_epoch_end(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "epoch.txt").write_text("done")
+        torch.save(self.head.weight, self.folder / "head.pt")
+
+
+def test_hooks_that_save_parameters_write_nothing_in_the_trial(tmp_path: Path) -> None:
+    """What a trial saved would hold the weights from before the run."""
+    refusal = probed(Exports(tmp_path / "new")).value.refusal
+    assert refusal is not None
+    assert "in stages on_train_epoch_end fails" in refusal
+    assert "reads the values of the parameter" in refusal
+    assert not list(tmp_path.iterdir())
+
+
+class Sparse(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 8, sparse=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def test_sparse_gradients_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probed(Sparse()).value.refusal is None
+    add = Together._add_shared
+
+    def spoilt(self: Together) -> None:
+        add(self)
+        for stage in self.stages:
+            if (gradient := stage.module.words.weight.grad) is not None:  # type: ignore[union-attr]
+                gradient.mul_(1.1)  # type: ignore[operator]
+
+    monkeypatch.setattr(Together, "_add_shared", spoilt)
+    assert probed(Sparse()).value.refusal is not None
+
+
+class Observes(Stack):
+    """Begins with a buffer of no elements, as observers of fake quantization do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.empty(0))
+
+    def forward(self, words: Tensor) -> Tensor:
+        found = super().forward(words)
+        seen = found.detach().abs().amax((0, 1))
+        before = seen if not self.largest.numel() else self.largest
+        self.largest.resize_(seen.shape).copy_(torch.maximum(before, seen))
+        return found
+
+
+def test_a_buffer_that_the_first_step_makes_larger() -> None:
+    module = Observes()
+    assert probed(module).value.refusal is None
+    assert not module.largest.numel()
 
 
 class Normalised(Stack):
