@@ -143,9 +143,14 @@ def test_predictions_are_compared() -> None:
     assert set(finding.value.hooks) == {"predict_step"}
 
 
+def leave_shared_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages no longer add up the gradients of parameters that they share."""
+    monkeypatch.setattr(Together, "_add_shared", lambda self: None)
+
+
 def test_gradients_of_shared_parameters_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were they not added up over the stages, the probe would say so."""
-    monkeypatch.setattr(Together, "_add_shared", lambda self: None)
+    leave_shared_gradients(monkeypatch)
     finding = tried_here(Stack())
     assert finding.value.refusal is not None
     assert "can't be cut before any of its blocks: in stages the gradient of 'words.weight' differs by" in finding.value.refusal
@@ -536,7 +541,7 @@ def test_a_plans_cuts_are_tried_where_they_were_only_recorded(monkeypatch: pytes
     assert found.value.hooks["training_step"].rows == 8
     assert confirmed(Stack(), flops=10**12).value.hooks["training_step"].rows == 2
     assert confirmed(Stack(), flops=10**14).untried == "a step of 1.0e+14 floating-point operations is too long to try on the CPU"
-    monkeypatch.setattr(Together, "_add_shared", lambda self: None)
+    leave_shared_gradients(monkeypatch)
     refusal = confirmed(Stack()).value.refusal
     assert refusal is not None
     assert "in stages the gradient of 'words.weight' differs" in refusal
