@@ -7,6 +7,7 @@ Modules, in reading order:
     fewer_blocks   a module with few of its repeated blocks, for steps that are too long
     batch_parts    the first batch and its parts, made anew each time
     weighing       what the parts of a batch weigh, where it isn't their samples
+    nudge          weights away from where they start, while a step is tried
     draw_probe     how random draws relate to samples
     undo           runs a step and undoes what it did
     rehearsal      runs an engine on two forked ranks and compares

@@ -1,5 +1,4 @@
-"""Whether a module's loss stays the same when its batch is split, and how its random draws relate to the samples. Found out on the first
-batch.
+"""Whether a module's loss stays the same when its first batch is split, and how its random draws relate to the samples.
 
 It runs the user's own step on the CPU, on the whole batch and on the parts that ranks would get. Meant for a forked child, as the module is
 changed. Knows Lightning modules and how a batch is made and cut; nothing of devices or plans.
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -41,6 +40,7 @@ from lightning_autopar.strategies.parity.draw_probe import Observation, everythi
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.losses import Backwards, call_closure, difference_of, groups_first_of
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
+from lightning_autopar.strategies.parity.nudge import nudged
 from lightning_autopar.strategies.parity.weighing import Weighing
 from lightning_autopar.text import error_line
 
@@ -89,9 +89,8 @@ def probe_split(
     sizes = [size for size in world_sizes if 1 < size <= first.batch_size]
     if not sizes:
         return SplitFinding(probed=False, reason="the first batch holds one sample, so that taking it apart can't be tried"), DrawPlan()
-    counts = [first.batch_size]
-    if first.samples is not None:
-        counts += [few * max(sizes) for few in (2, 1) if few * max(sizes) < first.batch_size]
+    few = (2 * max(sizes), max(sizes)) if first.samples is not None else ()
+    counts = [first.batch_size, *(count for count in few if count < first.batch_size)]
     chosen = extent(module, blocks or {}, flops / 3 / first.batch_size, counts, first.batch_size)
     too_long = f"a step of {flops:.1e} floating-point operations is too long to try on the CPU"
     if chosen is None:
@@ -106,7 +105,10 @@ def probe_split(
     state = rng.capture({})
     try:
         do_without(module, sorts)
-        found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds)
+        with nudged(module):
+            found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds)
+        if found.raised:  # a step that only its own weights fit
+            found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds)
     finally:
         rng.restore(state, {})
     if not sorts:
@@ -135,7 +137,8 @@ def probe_evaluation(
         return SplitFinding()
     state = rng.capture({})
     try:
-        return _Probe(module, trainer, BatchParts(first, first.batch_size, hooks=trainer is not None), known=known).evaluation(hook)
+        with nudged(module):
+            return _Probe(module, trainer, BatchParts(first, first.batch_size, hooks=trainer is not None), known=known).evaluation(hook)
     except Exception as error:  # the user's step, under conditions that it isn't made for
         _LOG.debug("the %s can't be tried on parts of a batch", hook, exc_info=True)
         note = f"not checked: whether what {hook} logs and keeps is the same when a batch is split ({error_line(error)})"
@@ -255,9 +258,8 @@ class _Probe:
         found = ((name, space.get(key, MISSING)) for name, (space, key) in self._places(self.watched).items())
         return {name: taken(value) for name, value in found if value is not MISSING}
 
-    def _places(self, names: Iterable[str]) -> dict[str, Place]:
+    def _places(self, names: Collection[str]) -> dict[str, Place]:
         """Where the attributes and variables of these names are, as far as a step may keep something there."""
-        names = list(names)
         places = attributes(self.module, made=names) | self.variables
         return {name: places[name] for name in names if name in places}
 
