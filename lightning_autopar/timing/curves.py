@@ -74,6 +74,17 @@ class Curve:
         part = math.log(size / below) / math.log(above / below)
         return float(seconds[index - 1] * (seconds[index] / seconds[index - 1]) ** part)
 
+    def line(self, size: float) -> float:
+        """As :meth:`at`; beyond the largest size along the line through the last two points, which needn't begin at zero.
+
+        Args:
+            size: see :meth:`at`.
+        """
+        if size <= self.sizes[-1] or len(self.sizes) == 1:
+            return self.at(size)
+        slope = (self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2])
+        return self.seconds[-1] + max(0.0, slope) * (size - self.sizes[-1])
+
     def rate(self, size: float) -> float:
         """Size a second at a size; below the smallest and beyond the largest, their rates."""
         nearest = min(max(size, self.sizes[0]), self.sizes[-1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.work.work import Work
@@ -141,6 +141,10 @@ class MeasuredRates(Rates):
         seconds = self._found.get(asked)
         if seconds is None:
             alone = self._alone(asked[0], work)
+            if alone is not None and device.kind == "cuda" and work.kind == "attention":
+                # The largest attention that is measured on a GPU takes little but its launch: its rate is no rate of larger ones. Of
+                # convolutions it is: on an H200 they took even longer.
+                alone = min(alone, max(self._alone(asked[0], work, Curve.line) or 0.0, self.otherwise.work_seconds(device, work)))
             seconds = self.otherwise.work_seconds(device, work) if alone is None else alone * self._crowding(device, work)
             self._found[asked] = seconds
         return seconds
@@ -221,21 +225,21 @@ class MeasuredRates(Rates):
 
     # -- one operation -----------------------------------------------------------------------------------------------------------------
 
-    def _alone(self, subject: str, work: Work) -> float | None:
-        """Seconds on a device that nobody shares; None where nothing like it was measured."""
+    def _alone(self, subject: str, work: Work, at: Callable[[Curve, float], float] = Curve.at) -> float | None:
+        """Seconds on a device that nobody shares; None where nothing like it was measured. ``at`` reads a curve."""
         if work.kind == "matmul":
             return self._product(subject, work)
         name = work.name.rpartition("aten.")[2]
         if work.kind in _BY_FLOPS:
-            return self._by_flops(subject, name, work)
+            return self._by_flops(subject, name, work, at)
         in_place = name.endswith("_") and not name.endswith("__")
         for candidate in (name, _ALIKE.get(name, ""), "add_" if in_place and work.kind == "pointwise" else "", _OF_KIND.get(work.kind, "")):
             curve = self._curve(subject, candidate, work.dtype) or self._scaled(subject, candidate, work.dtype)
             if curve is not None:
-                return curve.at(work.moved_bytes)
+                return at(curve, work.moved_bytes)
         return None
 
-    def _by_flops(self, subject: str, name: str, work: Work) -> float | None:
+    def _by_flops(self, subject: str, name: str, work: Work, at: Callable[[Curve, float], float]) -> float | None:
         """Seconds of a kernel by its FLOPs."""
         parts, thing, back = 1, str(work.kind), "_backward" if "_backward" in name else ""
         if thing == "convolution" and len(work.shape) == 6:
@@ -245,7 +249,7 @@ class MeasuredRates(Rates):
         curve = (self._curve(subject, f"{thing}.causal", work.dtype) if name.endswith(".causal") else None) or self._curve(
             subject, thing, work.dtype
         )
-        return None if curve is None or not work.flops else curve.at(parts * work.flops) / parts
+        return None if curve is None or not work.flops else at(curve, parts * work.flops) / parts
 
     def _scaled(self, subject: str, thing: str, dtype: str) -> Curve | None:
         """Seconds by bytes: moving them takes about equally long in any dtype; fp32 is measured for all."""

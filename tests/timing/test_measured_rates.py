@@ -93,6 +93,15 @@ def test_a_curve_between_and_beyond_its_points() -> None:
     assert line.rate(20000) == line.rate(10000) == pytest.approx(2500)
 
 
+def test_a_curves_line_needn_t_begin_at_zero() -> None:
+    line = curve("add", {100.0: 1.0, 200.0: 1.5})
+    assert line.line(150) == line.at(150)
+    assert line.line(400) == pytest.approx(2.5)
+    assert line.at(400) == pytest.approx(3.0)
+    assert curve("add", {100.0: 1.0, 200.0: 0.9}).line(400) == pytest.approx(0.9), "what disturbed a measurement makes nothing faster"
+    assert curve("add", {100.0: 1.0}).line(400) == pytest.approx(4.0)
+
+
 @given(st.lists(st.floats(1, 1e12), min_size=2, max_size=6, unique=True), st.floats(0, 1e13))
 def test_more_never_takes_less_where_more_was_never_measured_to(sizes: list[float], size: float) -> None:
     sizes = sorted(sizes)
@@ -346,6 +355,18 @@ def test_operations_of_a_gpu_count_for_all_of_its_model() -> None:
     known = rates(curve("add", {100.0: 1.0}, dtype="fp32", subject=device_key(here.devices[0])), inventory=here)
     assert known.work_seconds(here.devices[1], work("pointwise", "add", moved=100)) == 1.0
     assert known.device_class(here.devices[0]) == known.device_class(here.devices[1])
+
+
+def test_a_gpus_launch_time_is_no_rate() -> None:
+    """Attention's backward took 149 and 161 µs on an H200 at sizes of which one of 27 times as many FLOPs took 694."""
+    here = gpus(1)
+    (device,) = here.devices
+    measured = curve("attention_backward", {2.1e7: 149e-6, 6.71e8: 161e-6}, dtype="fp32", subject=device_key(device))
+    known = MeasuredRates(rates(measured, inventory=here).calibration, DataSheet())
+    large = work("attention", "attention_backward", flops=18_119_393_280, moved=160_727_056, shape=(16, 12, 384, 384, 64))
+    assert 0.4e-3 < known.work_seconds(device, large) < 1.5e-3
+    small = work("attention", "attention_backward", flops=671_000_000, shape=(1, 12, 384, 384, 64))
+    assert known.work_seconds(device, small) == pytest.approx(161e-6)
 
 
 def test_the_loop_is_the_hosts_and_what_an_engine_adds_the_data_sheets() -> None:

@@ -384,7 +384,7 @@ def _rows(device: torch.device, elements: tuple[int, ...]) -> Iterator[Case]:
 
 def _indices(device: torch.device) -> Iterator[Case]:
     table = torch.randn(4096, 128, device=device)
-    for rows in (64, 4096):
+    for rows in (64, 4096, 1 << 16) if device.type == "cuda" else (64, 4096):
         index = torch.randint(4096, (rows,), device=device)
         picked = aten.embedding(table, index)
         # As many bytes are read from the table as are written.
