@@ -261,7 +261,7 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         # Other batches decide what the first leaves open (a count that is 0 in it may be a mean or a sum), however long that takes.
         is_open = LogComparison(matching=split.log_rules).ambiguous
         if split.probed and (is_open or _is_quick(footprint)):
-            split, draws = _on_others(split_one, module, more, split, draws)
+            split, draws = _on_others(split_one, module, [batch, *more], split, draws)
     if probe and stage != "predict":
         evaluated = [validation, *others] if stage == "fit" else [batch, *more]
         split = _with_evaluation(split or SplitFinding(), module, trainer, [each for each in evaluated if each is not None], stage)
@@ -401,10 +401,10 @@ def _split_as_made(split_one: Split, batch: FirstBatch) -> tuple[FirstBatch, Spl
 
 
 def _on_others(
-    split_one: Split, module: LightningModule, more: Sequence[FirstBatch], split: SplitFinding, draws: DrawPlan
+    split_one: Split, module: LightningModule, looked: Sequence[FirstBatch], split: SplitFinding, draws: DrawPlan, again: bool = False
 ) -> tuple[SplitFinding, DrawPlan]:
-    """The finding, with what the splits of other batches add to it."""
-    for batch in more:
+    """The finding of the first batch, with what the splits of the others add to it."""
+    for batch in looked[1:]:
         if batch.batch_size < 2 or not split.splittable:
             continue
         if "collate" in batch.draws or batch.samples is None:
@@ -417,6 +417,8 @@ def _on_others(
             reason = f"{other.reason}, in another batch than the first, of {batch.batch_size} samples"
             split = replace(split, splittable=other.splittable, difference=other.difference, reason=reason)
         elif split.difference <= SPLIT_TOLERANCE and not split.log_rules.get(LOSS, ("mean",)):
+            if not again:  # what doesn't count here may not have been in the first batch
+                return _on_others(split_one, module, looked, split_one(looked[0], known=_counts(other))[0], draws, again=True)
             reason = f"what its parts weigh goes by something else in another batch than the first, of {batch.batch_size} samples"
             return replace(split, probed=False, reason=reason), draws
     return split, draws
@@ -561,16 +563,14 @@ def _with_evaluation(
     if not split.splittable or not is_overridden(hook, module) or not batches:
         return split
     try:
-        found: SplitFinding = run_forked(probe_evaluation, module, trainer, batches[0], hook)
+        found: SplitFinding = run_forked(probe_evaluation, module, trainer, batches[0], hook, _counts(split))
         for batch in batches[1:]:
             if LogComparison(matching=found.log_rules).ambiguous:
                 other = run_forked(probe_evaluation, module, trainer, batch, hook, _counts(found))
                 found = _with_logs(found, LogComparison(matching=other.log_rules))
     except ChildFailed as error:
-        return replace(
-            split,
-            notes=(*split.notes, f"not checked: how the values that {hook} logs combine when a batch is split ({error.reason})"),
-        )
+        note = f"not checked: how the values that {hook} logs combine when a batch is split ({error.reason})"
+        return replace(split, notes=(*split.notes, note))
     rules, kept = {**split.log_rules, **found.log_rules}, {**split.kept_rules, **found.kept_rules}
     raised = split.raised or (found.raised and bool(trainer.num_sanity_val_steps))  # else a later state's step
     return replace(split, log_rules=rules, kept_rules=kept, notes=(*split.notes, *found.notes), raised=raised)
