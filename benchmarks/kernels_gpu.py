@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def layers() -> Iterator[tuple[str, Callable[[], nn.Module], tuple[int, ...]]]:
             for options in ({}, {"batch_first": True}, {"bidirectional": True}, {"dropout": 0.2}):
                 shape = (batch, steps, width) if options.get("batch_first") else (steps, batch, width)
                 name = f"{kind.__name__} {width} x {depth} {options}"
-                yield name, lambda kind=kind, width=width, depth=depth, options=options: kind(width, width, depth, **options), shape  # type: ignore[misc]
+                yield name, partial(kind, width, width, depth, **options), shape
     for dimensions, kind in ((1, nn.Conv1d), (2, nn.Conv2d), (3, nn.Conv3d)):
         sides = {1: (1024, 8192), 2: (28, 112), 3: (8, 24)}[dimensions]
         for side in sides:
@@ -99,7 +100,7 @@ def layers() -> Iterator[tuple[str, Callable[[], nn.Module], tuple[int, ...]]]:
                 groups = channels if kernel == 7 and channels == made else 1
                 name = f"{kind.__name__} {channels} to {made}, kernel {kernel}, stride {stride}, groups {groups}, side {side}"
                 shape = (8, channels, *[side] * dimensions)
-                yield name, lambda kind=kind, c=channels, m=made, k=kernel, s=stride, g=groups: kind(c, m, k, s, k // 2, groups=g), shape  # type: ignore[misc]
+                yield name, partial(kind, channels, made, kernel, stride, kernel // 2, groups=groups), shape
 
 
 def watch_layers(rows: list[dict[str, Any]], left: Callable[[], float]) -> int:
@@ -125,8 +126,8 @@ def step_times(name: str, precision: str, operations: list[dict[str, Any]]) -> d
     """A model's seconds by part, with the whole batch and with a row of it."""
     torch.manual_seed(0)
     model = model_of(name, small=False)
-    module = model.build(adamw("foreach", True)).to("cuda", torch.bfloat16 if precision == "bf16-true" else torch.float32)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    module = model.build(adamw("foreach", True)).to("cuda", dtype)
     whole = tree_map(lambda x: x.to("cuda", dtype if x.is_floating_point() else x.dtype) if isinstance(x, Tensor) else x, model.batch())
     optimizer: Any = module.configure_optimizers()
     found: dict[str, Any] = {"model": name, "precision": precision, "parameters": sum(1 for _ in module.parameters())}

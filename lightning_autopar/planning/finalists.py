@@ -36,8 +36,8 @@ _LAST_ALLOCATIONS = 300_000
 #: A replay's preparation takes as long as this many of its allocations.
 _ALLOCATIONS_A_REPLAY = 500
 
-#: What it takes to give a segment back to the driver and to take another: ``cudaFree``, which waits for the device, and ``cudaMalloc``.
-#: Published figures are 0.05 to 1.2 ms a call, more for larger segments; not measured here.
+#: The time to give one segment back to the driver by ``cudaFree``, which waits for the device, and to take one by ``cudaMalloc``. Published
+#: figures are 0.05 to 1.2 ms a call, more for larger segments; not measured here.
 _SEGMENT_SECONDS = 1e-3
 
 #: A search looks for plans whose allocator gives nothing back, if it would hold at most so many times what there is: plans with more room

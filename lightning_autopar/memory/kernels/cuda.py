@@ -202,7 +202,7 @@ def _fourier(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Kern
 
 #: By cuDNN's mode: the state's widths that the kernels hold for each position and direction, beside a copy of the weights.
 _HELD = {0: 5.0, 1: 5.0, 2: 6.0, 3: 5.0}
-#: What a direction takes besides: 8 to 120 MiB by shape and type, 17 to 19 of them for states of 512 and 1024. We know no rule for it.
+#: cuDNN takes more for each direction, by no rule that we know: 17 to 19 MiB for states of 512 and 1024, 8 to 120 MiB for other shapes.
 _RECURRENT_BYTES = 20 << 20
 
 

@@ -21,7 +21,8 @@ _ELEMENTS = 1 << 15
 
 @contextmanager
 def nudged(module: nn.Module) -> Iterator[None]:
-    """While open, some elements of every parameter are elsewhere, those without gradients as well; what takes no real numbers stays.
+    """While open, some elements of every parameter are elsewhere, those without gradients as well; what takes no real numbers stays. None
+    changes its sign, as a step may take its root.
 
     Args:
         module: has its weights back afterwards. The generators of random numbers aren't used.
@@ -35,7 +36,7 @@ def nudged(module: nn.Module) -> Iterator[None]:
         part = _part(parameter)
         moved.append((parameter, part.clone()))
         noise = (2 * torch.rand(part.shape, generator=generator) - 1).to(part.dtype)
-        part.copy_(torch.where(part == 0, _AT_ZERO * noise, part * (1 + _SHARE * noise)))
+        part.copy_(torch.where(part == 0, _AT_ZERO * noise.abs(), part * (1 + _SHARE * noise)))
     try:
         yield
     finally:

@@ -25,6 +25,17 @@ class Follows(Base):
         return given.square().sum() + (given - self.follower(x)).square().mean()
 
 
+class Bounded(Base):
+    """Has no loss where a weight leaves the range from 0 to 1, at whose ends they start."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.low, self.high = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.ones(50))
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean() * (1 + self.low.sqrt().sum() + (1 - self.high).sqrt().sum())
+
+
 class Fits(Base):
     """Takes no other weights than its own."""
 
@@ -46,6 +57,7 @@ def test_every_parameter_moves_and_comes_back() -> None:
     before, state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
     with nudged(module):
         moved = {name for name, tensor in module.state_dict().items() if not torch.equal(tensor, before[name])}
+        assert not any((tensor < 0).any() for tensor in (module.gate, module.halves))
         module.double()
     module.float()
     assert moved == {"layer.weight", "layer.bias", "frozen.weight", "gate", "halves"}
@@ -62,6 +74,7 @@ def test_a_term_that_is_zero_at_the_first_weights_is_seen() -> None:
 
 
 def test_a_step_that_only_its_own_weights_fit_is_tried_with_them() -> None:
-    finding, _ = probe_split(Fits(), None, first_of(samples()))
-    assert finding.probed
-    assert finding.difference <= 1e-5
+    for module in (Fits(), Bounded()):
+        finding, _ = probe_split(module, None, first_of(samples()))
+        assert finding.probed
+        assert finding.difference <= 1e-5

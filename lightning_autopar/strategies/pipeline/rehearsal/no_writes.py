@@ -1,8 +1,8 @@
 """While a trial runs a user's hook, nothing that the hook writes reaches a file, a folder or another process.
 
 A hook at an epoch's end often saves what was trained. A trial runs it before the run, on weights that nobody has trained, so what it saved
-would stand where the user looks for results. What is written through Python goes to memory and is dropped; so the hook runs to its end, and
-the trial sees which values it reads. What is written past Python (a library in C) fails by the process's limit on the size of files.
+would stand where the user looks for results. Python's own writes go to memory and are dropped: the hook runs to its end, and the trial sees
+which values it reads. Writes by a library in C fail, as the trial sets the process's limit on the size of files to zero.
 
 Two things get through: a library in C that empties a file before it writes, and a connection that the hook found open.
 
