@@ -9,6 +9,5 @@ Modules, in reading order:
     rank_exchange       one small collective for all logged values
     metrics_over_ranks  torchmetrics over ranks, parts and stages
     metrics_over_parts  torchmetrics over the parts of a batch and over stages
-    discarded_values    whether the user's code throws a metric's value away
     kept_by_hooks       hooks that may keep what they get of a batch
 """
