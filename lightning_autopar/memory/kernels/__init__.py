@@ -5,5 +5,4 @@ Modules, in reading order:
     cpu             what CPU kernels allocate inside one operation
     cuda            what CUDA kernels allocate inside one operation
     measured        convolutions, half-precision products and LSTMs: the kernel is run once and measured
-    cuda_reduction  the buffer that a reduction on CUDA takes beside its output
 """
