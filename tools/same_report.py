@@ -37,8 +37,8 @@ from lightning_autopar.memory.scaling import scaled  # noqa: E402
 from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 from lightning_autopar.planning import advice  # noqa: E402
 from lightning_autopar.planning import memory as planning_memory  # noqa: E402
+from lightning_autopar.planning.appraisal import host_need  # noqa: E402
 from lightning_autopar.planning.block_units import cuttable, recomputable, shardable  # noqa: E402
-from lightning_autopar.planning.host_memory import host_need  # noqa: E402
 from lightning_autopar.planning.planner import make_report  # noqa: E402
 from lightning_autopar.planning.timing import predict_seconds  # noqa: E402
 from lightning_autopar.plans import OFFLOADS, SCHEDULES, Plan  # noqa: E402

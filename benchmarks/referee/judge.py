@@ -15,8 +15,8 @@ from typing import NamedTuple
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.planning.appraisal import host_need
 from lightning_autopar.planning.block_units import recomputable, shardable
-from lightning_autopar.planning.host_memory import host_need
 from lightning_autopar.planning.memory import predict
 from lightning_autopar.planning.planner import check_pinned, make_report
 from lightning_autopar.planning.timing import predict_seconds

@@ -15,6 +15,5 @@ Modules, in reading order:
     device_sets   sets of devices worth a look
     block_units   which blocks can be sharded or recomputed
     move_verdict  whether a running job stays, moves or parks
-    host_memory   what a plan takes of a host's memory, and whether that is there
     what_if       the step as it would be with one thing changed
 """

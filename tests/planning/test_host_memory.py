@@ -5,8 +5,7 @@ import pytest
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.device_bytes import HostNeed
-from lightning_autopar.planning.appraisal import Appraiser
-from lightning_autopar.planning.host_memory import host_need
+from lightning_autopar.planning.appraisal import Appraiser, host_need
 from lightning_autopar.planning.memory import host_bytes
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import OFFLOADS, Plan
