@@ -3,7 +3,6 @@
 Modules, in reading order:
 
     snapshot         the state at a step boundary, for any plan
-    snapshot_files   its tensors in files
     snapshot_folder  its folder, and files to write over
     checkpoint       Lightning's `.ckpt` under any plan
     fragments        a rank's flat part of a tensor

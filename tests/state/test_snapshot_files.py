@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from lightning_autopar.state.snapshot_files import PlainReader, PlainWriter
+from lightning_autopar.state.snapshot import PlainReader, PlainWriter
 from lightning_autopar.state.snapshot_folder import provide, set_aside, spare_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:The given buffer is not writable")
