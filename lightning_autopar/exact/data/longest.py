@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from lightning_autopar._lightning import Trainer
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.memory.lengths import DRAWN_ANEW, ENOUGH, Lengths, reach_of
 from lightning_autopar.memory.trace.first_batch import FirstBatch, fresh, indexed, order_of
@@ -323,3 +325,35 @@ def _inside(name: str, value: Any, seen: frozenset[int]) -> Iterator[tuple[str, 
         parts = {**getattr(value, "__dict__", {}), **slots}.items()
     for key, part in parts:
         yield from _sized(f"{name}.{key}" if name else str(key), part, seen)
+
+
+class LongerBatches:
+    """Looks at each batch of a rank.
+
+    Args:
+        lengths: what the plan counts with.
+        most: the largest size of a sample in it.
+    """
+
+    def __init__(self, lengths: Lengths, most: int) -> None:
+        self._lengths, self._most = lengths, most
+
+    @classmethod
+    def of(cls, lengths: Lengths) -> LongerBatches | None:
+        """What looks at batches; None where their sizes don't vary, or a longer one can't be told by a sample."""
+        most = lengths.planned()
+        return None if most is None else cls(lengths, most)
+
+    def look(self, trainer: Trainer, batch: Any, rank: int) -> None:
+        """Log a line for a batch that is longer than planned for, and than all before it."""
+        if not trainer.training:
+            return
+        shape = shapes_in(batch, tensors=True).get(self._lengths.name, ())
+        if len(shape) != len(self._lengths.longest) or math.prod(shape[1:]) <= self._most:
+            return
+        times = math.prod(shape[1:]) / math.prod(self._lengths.longest[1:])
+        self._most = math.prod(shape[1:])
+        _LOG.warning(
+            f"autopar: rank {rank} has a batch of {self._lengths.size(times)} ({self._lengths.label}), and its plan counts with at most "
+            f"{self._lengths.size(self._lengths.reach)}; memory may run out"
+        )

@@ -31,6 +31,7 @@ from lightning_autopar._temporary import Calls, Exits, patched
 from lightning_autopar.exact.data.counting import BatchCounts
 from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
 from lightning_autopar.exact.data.loader_pass import without_group
+from lightning_autopar.exact.data.longest import LongerBatches
 from lightning_autopar.exact.data.rank_share import common_share
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.step import own_backward
@@ -47,7 +48,6 @@ from lightning_autopar.strategies.base.loaders import Dropped, exact_loader
 from lightning_autopar.strategies.base.measure import Meter
 from lightning_autopar.strategies.base.out_of_memory.evaluations import Evaluations
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import GpuLimit
-from lightning_autopar.strategies.base.out_of_memory.longer_batches import LongerBatches
 from lightning_autopar.strategies.base.out_of_memory.predictions import Predictions
 from lightning_autopar.strategies.base.out_of_memory.rerun import Reruns
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, RunningStep

@@ -3,7 +3,6 @@
 Modules, in reading order:
 
     gpu_limit       how much of a GPU a process may take
-    longer_batches  says where a batch is longer than planned for
     rerun           a training batch that ran out of memory, run again in more parts
     optimizer_step  the only device's optimizer's step, done again
     evaluations     the same for a batch of a validation or a test
