@@ -3,6 +3,10 @@
 It is a folder. torch.distributed.checkpoint writes weights and optimizer states, keyed by fully-qualified names, so that each rank writes
 and reads its own part (its shards, its range of elements, or what its stages use); what several ranks have alike is written once. Beside
 them lies Lightning's checkpoint dictionary without weights and optimizer states. Knows tensors, files and the trainer, no plan.
+
+Tensors lie in files as in memory, so that a rank writes them directly and reads them in place: torch's own file format (``torch.save`` for
+each tensor) costs one more copy when reading. Files of snapshots that nobody needs any more are written over, as the kernel would take
+longer to find and clear new pages than the copy itself takes.
 """
 
 from __future__ import annotations

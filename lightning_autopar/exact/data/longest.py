@@ -1,4 +1,5 @@
-"""The longest batch of a loader, as far as samples or batches that are picked at random show it, within a second.
+"""The longest batch of a loader, as far as samples or batches that are picked at random show it, within a second; and a line about each
+batch of the run that is longer than the plan counts with.
 
 Only a map-style dataset can be looked at without using it up. Its samples are loaded by their indices, in the forked child that plans, and
 nothing but their sizes is read. Torch's own batches are made by the loader's collate function of the longest samples that were seen, among

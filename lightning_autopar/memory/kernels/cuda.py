@@ -328,7 +328,9 @@ _LEAST_VALUES, _MOST_VALUES = 16, 256
 
 
 def reduction(tensor: Tensor, dims: Sequence[int]) -> KernelBytes:
-    """The buffer of a reduction to float32 or wider.
+    """The buffer of a reduction to float32 or wider, through which blocks of threads pass on their sums (``setReduceConfig`` of
+    ``aten/src/ATen/native/cuda/Reduce.cuh``). The gradient of a bias, a sum over all rows, takes several times the bytes of its input where
+    there are many rows.
 
     Args:
         tensor: what is reduced.
