@@ -2,23 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.engines import Engine, Question, Rank, recomputed
 from lightning_autopar.memory.allocator.device import PlayedDevice
+from lightning_autopar.memory.allocator.options import MIB
 from lightning_autopar.memory.allocator.play import DDPPlayer, Player
 from lightning_autopar.memory.allocator.tape_parts import TapeParts
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.candidates import build_plan
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.ddp.memory import whole_bytes
-from lightning_autopar.strategies.ddp.timing import DDPStep
+from lightning_autopar.timing.lanes import LaneSeconds, Links, play_replicas
+from lightning_autopar.timing.rank import LaneSpan, RankWork
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step import Step
+
+
+class DDPStep(Step):
+    """One step of a DDP plan.
+
+    Attributes:
+        gradient_scale: bytes of a gradient on the wire over those that it has at rest.
+    """
+
+    gradient_scale = 1.0
+
+    def played(self, run: RankWork, events: list[LaneSpan] | None = None) -> LaneSeconds:
+        """Play the step: each bucket is reduced when backward has filled it."""
+        return play_replicas(self.layout, run, self.links(), self.gradient_scale, events)
+
+    def links(self) -> Links:
+        """Each rank has a whole copy."""
+        return Links(self.devices[:1], self.devices, self.inventory, self.rates)
+
+
+#: The size of the buffers in which DDP sends rank 0's weights, two at a time (torch ``distributed.py``, ``broadcast_bucket_size``;
+#: ``comm.cpp``, ``broadcast_coalesced``), unless the ranks were forked from one process that has them.
+_BROADCAST_BYTES = 250 * MIB
+_BROADCASTS = 2
+
+
+def whole_bytes(rank: Rank, *, buckets: bool) -> Iterator[DeviceBytes]:
+    """Bytes of one device, or of each replica: it holds everything. DDP's buckets hold every gradient all the time
+    (``gradient_as_bucket_view``), and are reduced in place. They are built once: with ``find_unused_parameters`` they aren't rebuilt after
+    the first step (``reducer.hpp``, ``should_rebuild_buckets``). Under ``no_sync`` (Lightning's accumulation) gradients lie beside the
+    buckets until the last batch's backward moves them there. Where a batch runs in parts, the first part's gradients stay in memory, too;
+    the parts add up in DDP's buckets.
+
+    Args:
+        rank: of a plan.
+        buckets: whether there are DDP's buckets.
+    """
+    footprint, moments = rank.footprint, rank.moments()
+    gradients = moments.gradients
+    in_parts = rank.plan.micro_batches > 1
+    if buckets or in_parts:
+        waiting = np.where(moments.waiting, moments.gradients, 0) if buckets and not in_parts else 0
+        gradients = footprint.gradient_bytes + np.zeros_like(moments.gradients) + waiting
+    place = int(np.argmax(gradients + moments.activations + moments.temporary))
+    step = DeviceBytes(
+        parameters=footprint.parameter_bytes,
+        gradients=int(gradients[place]),
+        optimizer=footprint.optimizer_bytes,
+        activations=int(moments.activations[place]),
+        temporary=int(moments.temporary[place]),
+        buffers=footprint.buffer_bytes,
+        input=round(footprint.input_bytes * rank.share),
+        updates=not (moments.forward[place] or moments.backward[place]),
+    )
+    yield step
+    if buckets and not rank.on_cpu:  # while replicas receive rank 0's weights
+        sent = min(footprint.parameter_bytes + footprint.buffer_bytes, _BROADCASTS * _BROADCAST_BYTES)
+        yield DeviceBytes(parameters=footprint.parameter_bytes, buffers=footprint.buffer_bytes, communication=sent, occasion="start")
+    if (runs := rank.evaluation_bytes) is not None:  # Lightning has set the gradients to None; buckets stay
+        kept = footprint.gradient_bytes if buckets else 0
+        yield replace(step, gradients=kept, activations=0, temporary=runs, input=0, occasion="validation")
 
 
 class Single(Engine):
