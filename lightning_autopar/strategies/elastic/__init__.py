@@ -5,7 +5,6 @@ Modules, in reading order:
     elastic_run     an elastic `fit`, put together
     agent           keeps one generation at work; moves, parks, recovers
     run_state       how the run is, for those who watch it; devices that it avoids
-    history         what happened, for the page
     running         the generation at work
     saver           when a snapshot is made
     snapshot_store  where snapshots lie

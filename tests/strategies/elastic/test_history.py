@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.elastic.history import PARKED, HistoryRecorder
+from lightning_autopar.strategies.elastic.run_state import PARKED, HistoryRecorder
 
 
 def _decision(device: str) -> Any:
