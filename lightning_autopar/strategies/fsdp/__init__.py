@@ -10,5 +10,4 @@ Modules, in reading order:
     rehearsal         can FSDP2 run this module
     strategy          FSDPEngine; optimizer kernels on shards
     whole_parameters  when parameters are gathered; what somebody writes to one then goes into its shards
-    whole_results     numbers that are read, and random draws, of shards
 """

@@ -31,8 +31,7 @@ from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.strategies.fsdp.strategy import BEFORE_BACKWARD, onto_shards, shard
-from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
-from lightning_autopar.strategies.fsdp.whole_results import whole_results
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, whole_results
 from lightning_autopar.strategies.parity.check_outcome import Check, failed, not_made
 from lightning_autopar.strategies.parity.optimizer_trial import optimizers_run
 from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed

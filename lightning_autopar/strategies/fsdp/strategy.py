@@ -43,8 +43,7 @@ from lightning_autopar.strategies.base.new_parameters import refuse_new
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.split_mixin import SplitMixin
-from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, groups_of
-from lightning_autopar.strategies.fsdp.whole_results import whole_results
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, groups_of, whole_results
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 _OVERLOADS = ("default", "tensor_lr")
