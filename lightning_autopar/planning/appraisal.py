@@ -1,5 +1,5 @@
-"""What a plan is worth: its predicted bytes and seconds, whether it fits its devices and their host, and how plans are ordered. Doesn't know
-how plans are found.
+"""What a plan is worth: its predicted bytes and seconds, whether it fits its devices and their host, and how plans are ordered. Doesn't
+know how plans are found.
 """
 
 from __future__ import annotations

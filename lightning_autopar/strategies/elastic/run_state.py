@@ -1,4 +1,5 @@
-"""The state of an elastic run: what runs, where, since when, and which devices it may use, as watchers and the agent see it.
+"""The state of an elastic run: what runs, where, since when, and which devices it may use, as watchers and the agent see it;
+and what happened to it, as the agent records it: which plans ran, when and why, who else used the devices, and the loss.
 
 Some devices it avoids: those that somebody asked the run to leave, for some minutes, and memory that the run has run out of. It moves
 nothing.

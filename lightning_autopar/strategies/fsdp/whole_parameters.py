@@ -7,6 +7,9 @@ hence this rule.
 FSDP2 gathers a parameter into a buffer of its own and frees it again: what a step has written there (an average of another network's
 weights, weights of norm one) would be lost silently. Each rank holds the same whole parameter and has written the same, so that each takes
 its own part of it without communication.
+
+Where hooks and callbacks see shards, a number that they read of one and what they draw for it are the whole tensor's: without this, each
+rank would silently have its own shard's.
 """
 
 from __future__ import annotations
