@@ -116,7 +116,6 @@ def run_forked(
 
     Args:
         function: what to run; needn't be picklable, as the child has the parent's memory.
-        args: its arguments.
         timeout_seconds: kill the child after so long; None waits for ever.
         gpus: whether the function may use GPUs; if not, it sees none.
         meanwhile: what this process does before it waits for the child.

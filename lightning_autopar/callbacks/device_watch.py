@@ -110,7 +110,6 @@ class Steps:
         Args:
             step_seconds: of late; None where nothing was measured.
             of: what they belong to: another one has a usual of its own.
-            now: of the look.
             patience: so many looks in a row, over a minute, change the answer: a validation or a checkpoint makes some steps long, too.
         """
         if of != self._of:
@@ -202,7 +201,6 @@ class Watch:
     """What is known of a run from one look to the next.
 
     Args:
-        timeline: of the runs before.
         run: which one it is.
     """
 

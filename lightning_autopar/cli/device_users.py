@@ -65,7 +65,6 @@ def users_of(device: Device, runs: Sequence[RunStatus]) -> tuple[DeviceUser, ...
     """Who is on a device, the largest first.
 
     Args:
-        device: with its processes.
         runs: everyone's, on this host.
     """
     found = [_user(process, device, runs) for process in device.processes]

@@ -129,9 +129,7 @@ def _start_planned(asked: Mapping[str, Any], options: argparse.Namespace, what: 
 
     Args:
         asked: of the command line, the fields of ``Asked``.
-        options: of the command line.
         what: the script's words on a command line, without its own arguments.
-        trainer: transformers'.
 
     Raises:
         NothingFits: if no plan fits.

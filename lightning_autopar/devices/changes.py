@@ -43,7 +43,6 @@ def device_events(before: Inventory, now: Inventory, devices: Collection[str] = 
 
     Args:
         before: the devices as they were.
-        now: as they are.
         devices: ids of those that the run's plan uses.
     """
     was, there = ({device.id: device for device in inventory.devices} for inventory in (before, now))

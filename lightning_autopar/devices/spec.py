@@ -84,7 +84,6 @@ def split_host(count: int, *, host_bytes: tuple[int, int] | None = None) -> Inve
     """The host as ``count`` CPU devices, each with its share of the cores and of the free memory.
 
     Args:
-        count: of devices.
         host_bytes: the host's total and free memory; by default as it is.
 
     Raises:

@@ -49,7 +49,6 @@ def watch_arguments(kind: Any, settings: Settings | None) -> Callable[[], None]:
     those that were planned for get the plan's values.
 
     Args:
-        kind: transformers' class.
         settings: the plan's; None to plan.
 
     Returns:

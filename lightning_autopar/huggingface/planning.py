@@ -75,10 +75,6 @@ class Planned:
 def plan_for(trainer: Any, asked: Asked) -> Planned:
     """Plan for what ``train`` would do; nothing is trained.
 
-    Args:
-        trainer: transformers'.
-        asked: by the user.
-
     Raises:
         ValueError: if the step can't be known, or the user asks for what this Trainer can't do.
     """

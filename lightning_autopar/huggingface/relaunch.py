@@ -31,7 +31,6 @@ def command_of(settings: Settings, words: Sequence[str]) -> list[str]:
     """The command that runs the script under the settings.
 
     Args:
-        settings: the plan's.
         words: of Python's command line, after the interpreter: ``-m lightning_autopar run …``.
     """
     if settings.plan.world_size == 1:
@@ -61,7 +60,6 @@ def promised(settings: Settings, spec: str | None) -> Iterator[None]:
     """In each of the plan's processes, before the script uses a device: while open, other runs of this host count with what it will take.
 
     Args:
-        settings: the plan's.
         spec: of the devices, from the command line.
     """
     device, wanted = settings.plan.devices[int(os.environ.get("LOCAL_RANK", "0"))], settings.peak_bytes

@@ -110,7 +110,6 @@ def look(trainer: Any, rows: int, precision: str, target: Target) -> Look | Fail
         trainer: transformers', as ``train`` was called.
         rows: samples of one step.
         precision: Lightning's name of it.
-        target: the kind of device.
     """
     try:
         return _look(trainer, rows, precision, target)

@@ -56,7 +56,6 @@ def trainers_set(settings: Settings, ran: list[Settings]) -> Iterator[None]:
     """While open, the Trainer that was planned for trains under the settings.
 
     Args:
-        settings: the plan's.
         ran: gets the settings when it begins to train.
     """
 

@@ -128,7 +128,6 @@ def parts_of(tape: Tape, blocks: int) -> list[StepPart]:
     """The parts of a step, in the order in which they run; computed once for each tape.
 
     Args:
-        tape: of the step.
         blocks: how many blocks the footprint has.
 
     Returns:

@@ -112,7 +112,6 @@ def workspaces(footprint: Footprint, device_name: str, *, environment: Mapping[s
     has none.
 
     Args:
-        footprint: of the step.
         device_name: as the driver or a spec names it; an unknown one counts as the largest.
         environment: has ``CUBLAS_WORKSPACE_CONFIG``; by default this process's.
     """

@@ -101,7 +101,6 @@ def advise(asked: Question, candidates: Sequence[Candidate], ask: Ask) -> tuple[
     Args:
         asked: what was planned for.
         candidates: what it found, in order.
-        ask: the search.
     """
     if not candidates:
         return ()

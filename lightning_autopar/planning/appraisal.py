@@ -92,7 +92,6 @@ class Appraiser:
 
     Args:
         footprint: what one step needs.
-        inventory: the devices.
         constraints: what a plan must keep to.
         predict: bytes of a plan; :func:`lightning_autopar.planning.memory.predict` unless given.
         rates: rates of devices, for the seconds; data sheets' unless given.
@@ -414,7 +413,6 @@ def host_need(
         plan: of any engine.
         inventory: with the plan's devices.
         needs: bytes that must be there, by device id.
-        precision: the Trainer's.
         margin: share of the free memory that is left alone.
     """
     if not plan.offload or not inventory.host_free_bytes:

@@ -91,8 +91,6 @@ def coarse_sizes(least: int, most: int, node: int = 0) -> list[int]:
     """Numbers of devices: every small one, then powers of two and multiples of a node's, and the largest.
 
     Args:
-        least: the smallest.
-        most: the largest.
         node: how many devices a node has; 0 where nodes differ.
     """
     sizes = set(range(least, min(most, _EVERY_SIZE) + 1)) | {most}
@@ -110,7 +108,6 @@ def sizes_between(batch_size: int, tried: Sequence[int], best: int, count: int =
 
     Args:
         batch_size: that the ranks share; 0 where each has its own.
-        tried: those that were tried.
         best: of those the best.
         count: at most so many.
     """

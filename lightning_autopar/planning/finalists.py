@@ -59,7 +59,6 @@ class Finalists:
 
     Args:
         footprint: what one step needs.
-        inventory: the devices.
         constraints: with the allocator's settings.
         budget: bytes that a plan may use, by device.
     """

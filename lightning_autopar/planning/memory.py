@@ -40,7 +40,6 @@ def host_bytes(
     (``state/scratch_files.py``), and writes them from there. To read it, each replica loads the whole file; engines that shard map it.
 
     Args:
-        footprint: of the module.
         plan: of any engine.
         precision: the Trainer's; it decides which copies DeepSpeed keeps.
         on_cpu: whether the devices are CPUs, which lock no pages.
@@ -166,7 +165,6 @@ def replay(
     Args:
         footprint: with its tape, at the traced batch.
         plan: of an engine that has a player.
-        rank: whose.
         limit_bytes: the most that may be reserved; None: no limit.
         options: the allocator's settings; torch's defaults unless given.
         rows: samples that the rank takes; by default its share of the traced batch.

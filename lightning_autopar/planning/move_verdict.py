@@ -87,7 +87,6 @@ def pace_of(
     relative to each other count, too.
 
     Args:
-        current: the plan that runs.
         best: the report's best.
         report: of the devices as they are now.
         step_seconds: those measured recently under the current plan.
@@ -313,11 +312,8 @@ def decide_move(
 
     Args:
         now: seconds by a clock that only goes forward.
-        current: the plan that runs.
         best: the best plan for the devices as they are now; None where nothing fits.
-        inventory: those devices.
         rules: when to move.
-        history: of the verdict before.
         pace: seconds a step now and after the move; None where nothing was measured yet.
         remaining_steps: steps to go; ``inf`` where unknown.
         move_seconds: the price of a move.

@@ -55,7 +55,6 @@ def explained(
         candidates: the best one first, the others in order.
         by_speed: whether the objective is speed.
         split_batch: whether all plans take the same batch a step, so that their seconds compare.
-        devices: those to choose from.
     """
     best = candidates[0]
     plan, fitting = best.plan, [candidate for candidate in candidates if candidate.fits]

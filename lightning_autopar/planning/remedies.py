@@ -39,7 +39,6 @@ def share_out(
     ``fixed_seconds + rows * row_seconds``. Of ranks that would be done at the same time, the first gets the next sample.
 
     Args:
-        rows: samples of the batch.
         row_seconds: seconds of one sample, by rank; above 0.
         most_rows: how many samples each rank's memory holds.
         fixed_seconds: the seconds of each rank that don't depend on its samples; 0 unless given.
@@ -91,7 +90,6 @@ def largest_rows(rows: tuple[int, int], needs: tuple[int, int], budget: int, mos
         rows: two numbers of samples.
         needs: bytes for each of them.
         budget: bytes that are there.
-        most: samples of the batch.
     """
     (few, many), (less, more) = rows, needs
     if few == many or more <= less:
@@ -125,7 +123,6 @@ class Remedies:
     """The remedies for one question: recomputed blocks, micro-batches and uneven shares.
 
     Args:
-        appraiser: predicts the plans.
         block_seconds: gives the seconds that recomputing a block costs.
         speed: of each device.
     """

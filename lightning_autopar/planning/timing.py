@@ -93,7 +93,6 @@ def part_seconds(
 
     Args:
         footprint: at the whole batch.
-        device: on which.
         share: of the batch that it runs at a time.
         precision: Lightning's name of it.
         rates: of single operations; data sheets' unless given.

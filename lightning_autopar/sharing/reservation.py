@@ -193,7 +193,6 @@ def reserve(
         leases: others'.
         ahead: see :func:`~lightning_autopar.sharing.reservation.ahead`.
         now_ns: on the host's monotonic clock.
-        priority: of the run.
         quantum: see :func:`quantum_seconds`, which it is by default.
         refused: names of leases that aren't asked, see :class:`Asking`.
 

@@ -52,7 +52,6 @@ def read_checkpoint(io: CheckpointIO, path: Any, weights_only: bool | None) -> d
 
     Args:
         io: the strategy's; anything but Lightning's own is asked to read the file itself.
-        path: of the file.
         weights_only: as for ``Trainer.fit``.
     """
     if type(io) is not TorchCheckpointIO or not Path(str(path)).is_file():
@@ -70,7 +69,6 @@ def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     A collective where tensors are sharded: every rank must call it. One tensor at a time is whole on each rank, besides what is kept.
 
     Args:
-        module: the root.
         keep: whether this rank wants the result; the others get an empty dict.
     """
     whole: dict[str, Any] = _whole(module.state_dict(), keep)

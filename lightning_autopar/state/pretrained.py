@@ -30,7 +30,6 @@ def move_tensors(module: nn.Module, device: str, which: Callable[[Tensor], bool]
     """Replace some of a module's tensors by tensors without values on another device; tied ones stay tied.
 
     Args:
-        module: whose parameters and buffers.
         device: of what takes their place.
         which: tells the ones.
     """

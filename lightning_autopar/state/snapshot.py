@@ -347,11 +347,7 @@ class PlainWriter(FileSystemWriter):
 
 
 class PlainReader(FileSystemReader):
-    """Reads what :class:`PlainWriter` wrote, each tensor from the file's own pages to its place.
-
-    Args:
-        path: the folder.
-    """
+    """Reads what :class:`PlainWriter` wrote, each tensor from the file's own pages to its place."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's part."""

@@ -42,11 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class LatestSnapshot:
-    """The snapshot to go back to, in the run's folder, and none but the latest.
-
-    Args:
-        folder: the run's.
-    """
+    """The snapshot to go back to, in the run's folder, and none but the latest."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._number = folder, 0
@@ -77,10 +73,7 @@ class SmallerPlans:
     """The plans of one call of the trainer, each smaller than the one before it.
 
     Args:
-        strategy: the user's.
         first: the first decision.
-        trainer: of the run.
-        folder: the run's.
     """
 
     def __init__(self, strategy: RunHost, first: Decision, trainer: Trainer, folder: Path) -> None:
@@ -107,11 +100,7 @@ class SmallerPlans:
         return self._store.path
 
     def job(self, job: WorkerJob) -> WorkerJob:
-        """The next generation's job.
-
-        Args:
-            job: with its plan.
-        """
+        """The next generation's job."""
         if not self._goes_on:
             return job
         self._generations += 1
@@ -138,13 +127,7 @@ class SmallerPlans:
         self._saves = False
 
     def after(self, outcome: Outcome, job: WorkerJob, decision: Decision) -> Decision | None:
-        """The decision with which the run goes on; None if it is over.
-
-        Args:
-            outcome: the generation's.
-            job: the generation's.
-            decision: its plan.
-        """
+        """The decision with which the run goes on; None if it is over."""
         if self._files is not None:
             self._saver.give_up(self._files)
         if outcome.error is None or outcome.interrupted or job.shortage is None or not job.shortage.noted:

@@ -243,7 +243,6 @@ def collective_seconds(collective: Collective, size_bytes: int, group: Group) ->
     """Seconds of one collective, from the moment when the last rank starts it.
 
     Args:
-        collective: which.
         size_bytes: of the whole result of an all_gather, the whole input of a reduce_scatter, the tensor of the others.
         group: what it goes through.
     """

@@ -110,9 +110,6 @@ def play_replicas(layout: Layout, run: RankWork, links: Links, scale: float, eve
     """DDP: each bucket is reduced when the last part's backward has filled it.
 
     Args:
-        layout: of the step.
-        run: the rank's own work.
-        links: between the ranks.
         scale: a gradient's bytes on the wire over its bytes at rest.
         events: where spans are recorded.
     """
@@ -196,7 +193,6 @@ def play_shards(
     copied out of their buffer; in backward that of the unit before it does. Links carry one collective after the other.
 
     Args:
-        layout: of the step.
         run: the rank's own work; all its parts gather and reduce.
         units: of each layer, its own or None where the root has its parameters.
         root: the rest, which stays gathered from the beginning of forward to the end of backward.

@@ -105,13 +105,8 @@ def work_of(
     """What a rank does in a step.
 
     Args:
-        footprint: of the module.
-        layout: its parts.
         plan: what is recomputed.
-        device: of the rank.
-        rates: of single operations.
         share: of the batch that it gets, all its parts together.
-        parts: of its batch.
         held: its part of the optimizer's work.
         updates: whether the device does the update.
         units: of FSDP, whose hooks take the host's time.

@@ -76,10 +76,8 @@ class Rates(Protocol):
         """One collective between ranks on these devices, its latency included.
 
         Args:
-            collective: which.
             size_bytes: of the whole result of an all_gather, the whole input of a reduce_scatter, the tensor of the others.
             devices: one a rank.
-            inventory: whose links count.
         """
 
     def host_copy_seconds(self, device: Device, size_bytes: int) -> float:

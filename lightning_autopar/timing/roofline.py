@@ -233,12 +233,8 @@ def part_load(layout: Layout, index: int, share: float, device: Device, rates: R
     """Seconds of one list of a layout's operations on a device that nobody else uses.
 
     Args:
-        layout: of the footprint.
         index: of the list among ``layout.works``.
         share: of the traced batch.
-        device: on which.
-        rates: of single operations.
-        phase: in which it runs.
     """
     key = layout.tokens[index], share, phase, rates.device_class(device), rates.token
     found = _LOADS.get(key)

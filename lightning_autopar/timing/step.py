@@ -73,9 +73,7 @@ class Step:
     Args:
         footprint: of the whole batch.
         plan: what to time.
-        inventory: devices and links.
         precision: Lightning's name.
-        rates: of single things.
 
     Attributes:
         plain_update: by how much the optimizer's loop of operations in host memory is slower than one pass.

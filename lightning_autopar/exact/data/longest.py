@@ -64,7 +64,6 @@ def look(first: FirstBatch, *, seconds: float = _SECONDS, clock: Callable[[], fl
     Args:
         first: the stage's first batch.
         seconds: how long that may take, but for the sample or batch that is being loaded then.
-        clock: tells the time.
     """
     if first.kind == "combined":
         return Look(lengths=Lengths(unseen="a step's batch comes from several loaders"))

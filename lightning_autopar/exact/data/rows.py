@@ -54,8 +54,6 @@ def take_rows(
 
     Args:
         batch: the whole batch. It isn't changed.
-        rank: who takes its rows.
-        dealing: whose rows are whose.
         samples: how many samples it was made of, where that is known. It may have fewer rows, as a collate function may leave samples out,
             but not more: those are nodes, or views, and nobody knows which sample's.
         one: makes such a batch of a single sample. It shows whether a list holds samples or tensors, where it could be either.

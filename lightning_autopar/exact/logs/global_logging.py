@@ -67,7 +67,6 @@ class GlobalLogging:
     samples leaves them as they were.
 
     Args:
-        trainer: whose module logs.
         share: gives this rank's part of the current batch, None where batches aren't split (each rank then weighs the same).
         device: where the default process group's collectives want their tensors.
         rules: how the ranks' values combine into the whole batch's, where that was found out; elsewhere ``reduce_fx`` decides.

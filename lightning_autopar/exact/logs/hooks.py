@@ -133,7 +133,6 @@ def reached(
 
     Args:
         pairs: the functions, each with that object.
-        module: the user's.
         passes_over: whether a function isn't looked into.
 
     Yields:
@@ -206,7 +205,6 @@ def shadow_hooks(
     """Call these functions where Lightning or a monitoring callback is about to read what hooks logged; returns what undoes it.
 
     Args:
-        trainer: of the module.
         before_batch_end: before Lightning reads a batch's values.
         before_epoch_end: before it reads an epoch's.
         after_train_epoch_end: after the module's hook of this name, before the callbacks'.

@@ -120,7 +120,6 @@ class Combiner:
         Args:
             fx: the hook that logged it.
             name: the value's; that of the loss is ``""``.
-            value: the part's.
             share: the part's of the batch.
         """
         rule = self._rules.get((fx, name))
@@ -285,7 +284,6 @@ def take_back(collections: Sequence[Any], before: Mapping[tuple[int, str], dict[
     """Undo local values.
 
     Args:
-        collections: of results.
         before: by collection and key, results as they were before; None where the values made them.
         keep: whether results that they made stay, empty; where ranks disagree they are removed, to be made anew in the same order on all
             ranks.

@@ -66,7 +66,6 @@ class MetricParts:
         """The context of the user's step on a part.
 
         Args:
-            rows: the part's samples.
             stage: which stage of a pipeline runs it; None where there are none.
             owns: whether the code that runs now is the stage's own.
         """
@@ -214,9 +213,6 @@ class MetricParts:
         """Raise if the parts' mean isn't the batch's value, though backward has begun from one of them: that was another loss.
 
         Args:
-            metric: that gave them.
-            key: of the call.
-            value: of the part.
             whole: of the batch as far as it has come.
         """
         mean, rows = self._means.get(key, (torch.zeros_like(whole, dtype=torch.float64), 0))

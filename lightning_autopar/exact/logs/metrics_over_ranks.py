@@ -163,7 +163,6 @@ def sync_states(metric: Metric, group: dist.ProcessGroup | None, size: int = 0, 
 
     Args:
         metric: whose states become those of all.
-        group: of the ranks.
         size: how many they are; 0 for all.
         graph: whether any rank's states have a graph; then backward runs through it on all of them.
     """
@@ -219,7 +218,6 @@ def packed(metric: Metric, states: States) -> Tensor | None:
     """States of fixed shapes as one row of float64, which holds counts exactly up to 2⁵³; None where one of them has no fixed shape.
 
     Args:
-        metric: whose they are.
         states: as :func:`adopt` gives them to ``keep``.
     """
     values, count = states

@@ -99,7 +99,6 @@ class Evidence:
             before: the attributes that each run found, by :func:`taken`.
             whole: the same after the step on the whole batch.
             parts: after the step on each part.
-            shares: the parts.
         """
         for name in whole:
             if all(name in part for part in parts):
@@ -302,8 +301,6 @@ def taken(value: Any, path: Path = (), rules: PathRules | None = None) -> Any:
     """A value that a step may change, with a copy of what it holds.
 
     Args:
-        value: as it is.
-        path: its path.
         rules: where they are known; for lists that only grow, the length is enough.
     """
     if isinstance(value, (bool, int, float, str, bytes, type(None), numpy.generic)):
@@ -395,7 +392,6 @@ def slots(path: Path, before: Any, value: Any, rules: PathRules, put: Callable[[
     """The places under a path that have rules, in an order that all parts of a batch have.
 
     Args:
-        path: of the value.
         before: the same before the step, by :func:`taken`.
         value: as the step left it.
         rules: of all paths.

@@ -80,7 +80,6 @@ def attributes(module: LightningModule, made: Iterable[str] = ()) -> dict[str, P
     """The attributes in which a user's step may keep something, by dotted name: those of the user's modules, without metrics.
 
     Args:
-        module: the root.
         made: further names, of attributes that a step makes; the class may have a default of them (``total = 0.0``).
     """
     more: dict[str, list[str]] = {}
@@ -126,7 +125,6 @@ class KeptSteps:
     """Gives what a step keeps the values of the whole batch.
 
     Args:
-        trainer: whose module runs.
         rules: how the values that parts leave combine into the whole batch's.
         device: where the default process group's collectives want their tensors.
         group: of all ranks, for values on the host; None for the default group.

@@ -39,7 +39,6 @@ class MicroBatches:
     """Runs a training step in parts.
 
     Args:
-        trainer: whose module is trained.
         plan: how many parts a rank's batch has, and how many samples each rank gets of a batch; a rank with fewer samples runs as many
             parts, of which some don't count, since ranks communicate in each.
         logging: brings together what the parts log.
@@ -95,7 +94,6 @@ class MicroBatches:
             backward: the engine's backward pass of a loss.
             share: the rank's of the batch.
             args: of the step, the batch first.
-            kwargs: of the step.
 
         Raises:
             ValueError: if the batch can't be cut into samples.
@@ -366,7 +364,6 @@ def take_part(batch: Any, index: int, number: int, samples: int | None = None, *
 
     Args:
         batch: as the user's step gets it.
-        index: which part.
         number: how many parts there are.
         samples: how many samples it has, where that is known.
         several: whether it holds the batches of several loaders; then the part has a part of each.

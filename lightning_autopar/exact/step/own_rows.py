@@ -97,7 +97,6 @@ def pieces(whole: int, row: int, own: Sequence[int], window: Window) -> list[tup
         whole: elements of the whole draw.
         row: elements of each row.
         own: the numbers of the rows, ascending.
-        window: of the kernel.
     """
     if whole < window.least:
         return []
@@ -121,9 +120,7 @@ def _drawn(
     Args:
         flat: what is filled, (samples, elements of each).
         draw: makes so many numbers, from where the generator stands.
-        share: the rank's.
         generator: ends where the whole draw would have left it.
-        window: of the kernel.
         counted: the unit in which the kernel advances the generator.
         kind: of the draw, by which it is proven once.
     """

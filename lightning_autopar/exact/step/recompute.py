@@ -21,7 +21,6 @@ def recomputed(module: nn.Module, fqns: Sequence[str]) -> Iterator[None]:
     second forward finds them as the first one did, whatever ran in between, such as other micro-batches of a pipeline.
 
     Args:
-        module: the root.
         fqns: names of blocks in it.
 
     Raises:

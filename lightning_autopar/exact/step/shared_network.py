@@ -125,7 +125,6 @@ class SharingSteps(ABC):
     """Shares the calls of a module's submodules while :meth:`step` is open. How rows come together is the subclass's matter.
 
     Args:
-        module: the root.
         names: FQNs of the submodules whose calls may be shared.
     """
 
@@ -185,7 +184,6 @@ class SharedNetwork(SharingSteps):
     """Runs the shared submodules on this rank's rows and gathers the rows of all ranks; a collective for each output.
 
     Args:
-        module: the root.
         shared: what a trial found.
         group: the ranks that run the same step; all, if None.
     """

@@ -41,7 +41,6 @@ class StepState:
     """The state in which the running step began.
 
     Args:
-        trainer: whose module is trained.
         rules: of the attributes and variables that a training step changes.
     """
 

@@ -20,7 +20,6 @@ def lists_of_samples(outputs: Sequence[Any], rows: Sequence[int], path: Path = (
 
     Args:
         outputs: of batches with different numbers of samples.
-        rows: these numbers.
         path: where in the whole output these are.
     """
     first = outputs[0]
@@ -82,8 +81,6 @@ def same_output(one: Any, other: Any, tolerance: float) -> bool:
     """Whether two outputs are the same but for rounding.
 
     Args:
-        one: of the step.
-        other: of the same samples.
         tolerance: by which share of the largest value numbers may differ.
     """
     if isinstance(one, Tensor) and isinstance(other, Tensor):

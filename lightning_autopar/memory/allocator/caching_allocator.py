@@ -27,8 +27,6 @@ class Block:
 
     Args:
         address: where it begins.
-        size_bytes: its size.
-        pool: whose it is.
         stream: the stream that it was made for.
         expandable: whether its segment can grow.
         mapped: whether its addresses have memory.
@@ -143,7 +141,6 @@ class OutOfDeviceMemory(Exception):
 
     Args:
         requested_bytes: rounded size of what was asked for.
-        allocated_bytes: handed out then.
         reserved_bytes: held then, after everything that could be was given back.
         limit_bytes: the most that may be held.
     """
@@ -164,7 +161,6 @@ class CachingAllocator:
     Args:
         limit_bytes: the most that may be reserved, whether by ``set_per_process_memory_fraction`` or because the device has no more; None:
             no limit.
-        options: its settings.
 
     Attributes:
         reserved_bytes: held from the device, as ``torch.cuda.memory_reserved`` counts it.

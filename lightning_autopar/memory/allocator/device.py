@@ -19,9 +19,6 @@ COMPUTE, GATHER, REDUCE = range(3)
 class PlayedDevice:
     """The things that a device holds, each under a key of the caller's.
 
-    Args:
-        allocator: of the device.
-
     Attributes:
         allocator: as given.
         held: the number of each thing's allocation, by key, in order; 0 if it takes no bytes. Without things that go together.

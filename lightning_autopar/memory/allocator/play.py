@@ -37,9 +37,6 @@ class Player:
     """A rank that holds all parameters, gradients and optimizer state.
 
     Args:
-        machine: its device.
-        script: the step.
-        footprint: whose step it is.
         rows: samples of each of its micro-batches; one number for a rank that takes its part of the batch at once.
         recompute: indices of the blocks that keep only what enters them.
 

@@ -38,7 +38,6 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Args:
         input: any number of dimensions.
         weight: (outputs, inputs).
-        bias: to be added.
     """
     if bias is None:
         return torch.matmul(input, weight.t())

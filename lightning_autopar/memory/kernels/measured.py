@@ -101,7 +101,6 @@ def _scratch(function: Any, args: tuple[Any, ...], batched: Sequence[int], opera
     """A convolution's temporaries.
 
     Args:
-        function: the operation.
         args: its arguments, fake or real.
         batched: which of them have a row a sample.
         operations_a_row: multiply-adds of one sample.
@@ -147,7 +146,6 @@ def taken_beside(function: Any, args: Sequence[Any]) -> int:
     """Bytes that an operation takes at its fullest moment besides its result, measured by running it.
 
     Args:
-        function: the operation.
         args: its arguments, real ones on the CPU.
 
     Raises:

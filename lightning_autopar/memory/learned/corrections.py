@@ -131,11 +131,9 @@ def make_record(
     """The record of a run; None where it shows nothing: some rank's run was too short to be measured, or its step isn't the predicted one.
 
     Args:
-        plan: that ran.
         devices: each rank's :func:`device_name`.
         held: each rank's uncorrected prediction.
         measured: each rank's, as ``strategy.measured`` has it.
-        day: today.
     """
     ranks = []
     for predicted, values in zip(held, measured, strict=True):
@@ -160,11 +158,9 @@ def make_shortage(
     """The record of a run whose memory ran out; None where no rank had as much as was predicted, so that the prediction wasn't wrong.
 
     Args:
-        plan: that ran.
         devices: each rank's :func:`device_name`.
         held: each rank's uncorrected prediction.
         lacked: for each rank, the bytes of its device that weren't enough; None where it didn't run out of memory.
-        day: today.
     """
     if any(not predicted.allocated or predicted.occasion != "step" for predicted in held):
         return None

@@ -230,11 +230,7 @@ _MOST_OF_ONE, _MOST = 16, 512
 
 
 def load_step_times(host_threads: int) -> tuple[StepTime, ...]:
-    """Every record of this machine and these versions, the newest first; none where they can't be read.
-
-    Args:
-        host_threads: the inventory's.
-    """
+    """Every record of this machine and these versions, the newest first; none where they can't be read."""
     return cache_files.read_records(_path(host_threads), StepTime.from_dict, "how long earlier runs' steps took")
 
 

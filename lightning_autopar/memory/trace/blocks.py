@@ -203,7 +203,6 @@ class BlockWatcher:
 
     Args:
         blocks: the candidates, modules of the traced copy.
-        tracker: the ledger.
     """
 
     def __init__(self, blocks: dict[str, nn.Module], tracker: MemoryTracker) -> None:

@@ -48,8 +48,6 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
     Args:
         module: the traced copy.
         tracker: with the tape of the step.
-        watcher: its blocks.
-        bytes_of: of its parameters.
         batches: how many batches the step took.
         updates: how many of them were followed by the optimizers' steps: 1 under accumulation.
     """
@@ -99,7 +97,6 @@ def forward_bytes(tracker: MemoryTracker, watcher: BlockWatcher, blocks: Sequenc
     """The bytes that each part of a recorded forward holds at its fullest moment, with tensors of earlier parts, without parameters.
 
     Args:
-        tracker: with the tape.
         watcher: told it which candidates ran.
         blocks: FQNs of the blocks; if the forward ran others, or in another order, the result is empty.
     """

@@ -59,9 +59,6 @@ def in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node:
     (``torch/csrc/autograd/FunctionsManual.cpp``) and sums of gradients make a new tensor instead of changing one of their own.
 
     Args:
-        function: the operation.
-        args: its arguments.
-        kwargs: its keyword arguments.
         node: autograd's node that runs, or has just run.
         made_by_it: whether that node has made the first argument.
     """
@@ -78,9 +75,6 @@ def adds_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     autograd alone holds it, and it is dense. Any mode makes tensors "subclass-like" there, and a third one is made.
 
     Args:
-        function: the operation.
-        args: its arguments.
-        kwargs: its keyword arguments.
         node: autograd's node that runs, or has just run.
         made_by_it: whether that node has made the first operand. Then the sum is a step of the node's own formula, unless two of its
             outputs go to one place (``x * x``).

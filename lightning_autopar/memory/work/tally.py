@@ -70,12 +70,7 @@ class Tally:
         Args:
             part: of the step; :data:`OPTIMIZER` for the optimizers'.
             backward: whether it ran in backward.
-            function: the operator.
-            known: of it.
-            args: of the call.
-            kwargs: of the call.
             inputs: the tensors among both, in order.
-            output: of the call.
             made: the tensors in it, in order.
         """
         if not known.moves:

@@ -25,7 +25,6 @@ def element(name: str, /, *children: str | None, **attributes: str | float | boo
     """``<name attributes>children</name>``.
 
     Args:
-        name: of HTML or SVG.
         children: markup as it is, text escaped; None is left out.
         attributes: ``class_`` is ``class``, and ``aria_label`` is ``aria-label``; one that is None or False is left out, True has no value.
     """
@@ -79,7 +78,6 @@ def chart(height: float, label: str, *children: str, class_: str | None = None) 
         height: in pixels.
         label: what it shows, for those who can't see it.
         children: markup.
-        class_: its class.
     """
     return element("svg", *children, role="img", aria_label=label, width="100%", height=height, class_=class_)
 

@@ -101,7 +101,6 @@ class RunDisplay:
         """The run has begun.
 
         Args:
-            plan: its title.
             devices: ids, in rank order.
             predicted_bytes: what the plan is predicted to take of each device, by id.
             seconds: how long it trains by its prediction; None where nobody knows.
@@ -163,7 +162,6 @@ def showing(
     """While open, this process's run is shown on its host, as one that plans.
 
     Args:
-        trainer: of the run.
         leased: what the run was promised by now, by device id.
         expect: see :class:`RunDisplay`.
         silent: whether another process shows it.

@@ -70,9 +70,7 @@ class RunProgress:
         """To be called when a batch of any loop begins: note how far the run is, at most a few times a second.
 
         Args:
-            trainer: whose counters they are.
             rank: of this process; rank 0 records the run's progress, the others only what their GPU holds.
-            device: this rank's.
             look: called after each note.
         """
         now = time.monotonic_ns()

@@ -112,7 +112,6 @@ class Children:
         """Start a process.
 
         Args:
-            words: the command.
             cwd: where it runs.
             env: all its variables.
             out: a descriptor for its standard output.

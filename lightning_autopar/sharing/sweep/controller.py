@@ -167,7 +167,6 @@ class Controller:
     Args:
         sweep: as it is asked for.
         runs: of :func:`prospects`.
-        devices: to run on.
         folder: the sweep's.
         children: which the runs are to be among.
         signals: that end the sweep.

@@ -53,7 +53,6 @@ def look_at(
     """Find out about each run, by its name. The first one has the machine alone: it may measure how fast devices are.
 
     Args:
-        runs: of the sweep.
         devices: as ``--devices`` takes them.
         folder: the sweep's.
         children: which the processes are to be among.

@@ -35,7 +35,6 @@ class Listing:
 
     Args:
         jobs: with their ways; those that fit on no device are left out of each job.
-        devices: to place them on.
         busy_seconds: until when devices are taken, by id.
 
     Raises:

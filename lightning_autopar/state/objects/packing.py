@@ -206,7 +206,6 @@ class Packer(Pickler):
     """Writes one pickle of a packing.
 
     Args:
-        sink: a file.
         packing: what is known.
         beside: for tensors and arrays.
     """

@@ -166,7 +166,6 @@ class Survey:
         """Repeat a worker's changes here, in the process that the survey was made in; returns what was sent along.
 
         Args:
-            changes: the worker's.
             resolve: the object that a name stands for.
             only: the parts that count; None for all of them.
         """
@@ -253,8 +252,6 @@ class Survey:
 
         Args:
             owner: the part's object: its number, or anything else for one that isn't in the survey.
-            part: the attribute.
-            value: the part.
             names: as in :meth:`changes`.
         """
         if isinstance(owner, int):

@@ -33,9 +33,6 @@ def exact_loader(
 
     Args:
         dataloader: as Lightning processed it.
-        trainer: whose loader it is.
-        run_plan: the rank's.
-        rank: this rank.
         broadcast: gives every rank the object that rank 0 called it with.
         alike: whether all ranks called it with the same number; a collective.
     """

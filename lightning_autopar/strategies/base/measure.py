@@ -438,7 +438,6 @@ class GpuSteps:
 
         Args:
             point: where the step is.
-            peak_bytes: the counter.
             gradient_bytes: gradients that are there now.
         """
         if peak_bytes > self._peak_bytes:

@@ -13,7 +13,6 @@ def refuse_new(module: nn.Module, is_known: Callable[[str, nn.Parameter], bool],
     """Refuse trained parameters whose gradients the engine doesn't reduce.
 
     Args:
-        module: the user's.
         is_known: of a parameter's FQN and the parameter.
         engine: who doesn't reduce them, for the message.
         frozen: ids of parameters that the engine knows as frozen, and couldn't train.

@@ -54,7 +54,6 @@ def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_
 
     Args:
         trainer: the one that has just dumped the checkpoint.
-        checkpoint: Lightning's dictionary.
         splits: whether the ranks share each batch.
         at_boundary: whether this is between two batches, before the next one is fetched, rather than in a hook; a batch whose step was
             left has not begun.

@@ -156,7 +156,6 @@ def measurements(inventory: Inventory, known: Calibration, wanted: Collection[st
     """The measurements that are missing and may be made now, the most important first; without those that failed lately.
 
     Args:
-        inventory: the devices.
         known: what needn't be measured.
         wanted: what is needed besides what every plan needs: kinds of operations (``device_curves.RARE``), and what engines name in
             ``Engine.measured``; by default everything. A GPU is measured whole: most of that time goes to starting CUDA.

@@ -42,7 +42,6 @@ def leased(inventory: Inventory, wanted: Callable[[Inventory], Sequence[Device]]
     """While open, this process has leases on the devices to measure; yields the inventory of those that may be measured, as they are now.
 
     Args:
-        inventory: whose devices.
         wanted: those of them on which anything is to be measured, where these may be.
     """
     if not any(device.kind == "cuda" for device in inventory.devices):

@@ -51,11 +51,7 @@ class Taken(NamedTuple):
 
 
 class _Tiny(LightningModule):
-    """So small that a step only takes the time of what surrounds it. Rank 0 records how long one took, and the last one's number of calls.
-
-    Args:
-        out: the file for that.
-    """
+    """So small that a step only takes the time of what surrounds it. Rank 0 records how long one took, and the last one's number of calls."""
 
     def __init__(self, out: Path | None = None) -> None:
         super().__init__()

@@ -56,7 +56,6 @@ def whole_bytes(rank: Rank, *, buckets: bool) -> Iterator[DeviceBytes]:
     the parts add up in DDP's buckets.
 
     Args:
-        rank: of a plan.
         buckets: whether there are DDP's buckets.
     """
     footprint, moments = rank.footprint, rank.moments()

@@ -63,7 +63,6 @@ def snapshot_settings(trainer: Trainer, batch: BatchRule) -> SnapshotSettings | 
     """How the run is to be saved and moved; None where no callback asks for it, or nothing is trained.
 
     Args:
-        trainer: of the run.
         batch: what a batch is to several devices.
 
     Raises:
@@ -95,7 +94,6 @@ class ElasticRun:
     """One elastic call of ``fit``.
 
     Args:
-        strategy: the user's.
         trainer: as before the run.
         decision: the first plan.
         function: the trainer's, with ``args`` and ``kwargs``.

@@ -90,7 +90,6 @@ class Promises:
     """The leases of an elastic run, from plan to plan.
 
     Args:
-        leases: of this process.
         probe: the devices as the driver shows them, with what a generation of this run holds counted as free.
     """
 

@@ -33,9 +33,6 @@ _LOOK_SECONDS = 0.25
 class Preemption:
     """Decides when an elastic run makes room for others, and what it waits for itself while it is parked.
 
-    Args:
-        leases: of this process.
-
     Raises:
         ValueError: if :data:`YIELD_VARIABLE` holds something else.
     """

@@ -209,7 +209,6 @@ class RunState:
         inventory: the devices as they are now, with what the run holds itself counted as free.
         replan: the best plan for an inventory, and for the most samples that fit at once, where that is known.
         state_bytes: of parameters, buffers and optimizer states.
-        saver: of its snapshots.
         promises: of memory, which change with the plan; those of the first decision exist already.
         preempt: decides what the run does for runs that wait.
     """

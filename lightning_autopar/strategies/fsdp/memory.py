@@ -130,9 +130,7 @@ def sharding_of(footprint: Footprint, plan: Plan, rank: int = 0, widths: Widths 
     """The units of a plan.
 
     Args:
-        footprint: of the module.
         plan: an fsdp plan; ``replicas`` copies of the model, each sharded over ``world_size / replicas`` ranks.
-        rank: of the plan's.
         widths: of parameters and gradients, beside those in the trace.
     """
     shards = max(1, plan.world_size // plan.replicas)
@@ -168,9 +166,7 @@ def fsdp_bytes(
 
     Args:
         footprint: of the module, at the whole batch.
-        plan: an fsdp plan.
         moments: of the footprint, on the rank's share of the batch, with the plan's blocks recomputed.
-        rank: of the plan's.
         share: the rank's part of the batch.
         copies: whether a collective copies what it sends, as gloo does.
         widths: of parameters and gradients, beside those in the trace.
@@ -410,7 +406,6 @@ def rank_bytes(rank: Rank, widths: Widths = AS_TRACED) -> Iterator[DeviceBytes]:
     """A rank's fullest moments: of a step, of a validation between two steps, and of a checkpoint.
 
     Args:
-        rank: of an fsdp plan.
         widths: of parameters and gradients, beside those in the trace.
     """
     footprint, plan = rank.footprint, rank.plan
@@ -469,8 +464,6 @@ def offloaded_bytes(footprint: Footprint, plan: Plan, *, on_cpu: bool) -> tuple[
     FSDP2 locks each shard and each gradient by itself.
 
     Args:
-        footprint: of the module.
-        plan: an fsdp plan.
         on_cpu: whether the devices are CPUs, which lock no pages.
     """
     if not plan.offload:

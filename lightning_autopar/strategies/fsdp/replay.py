@@ -65,9 +65,6 @@ class FSDPPlayer(Player):
     """A rank of FSDP2.
 
     Args:
-        machine: its device.
-        script: the step.
-        footprint: whose step it is.
         rows: samples of each of its micro-batches.
         recompute: indices of the blocks that keep only what enters them.
         units: indices of the blocks that are units of their own; the root has the rest.

@@ -454,9 +454,6 @@ def unshard(module: nn.Module) -> None:
     """Undo :func:`shard`, or the user's ``fully_shard``: plain parameters on the CPU in a module of its own class; a collective.
 
     PyTorch has no such function (2.13): the class, the hooks and the registered state are what ``fully_shard`` adds.
-
-    Args:
-        module: the root.
     """
     if not any(isinstance(child, FSDPModule) for child in module.modules()):
         return

@@ -96,10 +96,6 @@ def fsdp_units(
     """The units of a plan with their seconds: of each layer, and of the root.
 
     Args:
-        footprint: of the module.
-        layout: of its step.
-        plan: an fsdp plan.
-        links: between the ranks.
         device: on which buffers are copied.
         parameter_scale: bytes of a parameter on the wire, beside those that it has at rest; ``gradient_scale`` of a gradient.
     """

@@ -19,7 +19,6 @@ class BatchParts:
     """The first batch and its parts, each made anew every time, since a step may change what it gets.
 
     Args:
-        first: the batch.
         count: how many of its samples count.
         hooks: whether the module has transfer hooks to apply, which need a trainer.
     """

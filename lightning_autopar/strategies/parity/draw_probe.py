@@ -38,7 +38,6 @@ def observe(
     """Run a step on the whole batch and on the parts, all from the current random state, and relate their random draws.
 
     Args:
-        step: of a batch.
         part: makes the batch of a share; for the whole batch it gets the share of a single rank.
         shares: the parts, each with at least one sample.
         groups_first: the assumed order of samples in a dimension with k entries a sample; see :class:`Rows`.

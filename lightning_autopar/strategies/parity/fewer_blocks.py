@@ -30,7 +30,6 @@ def extent(module: nn.Module, blocks: Mapping[str, int], flops: float, counts: S
     """The largest part of a step that isn't too long to try; None where each is.
 
     Args:
-        module: the root.
         blocks: FLOPs of each repeated block's forward on the whole batch, by FQN.
         flops: of the forward of one sample.
         counts: numbers of samples that may be tried, the largest first.
@@ -51,7 +50,6 @@ def spared(module: nn.Module, blocks: Collection[str]) -> list[list[str]]:
     without. Blocks that aren't there, or lie in one another, are left out.
 
     Args:
-        module: the root.
         blocks: FQNs of repeated blocks, in the order in which they run.
     """
     there, sorts = dict(module.named_modules()), dict[tuple[Any, ...], list[str]]()

@@ -44,11 +44,7 @@ def difference_of(observed: Observation, shares: Sequence[BatchShare]) -> float:
 
 
 class Backwards:
-    """What manual optimization does between forward and the optimizers' steps, on the whole batch and then on its parts.
-
-    Args:
-        parameters: the module's.
-    """
+    """What manual optimization does between forward and the optimizers' steps, on the whole batch and then on its parts."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = parameters

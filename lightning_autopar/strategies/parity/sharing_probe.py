@@ -68,7 +68,6 @@ def with_shared_network(
     """Find out in a forked child which submodules ranks can share: the footprint with what that means, and the submodules.
 
     Args:
-        footprint: of the step.
         module: the user's module, set up.
         trainer: the trainer that it was passed to, read only.
         first: the first training batch.
@@ -301,7 +300,6 @@ class _Trial(SharingSteps):
     """Runs submodules on parts of their arguments' rows, one rank's after the other, and puts the rows together.
 
     Args:
-        module: the root.
         tolerance: relative difference up to which outputs are the same.
         only: the submodules that are known to be shared; None to find them.
     """

@@ -67,7 +67,6 @@ def undone(module: nn.Module, writes: Collection[str] | None = None, outside: Ma
     Buffers keep what was written to them, but are the same tensors as before.
 
     Args:
-        module: the root.
         writes: names of the parameters that the step writes to, where its trace has shown them; if None, all are compared.
         outside: variables that are to be as before, too; see :func:`.attributes.variables`.
 

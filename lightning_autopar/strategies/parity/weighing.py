@@ -46,7 +46,6 @@ class Weighing:
     """What a batch's parts weigh.
 
     Args:
-        module: the user's.
         batches: the batch and its parts.
         known: counts that explain other batches.
     """

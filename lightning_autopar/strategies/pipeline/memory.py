@@ -39,7 +39,6 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
 
     Args:
         footprint: of the module, at the whole batch, with a tape.
-        plan: a pipeline.
         rank: among all ranks of the plan.
         on_cpu: whether gloo sends, and the optimizer works parameter by parameter.
 
@@ -102,7 +101,6 @@ def pipeline_evaluation(footprint: Footprint, plan: Plan, rank: int, share: floa
 
     Args:
         footprint: of a training step, with what is known of the validation's.
-        plan: a pipeline.
         rank: among all ranks of the plan.
         share: its replica's part of the batch.
     """

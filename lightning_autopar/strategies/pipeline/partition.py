@@ -81,11 +81,8 @@ def in_flight(schedule: Schedule, stage: int, stages: int, ranks: int, micro_bat
     """How many micro-batches a stage holds at once, at most.
 
     Args:
-        schedule: of the pipeline.
         stage: counted from the front.
-        stages: of the pipeline.
         ranks: of the pipeline; several stages a rank under the interleaved schedule.
-        micro_batches: of a step.
     """
     if schedule == "gpipe":
         return micro_batches

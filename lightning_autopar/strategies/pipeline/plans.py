@@ -103,7 +103,6 @@ def pipeline_plans(
     """For each set of devices and each schedule, the fastest pipeline that fits into memory.
 
     Args:
-        appraiser: who predicts.
         sets: of devices, at least two each.
         speed: each device's, by its id.
         rates: of single operations; data sheets' unless given.
@@ -458,8 +457,6 @@ class PipelineMaker:
         """The same, where each stage has what it needs in a cut, and an even part of what its rank has beyond.
 
         Args:
-            shape: that was cut.
-            cut: its stages.
             plain: the bytes that each rank may take by the tables, where it recomputes nothing.
             again: the same, where it recomputes all blocks.
         """

@@ -22,7 +22,6 @@ def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
     """Why this run can't run in stages; whether the step itself can, the trial of stages finds out.
 
     Args:
-        trainer: its options are read.
         kinds: the classes of its callbacks, bases included: each class's name, and the name of the callback that is of it.
     """
     module, fitting = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING

@@ -34,11 +34,8 @@ def rank_actions(schedule: Schedule, rank: int, ranks: int, stages: int, micro_b
     """A rank's actions in one step, in order.
 
     Args:
-        schedule: of the plan.
         rank: within its pipeline.
-        ranks: of the pipeline.
         stages: of the pipeline; stage ``s`` runs on rank ``s mod ranks``.
-        micro_batches: of a step.
     """
     if schedule == "gpipe":
         forwards = [Action("forward", rank, index) for index in range(micro_batches)]

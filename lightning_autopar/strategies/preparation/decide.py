@@ -97,7 +97,6 @@ def find_prospect(
     Args:
         trainer: with module and data attached.
         arguments: those of the trainer's function, by name.
-        settings: the strategy's.
         bound: the devices to choose from, and at most how many of them.
         world_size: the number of processes, where a launcher has started them: a plan then uses exactly as many devices.
         elastic: whether planning for other devices may follow: then everything is found out that any plan may need.

@@ -81,7 +81,6 @@ def at_lengths(traced: Callable[[FirstBatch], Footprint], batch: FirstBatch, foo
         traced: gives the footprint of a batch's step; where it fails, the result says so.
         batch: the first one.
         footprint: of its step, and of the longest batch of the validation.
-        seen: of the loaders.
     """
     if footprint.evaluation_bytes is not None:  # at most, as attention grows
         footprint = replace(footprint, evaluation_bytes=round(footprint.evaluation_bytes * seen.validation_reach**2))

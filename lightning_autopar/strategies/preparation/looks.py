@@ -27,7 +27,6 @@ def looks(names: Iterable[str], first: FirstStep, trials: Mapping[str, Any] | No
 
     Args:
         names: the engines'.
-        first: the step.
         trials: what their trials found that have run already, by the engine's name.
     """
     found: dict[str, Finding] = {}

@@ -71,9 +71,7 @@ def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Findin
 
     Args:
         trainer: with module and data attached.
-        footprint: of its step.
         plan: one of which planning has left something untried.
-        finding: the engine's.
     """
     try:
         return run_clean(_rehearse, trainer, footprint, plan, finding, timeout_seconds=_CONFIRM_SECONDS)

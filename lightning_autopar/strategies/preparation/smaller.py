@@ -47,7 +47,6 @@ def in_parts_of(most_samples: int | None, trainer: Trainer, decision: Decision, 
 
     Args:
         most_samples: how many have fitted; None where memory never ran out.
-        trainer: of the run.
         decision: what planning came to.
         inventory: what it was made for.
     """

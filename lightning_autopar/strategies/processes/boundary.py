@@ -87,7 +87,6 @@ class Boundary:
         trainer: with the engine installed.
         elastic: the generation's files; None in a class whose ranks meet in another way.
         before: the survey made before the fork.
-        rank: this rank.
     """
 
     def __init__(self, trainer: Trainer, elastic: GenerationFiles | None, before: Before, rank: int) -> None:

@@ -96,7 +96,6 @@ class Peers:
 
         Args:
             run_plan: the plan on the ranks' devices.
-            engine: this rank's.
         """
         self.running.set()
         self.runs += 1

@@ -52,7 +52,6 @@ def watch(store: Any, rank: int, devices: Sequence[str], run: int, *, own_device
     Args:
         store: where the processes meet.
         rank: of this one.
-        devices: of the ranks.
         run: the run's number among these processes' runs.
         own_device: this rank's, as torch names it here.
         engine: whose batches show that this rank makes progress.

@@ -202,7 +202,6 @@ class SnapshotRendezvous(_Rendezvous):
         """This rank is at a boundary; returns what all ranks must do here, if anything.
 
         Args:
-            step: the trainer's global step.
             batches_left: training batches to go, None where unknown.
             in_window: whether gradients of earlier batches wait for their optimizer's step: then nothing is done here. The same on all
                 ranks.

@@ -49,11 +49,7 @@ _BEFORE_STEP, _BEFORE_BACKWARD = ("on_train_batch_start",), ("on_before_zero_gra
 
 
 def left_step(folder: Path) -> tuple[BaseException, Path] | None:
-    """Why the workers of a generation have left a step, and the snapshot that they wrote; None if they haven't.
-
-    Args:
-        folder: the generation's.
-    """
+    """Why the workers of a generation have left a step, and the snapshot that they wrote; None if they haven't."""
     if not (folder / _WHY).is_file() or not (folder / _SNAPSHOT / _CALLED).is_file():
         return None
     failure: Failure = pickle.loads((folder / _WHY).read_bytes())
@@ -81,7 +77,6 @@ class LeavingBoundary(Boundary):
         trainer: see :class:`.Boundary`; the same for ``before`` and ``rank``.
         elastic: where the generation begins, and where snapshots are asked for.
         shortage: where its ranks meet.
-        folder: the generation's.
         give_up_group: leaves the process group without waiting; returns whether that succeeded.
     """
 

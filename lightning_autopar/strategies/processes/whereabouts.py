@@ -94,8 +94,6 @@ def tell_when_asked(folder: Path, rank: int, thread: int, device: torch.device) 
     """In a worker's main thread: from now on, whenever the parent asks, write to a file in the folder where a thread is.
 
     Args:
-        folder: the generation's.
-        rank: the worker's.
         thread: the thread's id.
         device: what it computes on; for a GPU it also writes :meth:`GpuQueue.count`.
     """
@@ -135,7 +133,6 @@ def ask(folder: Path, pids: Mapping[int, int]) -> None:
     """In the parent: ask workers to write anew where they are; they do so within some milliseconds, unless they are stopped.
 
     Args:
-        folder: the generation's.
         pids: the workers' process ids by rank.
     """
     for rank, pid in pids.items():

@@ -81,7 +81,6 @@ def initialize(module: nn.Module, optimizer: Optimizer | None, config: dict[str,
     """DeepSpeed's engine around the module, whose weights are the same on all ranks; a collective.
 
     Args:
-        module: the root.
         optimizer: of its parameters; None for evaluation.
         config: see ``zero_config``.
         device_type: ``"cpu"`` or ``"cuda"``.
@@ -238,7 +237,6 @@ def reduce_by(optimizer: Any, reduction: Reduction) -> None:
     """Make DeepSpeed reduce gradients in one order on all ranks, without taking their norm and without scaling them.
 
     Args:
-        optimizer: DeepSpeed's.
         reduction: the order.
     """
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):

@@ -44,7 +44,6 @@ def layers_of(footprint: Footprint, persistence: int) -> list[GatherGroup]:
     """The parts of the module, in running order; the module as a whole where it wasn't traced.
 
     Args:
-        footprint: of the module.
         persistence: elements up to which a parameter stays gathered.
     """
     return _LAYERS.get(footprint, persistence, lambda: _layers(footprint, persistence))

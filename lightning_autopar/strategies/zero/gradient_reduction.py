@@ -25,9 +25,6 @@ Norm = Callable[[], Iterator[Tensor]]
 class Reduction:
     """Keeps an order of the trained parameters in which gradients are reduced; a gradient waits until those before it have arrived. The
     order is at first that of the module, backwards; then that of rank 0's first backward pass.
-
-    Args:
-        parameters: those that are trained.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -52,7 +49,6 @@ class Reduction:
 
         Args:
             reduce: DeepSpeed's method, which takes the parameter and what else there is.
-            parameter: whose gradient it is.
             more: for ``reduce``.
         """
         self.note(parameter)

@@ -49,11 +49,8 @@ def zero_bytes(
 
     Args:
         footprint: of the module, at the whole batch.
-        plan: a ZeRO plan.
         share: of the batch that the rank takes, all its micro-batches together.
-        precision: the Trainer's.
         on_cpu: whether the device is a CPU.
-        settings: DeepSpeed's.
 
     Raises:
         ValueError: if the plan names a block that isn't there.
@@ -72,7 +69,6 @@ def rank_bytes(rank: Rank, settings: ZeroSettings | None = None) -> Iterator[Dev
     """A rank's fullest moments: of start or step, and of a validation between two steps.
 
     Args:
-        rank: of a ZeRO plan.
         settings: DeepSpeed's; our engine's, unless given.
     """
     footprint, plan = rank.footprint, rank.plan
@@ -92,11 +88,7 @@ def zero_host_bytes(
     """The bytes of one rank in host memory: pageable and page-locked.
 
     Args:
-        footprint: of the module.
-        plan: a ZeRO plan.
-        precision: the Trainer's.
         on_cpu: whether the devices are CPUs, which lock no pages.
-        settings: DeepSpeed's.
 
     Returns:
         Bytes of pageable and of page-locked memory; zeros without offload.
@@ -329,8 +321,6 @@ class _Zero:
         """Gathered parameters while a part runs: its own, those kept for a later use, those gathered ahead, and flat buffers.
 
         Args:
-            phase: of the step.
-            number: of the part.
             gradient: the part's gradient that is being made, if any.
         """
         if self.stage < 3 or self.whole:

@@ -98,7 +98,6 @@ def unseen_gradients(module: LightningModule, conduct: Conduct | None) -> str | 
     notices if they do so in a later step; see :func:`.strategy.refuse_looks`.
 
     Args:
-        module: whose hooks they are.
         conduct: what the traced step does; None where it wasn't traced.
     """
     looked = {} if conduct is None else dict(conduct.looked)

@@ -58,7 +58,6 @@ def zero_settings(plan: Plan, *, parameters: int, trainable: int, on_cpu: bool) 
     the footprint's count; nothing else is used, so that both agree.
 
     Args:
-        plan: a ZeRO plan.
         parameters: elements of all parameters, shared ones once.
         trainable: of those that require a gradient.
         on_cpu: whether its devices are CPUs. There a collective overlaps with nothing, so gathering ahead gains nothing.
@@ -82,8 +81,6 @@ def settings_of(footprint: Footprint, plan: Plan, *, on_cpu: bool) -> ZeroSettin
     """:func:`zero_settings` of a traced module.
 
     Args:
-        footprint: of the module.
-        plan: a ZeRO plan.
         on_cpu: whether its devices are CPUs.
     """
     return zero_settings(plan, parameters=footprint.parameters, trainable=footprint.trainable_parameters, on_cpu=on_cpu)
@@ -97,8 +94,6 @@ def deepspeed_config(plan: Plan, settings: ZeroSettings, *, element: str = "fp32
     """The configuration for ``deepspeed.initialize``.
 
     Args:
-        plan: a ZeRO plan.
-        settings: sizes of DeepSpeed's buffers.
         element: the type of parameters and gradients, ``"fp32"`` or ``"bf16"``.
     """
     zero: dict[str, Any] = {

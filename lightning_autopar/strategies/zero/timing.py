@@ -132,7 +132,6 @@ def gathered_modules(footprint: Footprint, layout: Layout, persistence: int) -> 
     """For each layer of a layout, the bytes of each gather: a module is gathered with the parameters that it holds directly.
 
     Args:
-        footprint: of the module.
         layout: its parts; more than the footprint's where that wasn't traced.
         persistence: elements up to which a parameter stays gathered.
     """
@@ -159,7 +158,6 @@ def persistent_bytes(footprint: Footprint, persistence: int) -> int:
     """Bytes of the parameters that stay gathered.
 
     Args:
-        footprint: of the module.
         persistence: elements up to which a parameter stays gathered.
     """
     element = footprint.parameter_bytes / max(1, footprint.parameters)
@@ -189,13 +187,8 @@ def zero_units(
     """ZeRO-3: each module's parameters are gathered alone, but small ones stay gathered; gradients are reduced by the bucket.
 
     Args:
-        footprint: of the module.
-        layout: of the step.
-        plan: a zero plan.
-        links: between the ranks.
         device: on which buffers are copied.
         width: gives the bytes that so many bytes at rest have when they are computed with and sent.
-        settings: DeepSpeed's.
     """
     offloaded, rates = "parameters" in plan.offload, links.rates
     ranks = len(links.shards)
@@ -241,12 +234,8 @@ def play_partitions(
     """ZeRO-1 and 2: gradients are reduced in large buckets as they come, and every rank's part of the parameters is gathered at the end.
 
     Args:
-        layout: of the step.
-        run: the rank's own work.
-        links: between the ranks.
         width: gives the bytes that so many bytes at rest have when they are sent.
         events: where spans are recorded.
-        bucket: its elements.
         collective: how a bucket is reduced. DeepSpeed 0.19.8 gives every rank all of it (``use_multi_rank_bucket_allreduce``); earlier ones
             reduced each rank's part to it.
     """
@@ -274,7 +263,6 @@ def zero_calls(plan: Plan, *, parameters: int, modules: int, buckets: int) -> in
 
     Args:
         plan: of engine ``"zero"``.
-        parameters: that are trained.
         modules: all of them.
         buckets: of gradients that fill in a step.
     """

@@ -38,11 +38,7 @@ _READERS = {"validation_step": "on_validation_batch_end", "test_step": "on_test_
 
 
 class Evaluations:
-    """Runs a rank's batches of validations and tests.
-
-    Args:
-        engine: the rank's.
-    """
+    """Runs a rank's batches of validations and tests."""
 
     def __init__(self, engine: EngineMixin) -> None:
         self._engine: Any = engine

@@ -247,8 +247,6 @@ def gpu_limit_for(run_plan: RunPlan, rank: int, *, ledger: Ledger | None = None,
     """The cap of a rank's allocator: by the run's lease; without a lease, by what was free when the plan was made.
 
     Args:
-        run_plan: with the plan's prediction.
-        rank: whose.
         ledger: the host's, unless given.
         allocator: torch's on the rank's device, unless given; without one a CPU device has none.
 
@@ -326,7 +324,6 @@ class _Alone:
 
     Args:
         ledger: the host's.
-        device: its id.
         leader: the process that has the run's lease.
     """
 

@@ -44,7 +44,6 @@ class FirstStep:
     """An optimizer's first step, which may be done twice.
 
     Args:
-        optimizer: the user's.
         device: where it runs, for the line that says so.
     """
 

@@ -38,11 +38,7 @@ _INSTEAD = "take a smaller batch for predict()"
 
 
 class Predictions(Evaluations):
-    """Runs a rank's batches of predictions.
-
-    Args:
-        engine: the rank's.
-    """
+    """Runs a rank's batches of predictions."""
 
     def __init__(self, engine: EngineMixin) -> None:
         super().__init__(engine)

@@ -53,7 +53,6 @@ class Reruns:
     """Runs a rank's batches again.
 
     Args:
-        engine: the rank's.
         found: what the running step found.
     """
 
@@ -98,7 +97,6 @@ class Reruns:
         """Whether the gradients that a backward pass left out can be computed in parts; if not, and memory ran out, the error gets a note.
 
         Args:
-            error: which ended it.
             marks: of :meth:`.EngineMixin.gradient_marks` when it began.
         """
         return self._may(error, partial(self._why_not_complete, marks))

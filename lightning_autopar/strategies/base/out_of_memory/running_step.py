@@ -24,11 +24,7 @@ FORWARD, BACKWARD, BOTH, OPTIMIZER = (
 
 
 class RunningStep:
-    """The batch that a rank runs.
-
-    Args:
-        engine: the rank's.
-    """
+    """The batch that a rank runs."""
 
     def __init__(self, engine: EngineMixin) -> None:
         self._engine: Any = engine

@@ -54,8 +54,6 @@ def leaving(trainer: Trainer, peers: Peers, batch: BatchRule) -> SnapshotSetting
     """How to save a run in a launcher's processes; None where ``CheckpointMigrate`` doesn't ask for it, or nothing is trained.
 
     Args:
-        trainer: of the run.
-        peers: its processes.
         batch: what a batch is to several devices.
 
     Raises:
@@ -81,12 +79,8 @@ class RestartableRun:
     """One call of ``fit`` in processes that may be started anew.
 
     Args:
-        peers: the processes.
         how: how the run is saved.
         run: the same call as an elastic run of this process alone, which gives the run's key and the survey of its objects before the run.
-        function: the trainer's.
-        args: to call it with.
-        kwargs: to call it with.
         trainer: as before the run.
     """
 
@@ -154,7 +148,6 @@ class StoreBoundary(Boundary):
     """One rank's boundaries in a restartable run.
 
     Args:
-        run: the run.
         signals: those that came to this process.
         requeues: whether a signal that asks for a snapshot means that Slurm is to start the job anew.
     """

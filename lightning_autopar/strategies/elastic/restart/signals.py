@@ -30,7 +30,6 @@ class Signals:
     #21406). As in Lightning, the user's own handler of SIGTERM is called too, and one for the other signal is called alone.
 
     Args:
-        trainer: of the run.
         save: the signal that asks for a snapshot.
     """
 

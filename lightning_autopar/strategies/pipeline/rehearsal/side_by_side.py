@@ -79,7 +79,6 @@ class Trial:
         trainer: read only; None where there is none.
         scripts: of each hook; ``"training_step"`` first where it is among them.
         fn: what the trainer does: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        precision: of the run.
         blocks: FQNs of those before which a stage may begin; the module's repeated blocks unless given.
     """
 

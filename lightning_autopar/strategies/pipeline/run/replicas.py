@@ -37,7 +37,6 @@ class Replicas:
       gradients are kept.
 
     Args:
-        plan: a pipeline.
         device: where this rank computes.
 
     Every rank makes one, at the same time: it sets up process groups.
@@ -154,7 +153,6 @@ class StageParts(nn.Module):
 
     Args:
         stage: runs a part of the module.
-        module: the root.
         names: FQNs of the parameters that the stage uses; those that are tied to one of them are included.
     """
 
@@ -233,9 +231,7 @@ class _Average:
     on one device. Small gradients are sent together.
 
     Args:
-        parts: the stage.
         names: of its parameters, the same in every replica.
-        group: the replicas.
         size: how many they are; 0 where FSDP2 does the averaging, which needs a gradient of every parameter.
     """
 

@@ -80,7 +80,6 @@ class StageDraws:
     Args:
         draws: makes draws those of the whole batch; None where the step draws nothing from torch.
         ranks: of this rank's replica: the rank that runs each stage.
-        device: this rank's.
         group: of all ranks, for tensors on the host; None where the default group can take those.
     """
 
@@ -117,7 +116,6 @@ class StageDraws:
 
         Args:
             stage: tells when its own code begins and ends.
-            index: which stage it is.
         """
         stage.on_entry.append(lambda: self._enter(index))
         stage.on_exit.append(lambda: self._leave(index))
@@ -158,7 +156,6 @@ class StageDraws:
         """The context of a stage's forward on a micro-batch.
 
         Args:
-            chunk: which micro-batch.
             stage: which stage. Code before its own doesn't draw, but may save the generators' state: checkpointing saves it before a block
                 begins, where the stage's own code may begin.
         """

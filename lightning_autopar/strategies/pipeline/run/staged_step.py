@@ -85,8 +85,6 @@ class StagedStep:
     """Runs hooks through the stages of this rank's pipeline.
 
     Args:
-        trainer: whose module it is.
-        plan: a pipeline.
         logging: brings together what the stages log.
         draws: keeps random draws what they would be on one device.
         changing: hooks that write to the tensors of their batch.
@@ -147,7 +145,6 @@ class StagedStep:
 
         Args:
             args: the step's, the batch first.
-            kwargs: the step's.
             share: the replica's of the whole batch.
             goes_back: whether there is a backward at all.
 
@@ -187,9 +184,7 @@ class StagedStep:
         """Run the user's ``validation_step``, ``test_step`` or ``predict_step`` on the whole batch; returns its output on every rank.
 
         Args:
-            hook: which of them.
             args: the step's, the batch first.
-            kwargs: the step's.
             share: the replica's of the whole batch.
             parts: in how many parts, where it has as many samples.
             put_together: makes the whole batch's output of the parts', and of how many samples these have.

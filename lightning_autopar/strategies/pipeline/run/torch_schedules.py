@@ -36,7 +36,6 @@ class Stage(PipelineStage):
     Args:
         module: computes the stage: from what it receives to what it sends, or in the last stage to the loss. Its ``parameters()`` are those
             that backward reaches.
-        index: which stage.
         stages: how many there are.
         device: where it computes.
         group: the ranks of its pipeline, None for all ranks; stage ``s`` runs on the rank ``s mod ranks``.
@@ -313,7 +312,6 @@ def make_schedule(schedule: Schedule, stages: Sequence[Stage], parts: int, loss:
     Args:
         schedule: the plan's. With fewer micro-batches than stages 1F1B equals GPipe, all forwards first, and torch only takes it by that
             name.
-        stages: the rank's.
         parts: how many micro-batches, as :func:`count_parts` counts them.
         loss: gets the last stage's output, and the micro-batch's number.
     """
@@ -328,9 +326,7 @@ def count_parts(schedule: Schedule, micro_batches: int, ranks: int, rows: int) -
     """The number of a batch's micro-batches: at most its number of samples, unless the schedule's rounds need some more.
 
     Args:
-        schedule: the plan's.
         micro_batches: the plan's; as many are always possible.
-        ranks: of a pipeline.
         rows: the most samples that a pipeline gets of the batch.
     """
     wanted = max(1, min(micro_batches, rows))

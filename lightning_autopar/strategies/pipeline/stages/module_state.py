@@ -40,7 +40,6 @@ class ModuleState:
     """Names of a module's parameters and buffers by identity.
 
     Args:
-        module: the root.
         written: FQNs of buffers and parameters that the step writes to.
     """
 
@@ -69,7 +68,6 @@ def changes(module: nn.Module, batch: Any) -> Iterator[Changes]:
     """The context of a run of the step: yields what it writes to.
 
     Args:
-        module: the root.
         batch: the tensors that the step gets, not copies.
     """
     found = Changes()

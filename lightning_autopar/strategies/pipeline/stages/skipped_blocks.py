@@ -21,9 +21,7 @@ class BlockResults:
     """The recorded results of a block: returned as absent tensors where the block is skipped, and numbered where it runs.
 
     Args:
-        block: the module.
         fqn: its name.
-        recording: of the step.
     """
 
     def __init__(self, block: nn.Module, fqn: str, recording: StepRecording) -> None:

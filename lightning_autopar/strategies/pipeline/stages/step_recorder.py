@@ -57,10 +57,8 @@ class StepRecorder:
     """Watches one run of a step.
 
     Args:
-        module: the root.
         hook: the step's name.
         blocks: FQNs.
-        sources: the module's state.
 
     Raises:
         ValueError: if there is no block of a name.

@@ -196,7 +196,6 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     """Collect this rank's results; every rank must call it, since sharded weights are gathered together.
 
     Args:
-        trainer: whose function has ended.
         value: what the trainer's function returned.
         before: :func:`survey` of the time before the fork.
         folder: where files for the parent go.
@@ -281,7 +280,6 @@ def _with_pickles(state: Mapping[Any, Any], name: str, lost: list[str]) -> dict[
     """A state dict without the values that can't be pickled, whose names are noted: one such value would cost the whole file.
 
     Args:
-        state: of dictionaries and values.
         name: what a warning calls it.
         lost: takes the names.
     """
@@ -327,7 +325,6 @@ def _affordable(optimizers: list[torch.optim.Optimizer], results: Results, *, ho
     """Whether the parent has room for the optimizer states; every rank answers alike, from their whole sizes.
 
     Args:
-        optimizers: of this rank.
         results: where it is noted if there is none.
         holders: how many ranks together have the states, each its part; 1 where each has them whole, or as DTensors, which know their whole
             size.
@@ -357,7 +354,6 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     """Put a run's results into the parent's trainer and module, and warn once of what couldn't be brought back.
 
     Args:
-        trainer: the parent's.
         before: :func:`survey` of the time before the fork.
         results: of the ranks that wrote any, in rank order.
         folder: where their files are.

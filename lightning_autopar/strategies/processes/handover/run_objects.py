@@ -237,7 +237,6 @@ class RunObjects:
 
         Args:
             sent: the value of :meth:`schedulers`; None if it couldn't be sent.
-            kinds: their classes.
         """
         configs = self.engine.lr_scheduler_configs
         if [type(config.scheduler) for config in configs] == kinds:

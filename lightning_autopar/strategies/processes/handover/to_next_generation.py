@@ -127,7 +127,6 @@ def _take_over_parts(things: RunObjects, parcels: list[CarriedObjects], folder: 
     """Take over attributes and items; returns the names of those that couldn't be.
 
     Args:
-        things: this process's.
         parcels: of the ranks that have written one.
         folder: where they lie.
         reached: whether the objects that functions reach have the same numbers on all ranks as in the generation before.
@@ -333,7 +332,6 @@ def write(
 
     Args:
         parcel: what is known of it so far; the parts that are written are added to it.
-        things: this process's.
         values: the parts that differ, each with its digest where that is known.
         path: of both files, less their endings.
         sent: to send along, where it can be.

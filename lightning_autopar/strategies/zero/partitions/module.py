@@ -128,12 +128,7 @@ def _hooks(module: nn.Module) -> set[tuple[str, int]]:
 
 
 def held_by_zero(engine: Any, module: nn.Module) -> dict[str, list[Tensor]]:
-    """The tensors on the device, by kind: ``"parameters"``, ``"gradients"``, ``"optimizer"`` (without the optimizer's state), ``"rest"``.
-
-    Args:
-        engine: DeepSpeed's.
-        module: that it trains.
-    """
+    """The tensors on the device, by kind: ``"parameters"``, ``"gradients"``, ``"optimizer"`` (without the optimizer's state), ``"rest"``."""
     zero, offloads = engine.optimizer, _offloads(engine)
     masters = [] if "optimizer" in offloads else _masters(zero)
     if not _is_stage_3(zero):
@@ -157,12 +152,7 @@ def held_by_zero(engine: Any, module: nn.Module) -> dict[str, list[Tensor]]:
 
 
 def host_held_by_zero(engine: Any, module: nn.Module) -> list[Tensor]:
-    """The tensors in the host's memory, without the optimizer's state.
-
-    Args:
-        engine: DeepSpeed's.
-        module: that it trains.
-    """
+    """The tensors in the host's memory, without the optimizer's state."""
     zero, offloads = engine.optimizer, _offloads(engine)
     found: list[Tensor] = []
     if "optimizer" in offloads:

@@ -45,7 +45,6 @@ def fragment_parts(pieces: Iterable[ParameterPart], weights: Mapping[int, FlatPa
     """The pieces as parts of tensors, by the fragment's id.
 
     Args:
-        pieces: of this rank.
         weights: by id, its part of each partitioned parameter, whose own shape is empty.
     """
     return {

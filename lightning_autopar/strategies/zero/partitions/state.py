@@ -50,7 +50,6 @@ def whole_state_dict(
     """The module's state dict on rank 0, whole and on the CPU, an empty one elsewhere; every rank must call it.
 
     Args:
-        module: the root.
         parts: of the parameters that are partitioned, by id.
         keep: whether this rank is rank 0, and wants the result.
         scratch: where what is put together lies.
@@ -204,7 +203,6 @@ def load_state_dict(module: nn.Module, parts: Mapping[int, FlatPart], state_dict
     the state dict.
 
     Args:
-        module: the root.
         parts: of the parameters that are partitioned, by id.
         state_dict: whole.
         strict: as for ``Module.load_state_dict``.
