@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -208,16 +209,17 @@ def test_private_names_are_for_the_doorways_alone() -> None:
     assert found == {"_lightning_compat.py"}
 
 
-def test_both_lists_have_the_same_names() -> None:
-    one, other = (PACKAGE / "_lightning.py").read_text(encoding="utf-8").split("\nelse:\n")
-    one = one[one.index("import lightning.fabric") :]
-
-    def names(code: str) -> list[str]:
-        code = code.replace("lightning.pytorch", "pytorch_lightning").replace("lightning.fabric", "lightning_fabric")
-        return sorted(ast.unparse(node) for node in ast.parse("\n".join(line.strip() for line in code.splitlines())).body)
-
-    assert names(one) == names(other)
-    assert len(names(one)) > 30
+@pytest.mark.parametrize("root", _root.ROOTS)
+def test_every_name_is_of_the_chosen_root(monkeypatch: pytest.MonkeyPatch, root: str) -> None:
+    monkeypatch.setattr(_root, "choice", _root.Choice(root))
+    names = runpy.run_path(str(PACKAGE / "_lightning.py"))
+    branch = next(each for each in ast.parse((PACKAGE / "_lightning.py").read_text(encoding="utf-8")).body if isinstance(each, ast.If))
+    asked = [alias.asname or alias.name for statement in branch.body for alias in statement.names]  # type: ignore[attr-defined]
+    assert len(asked) > 70
+    assert set(asked) <= set(names)
+    homes = {names[name].__module__ for name in asked if isinstance(names[name], type)} | {names["pl"].__name__, names["fabric"].__name__}
+    packages = {"lightning"} if root == L else {"pytorch_lightning", "lightning_fabric"}
+    assert {home.partition(".")[0] for home in homes} <= packages | {"torch"}
 
 
 def test_no_string_names_one_root_alone() -> None:

@@ -51,7 +51,7 @@ class Taken(NamedTuple):
 
 
 class _Tiny(LightningModule):
-    """So small that a step only takes the time of what surrounds it. Rank 0 records how long one took, and the last one's number of calls."""
+    """So small that a step only takes the time of what surrounds it. Rank 0 records how long one took, and the last one's calls."""
 
     def __init__(self, out: Path | None = None) -> None:
         super().__init__()

@@ -128,7 +128,7 @@ def _hooks(module: nn.Module) -> set[tuple[str, int]]:
 
 
 def held_by_zero(engine: Any, module: nn.Module) -> dict[str, list[Tensor]]:
-    """The tensors on the device, by kind: ``"parameters"``, ``"gradients"``, ``"optimizer"`` (without the optimizer's state), ``"rest"``."""
+    """The device's tensors by kind: ``"parameters"``, ``"gradients"``, ``"optimizer"`` (without the optimizer's state), ``"rest"``."""
     zero, offloads = engine.optimizer, _offloads(engine)
     masters = [] if "optimizer" in offloads else _masters(zero)
     if not _is_stage_3(zero):
