@@ -28,14 +28,12 @@ class DeviceEvent:
         device: to which, by id; None for the host.
         text: a sentence with the numbers.
         ours: whether the run's plan uses the device.
-        change_bytes: by how much free memory changed.
     """
 
     kind: EventKind
     device: str | None
     text: str
     ours: bool = False
-    change_bytes: int = 0
 
 
 def device_events(before: Inventory, now: Inventory, devices: Collection[str] = ()) -> tuple[DeviceEvent, ...]:
@@ -75,7 +73,7 @@ def _of_device(was: Device, device: Device, ours: bool) -> list[DeviceEvent]:
         who = "somebody took it" if change < 0 else "somebody gave it back"
         verb: EventKind = "shrank" if change < 0 else "grew"
         text = f"the free memory of {name} {verb} by {format_bytes(abs(change))}, from {there}: {who}"
-        events.append(DeviceEvent(kind=verb, device=device.id, text=text, ours=ours, change_bytes=change))
+        events.append(DeviceEvent(kind=verb, device=device.id, text=text, ours=ours))
     ratio = _slowness(device) / _slowness(was)
     if ratio >= _NOTABLE_SPEED or ratio <= 1 / _NOTABLE_SPEED:
         pace: EventKind = "slower" if ratio > 1 else "faster"
@@ -89,10 +87,9 @@ def _of_host(before: Inventory, now: Inventory) -> list[DeviceEvent]:
     short = [at.host_total_bytes > 0 and at.host_free_bytes < _SHORT_HOST_SHARE * at.host_total_bytes for at in (before, now)]
     if short[0] == short[1]:
         return []
-    change = now.host_free_bytes - before.host_free_bytes
     free = f"{format_bytes(now.host_free_bytes)} of {format_bytes(now.host_total_bytes)}"
     text = f"the host's memory is {'short' if short[1] else 'no longer short'}: {free} are free"
-    return [DeviceEvent(kind="host", device=None, text=text, change_bytes=change)]
+    return [DeviceEvent(kind="host", device=None, text=text)]
 
 
 def _slowness(device: Device) -> float:

@@ -8,7 +8,7 @@ past each rank, twice that of an all-reduce. Over several nodes the rings of all
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
@@ -218,25 +218,6 @@ def _model_of(kind: str, name: str) -> catalogue.KnownDevice | None:
 def known_model(device: Device) -> catalogue.KnownDevice | None:
     """The catalogue's row of a GPU; None if it has none, and for a CPU device."""
     return _model_of(device.kind, device.name)
-
-
-def pair_bandwidths(inventory: Inventory, devices: tuple[str, ...]) -> dict[tuple[str, str], float]:
-    """Bytes per second between each two of the devices, under both orders of the pair."""
-    links = topology(inventory)
-    there = [links.devices[device] for device in devices]
-    return {(a.id, b.id): links.pair(a, b)[1] for a in there for b in there if a.id != b.id}
-
-
-def group_bandwidth(inventory: Inventory, devices: Iterable[str]) -> float:
-    """Bytes per second that a ring between these devices reaches.
-
-    Args:
-        inventory: whose links count; a pair without one is assumed to have the slowest kind there is.
-        devices: ids, at least two.
-    """
-    links = topology(inventory)
-    group = links.group([links.devices[device] for device in devices])
-    return _GLOO_BYTES_PER_SECOND if group.on_cpu and group.nodes == 1 else min(group.intra, group.inter)
 
 
 def collective_seconds(collective: Collective, size_bytes: int, group: Group) -> float:

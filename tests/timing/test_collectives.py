@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_autopar.devices.inventory import Device, Inventory, Link
 from lightning_autopar.devices.spec import parse_spec
-from lightning_autopar.timing.collectives import collective_seconds, group_bandwidth, pair_bandwidths, topology
+from lightning_autopar.timing.collectives import collective_seconds, topology
 from lightning_autopar.timing.rates import COLLECTIVES, Collective
 from tests.fakes.values import GIB, MIB, cpu, gpu, inventory
 
@@ -62,11 +62,15 @@ def test_the_slowest_hop_of_the_best_way_counts() -> None:
         Link(a="GPU-0000", b="GPU-0002", kind="pcie", bytes_per_second=10e9),
     )
     here = inventory(gpu(0), gpu(1), gpu(2), links=links)
-    whole = group_bandwidth(here, ("GPU-0000", "GPU-0001", "GPU-0002"))
-    assert whole == pytest.approx(group_bandwidth(here, ("GPU-0002", "GPU-0001")))
-    assert whole == pytest.approx(0.5 * group_bandwidth(here, ("GPU-0000", "GPU-0001")))
-    pairs = pair_bandwidths(here, ("GPU-0000", "GPU-0001", "GPU-0002"))
-    assert pairs["GPU-0000", "GPU-0002"] == pairs["GPU-0002", "GPU-0000"] < whole
+    found, (a, b, c) = topology(here), here.devices
+
+    def ring(*devices: Device) -> float:
+        group = found.group(devices)
+        return min(group.intra, group.inter)
+
+    assert ring(a, b, c) == pytest.approx(ring(c, b))
+    assert ring(a, b, c) == pytest.approx(0.5 * ring(a, b))
+    assert found.pair(a, c)[1] == found.pair(c, a)[1] < ring(a, b, c)
 
 
 def test_all_adapters_of_a_node_carry_what_leaves_it() -> None:
@@ -93,7 +97,7 @@ def test_alone_there_is_nothing_to_say_and_on_cores_gloo_says_it() -> None:
     assert seconds(inventory(gpu(0))) == 0
     here = inventory(cpu(0), cpu(1))
     assert seconds(here, "reduce_scatter") == pytest.approx(2 * seconds(here, "all_gather"), rel=0.01)
-    assert group_bandwidth(here, ("cpu:0", "cpu:1")) < 5e9
+    assert bus(here) < 5e9
 
 
 @given(

@@ -25,7 +25,6 @@ from lightning_autopar.timing.rank import LaneSpan
 from lightning_autopar.timing.rates import Rates
 
 Lane = Literal["compute", "communication"]
-SpanKind = Literal["forward", "backward", "recompute", "communication", "optimizer", "offload", "input", "idle"]
 #: A gap shorter than this share of the step is rounding, not waiting.
 _NOTHING = 1e-6
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
+from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.step.random_draws import Choice, Draw, DrawPlan, GlobalDraws, Rows, has_gaps, memory_order
 
 _T = TypeVar("_T")
@@ -119,8 +119,3 @@ class DrawObserver(GlobalDraws):
 def everything(count: int) -> BatchShare:
     """The whole batch, as the share of a single rank."""
     return BatchShare(rows=count, of=count, rank=0, world_size=1)
-
-
-def shares_of(count: int, size: int) -> list[BatchShare]:
-    """The shares of ``size`` ranks in a batch of ``count`` samples."""
-    return [share_of(count, rank, Dealing.even(size)) for rank in range(size)]

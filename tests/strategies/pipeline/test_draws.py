@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autopar.exact.data.rank_share import cut
+from lightning_autopar.exact.data.rank_share import Dealing, cut, share_of
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.parity.draw_probe import observe, shares_of
+from lightning_autopar.strategies.parity.draw_probe import observe
 from tests.strategies.fitted import tokens
 from tests.strategies.pipelines import pipeline, run
 
@@ -86,7 +86,11 @@ def draws() -> DrawPlan:
     """As the probe finds them on the first batch."""
     module = GPT()
     batch = torch.stack([DATA[index][0] for index in range(4)])
-    return observe(lambda rows: module.loss([rows]), lambda share: cut(batch, share.rank, share.dealing), shares_of(4, 2)).draws
+    return observe(
+        lambda rows: module.loss([rows]),
+        lambda share: cut(batch, share.rank, share.dealing),
+        [share_of(4, rank, Dealing.even(2)) for rank in range(2)],
+    ).draws
 
 
 @cache

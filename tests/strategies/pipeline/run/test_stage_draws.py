@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
 from lightning_autopar.exact.step.random_draws import DrawPlan, GlobalDraws
-from lightning_autopar.strategies.parity.draw_probe import observe, shares_of
+from lightning_autopar.strategies.parity.draw_probe import observe
 from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
 from tests.ranks import run_ranks
 
@@ -143,7 +143,11 @@ def seed() -> None:
 
 def observed() -> DrawPlan:
     net, stages, batch = Net(), Stages(), batch_of()[:4]
-    return observe(lambda x: net(stages, x, None), lambda share: cut(batch, share.rank, share.dealing), shares_of(4, 2)).draws
+    return observe(
+        lambda x: net(stages, x, None),
+        lambda share: cut(batch, share.rank, share.dealing),
+        [share_of(4, rank, Dealing.even(2)) for rank in range(2)],
+    ).draws
 
 
 def run_one_device(rank: int, world_size: int, recompute: bool, batches: int) -> Any:
