@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_autopar._lightning import Callback, ProgressBar
@@ -24,7 +24,7 @@ from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.step.micro_batches import joined, take_part, whole_share
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.step_state import StepState
-from lightning_autopar.strategies.base.out_of_memory.rerun import free_memory
+from lightning_autopar.strategies.base.out_of_memory.rerun import free_memory, may_run_again, why_in_one
 from lightning_autopar.strategies.base.worker_exception import EVALUATED, out_of_memory
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class Evaluations:
                 found.drop()
                 return output
             except Exception as error:  # several classes say that memory ran out; the others are raised
-                if not self._may(error, found, args[0]):
+                planned = self.parts == 1 and not engine._alone
+                if not may_run_again(engine, error, partial(self._why_not, found, args[0]), planned=planned):
                     raise
             # Outside of the handler, as the exception holds the failed step's tensors.
             found.put_back(engine._logging, engine._draws)
@@ -161,29 +162,14 @@ class Evaluations:
         share: BatchShare | None = self._engine._share
         return self._engine._counts.on(whole_share(batch, self._engine._samples)) if share is None else share
 
-    def _may(self, error: Exception, found: StepState, batch: Any) -> bool:
-        """Whether the batch can be run again; if not, and memory ran out, the error gets a note that says why."""
-        if not isinstance(error, (RuntimeError, MemoryError)) or isinstance(error, dist.DistError) or not out_of_memory(error):
-            return False
-        why = self._why_not(found, batch)
-        limit, meter = self._engine.gpu_limit, self._engine.meter
-        if why is not None:
-            error.add_note(f"autopar: the batch wasn't run again in more parts: {why}")
-        elif self.parts == 1 and not self._engine._alone:  # what the plan lacked
-            meter.lacked_bytes = 0 if limit is None else limit.lacked_bytes()
-        return why is None
-
     def _why_not(self, found: StepState, batch: Any) -> str | None:
         loop: Any = self._engine._trainer._active_loop
         loaders = getattr(getattr(loop, "epoch_loop", loop), "val_loop", loop)._combined_loader
         if loaders is not None and len(loaders.flattened) > 1 and combined_mode(loaders) != "sequential":
             return "it comes from several loaders"
-        try:
-            samples = self._whole(batch).fed
-        except ValueError as error:
-            return str(error)
-        if self.parts >= samples:
-            return "it has one sample on this device" if samples == 1 else f"one of its {samples} samples alone takes more"
+        why = why_in_one(self.parts, partial(self._whole, batch))
+        if why is not None:
+            return why
         if found.exchanges():
             return "its ranks have exchanged something in its step, and can't do so again"
         return found.why_not()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -22,8 +22,8 @@ from lightning_autopar.exact.step.micro_batches import take_part
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.whole_output import lists_of_samples, same_output, whole_output
 from lightning_autopar.strategies.base.out_of_memory.evaluations import Evaluations
-from lightning_autopar.strategies.base.out_of_memory.rerun import free_memory
-from lightning_autopar.strategies.base.worker_exception import EVALUATED, out_of_memory
+from lightning_autopar.strategies.base.out_of_memory.rerun import free_memory, may_run_again, why_in_one
+from lightning_autopar.strategies.base.worker_exception import EVALUATED
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.mixin import EngineMixin
@@ -60,12 +60,7 @@ class Predictions(Evaluations):
             try:
                 return self._predict(step, args, kwargs, own)
             except Exception as error:  # several classes say that memory ran out; the others are raised
-                if not isinstance(error, (RuntimeError, MemoryError)) or isinstance(error, dist.DistError) or not out_of_memory(error):
-                    raise
-                changed = self._changed(kept) if engine.reruns_batches else None  # else new processes begin anew
-                why = f"the failed try has changed {changed!r} of the module" if changed else self._why_in_one(args[0])
-                if why is not None:
-                    error.add_note(f"autopar: the batch wasn't run again in more parts: {why}")
+                if not may_run_again(engine, error, partial(self._why_not_predicted, args[0], kept), planned=False):
                     raise
                 if not engine.reruns_batches:
                     vars(error)[EVALUATED] = -(-self._whole(args[0]).fed // self.parts)
@@ -144,14 +139,11 @@ class Predictions(Evaluations):
         with GlobalDraws(engine._share_for_draws, engine.run_plan.draws) as draws, patched(engine, "_draws", draws):
             yield
 
-    def _why_in_one(self, batch: Any) -> str | None:
-        try:
-            samples = self._whole(batch).fed
-        except ValueError as error:
-            return str(error)
-        if self.parts < samples:
-            return None
-        return "it has one sample on this device" if samples == 1 else f"one of its {samples} samples alone takes more"
+    def _why_not_predicted(self, batch: Any, kept: Mapping[str, Any]) -> str | None:
+        changed = self._changed(kept) if self._engine.reruns_batches else None  # else new processes begin anew
+        if changed:
+            return f"the failed try has changed {changed!r} of the module"
+        return why_in_one(self.parts, partial(self._whole, batch))
 
 
 def _kept(module: Any) -> dict[str, Any]:

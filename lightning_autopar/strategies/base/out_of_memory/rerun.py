@@ -71,7 +71,7 @@ class Reruns:
 
     def may_begin_anew(self, error: Exception) -> bool:
         """Whether the step can be begun anew in more parts; if not, and memory ran out, the error gets a note that says why."""
-        return self._may(error, self._why_not_anew)
+        return may_run_again(self._engine, error, self._why_not_anew, planned=not self._engine._alone)
 
     def _why_not_anew(self) -> str | None:
         micro = self._engine._micro
@@ -99,7 +99,7 @@ class Reruns:
         Args:
             marks: of :meth:`.EngineMixin.gradient_marks` when it began.
         """
-        return self._may(error, partial(self._why_not_complete, marks))
+        return may_run_again(self._engine, error, partial(self._why_not_complete, marks), planned=not self._engine._alone)
 
     def _why_not_complete(self, marks: list[int] | None) -> str | None:
         engine = self._engine
@@ -149,7 +149,8 @@ class Reruns:
             try:
                 gradients = self._gradients(share, run, pieces, began)
             except Exception as error:  # several classes say that memory ran out; the others are raised
-                if not self._may(error, partial(self._why_not, run * pieces, anew=False)):
+                why_not = partial(self._why_not, run * pieces, anew=False)
+                if not may_run_again(engine, error, why_not, planned=not engine._alone):
                     raise
             found.put_back(engine._logging, engine._draws)
             free_memory()
@@ -199,25 +200,11 @@ class Reruns:
 
     # -- both ----------------------------------------------------------------------------------------------------------------------------
 
-    def _may(self, error: Exception, why_not: Callable[[], str | None]) -> bool:
-        # A communicator that lacked memory is broken; a user's own exception may speak of memory.
-        if not isinstance(error, (RuntimeError, MemoryError)) or isinstance(error, dist.DistError) or not out_of_memory(error):
-            return False
-        limit, meter, why = self._engine.gpu_limit, self._engine.meter, why_not()
-        if why is not None:
-            error.add_note(f"autopar: the batch wasn't run again in more parts: {why}")
-        elif not self._engine._alone:  # what the planned number of parts lacked
-            meter.lacked_bytes = 0 if limit is None else limit.lacked_bytes()
-        return why is None
-
     def _why_not(self, parts: int, *, anew: bool = True) -> str | None:
         """Why the batch, which ran in so many parts, can't be run in more."""
-        try:
-            samples = self._share().fed
-        except ValueError as error:
-            return str(error)
-        if parts >= samples:
-            return "it has one sample on this device" if samples == 1 else f"one of its {samples} samples alone takes more"
+        why = why_in_one(parts, self._share)
+        if why is not None:
+            return why
         if self._found.exchanges() if anew else self._found.exchanged:
             return "its ranks have exchanged something in its forward, and can't do so again"
         return self._found.why_not() if anew else None
@@ -255,6 +242,36 @@ class Reruns:
                 "exchanges something with other ranks, which run a batch in one piece; take a smaller batch, or a plan with more "
                 "micro-batches"
             )
+
+
+def may_run_again(engine: Any, error: Exception, why_not: Callable[[], str | None], *, planned: bool) -> bool:
+    """Whether a batch can be run again in more parts; if not, and memory ran out, the error gets a note that says why.
+
+    Args:
+        engine: which learns how much memory was lacking, where it ran in as many parts as planned.
+        why_not: asked where memory ran out.
+        planned: whether it did.
+    """
+    # A communicator that lacked memory is broken; a user's own exception may speak of memory.
+    if not isinstance(error, (RuntimeError, MemoryError)) or isinstance(error, dist.DistError) or not out_of_memory(error):
+        return False
+    why = why_not()
+    if why is not None:
+        error.add_note(f"autopar: the batch wasn't run again in more parts: {why}")
+    elif planned:
+        engine.meter.lacked_bytes = 0 if engine.gpu_limit is None else engine.gpu_limit.lacked_bytes()
+    return why is None
+
+
+def why_in_one(parts: int, share: Callable[[], BatchShare]) -> str | None:
+    """Why a batch, which ran in so many parts, has no more of them; None where it has."""
+    try:
+        samples = share().fed
+    except ValueError as error:
+        return str(error)
+    if parts < samples:
+        return None
+    return "it has one sample on this device" if samples == 1 else f"one of its {samples} samples alone takes more"
 
 
 def free_memory() -> None:
