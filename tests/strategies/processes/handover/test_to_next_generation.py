@@ -35,7 +35,7 @@ from lightning_autopar._fork import run_forked
 from lightning_autopar._lightning_compat import mute_hooks
 from lightning_autopar.exact.absent.tensor import absent_like
 from lightning_autopar.state.objects import pickles as pickling
-from lightning_autopar.strategies.processes.handover import back_to_script, carried_files
+from lightning_autopar.strategies.processes.handover import back_to_script, to_next_generation
 from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, read_objects, write_objects
 
 
@@ -390,7 +390,7 @@ class HeavyData(Data):
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_large_travels_and_what_can_not_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carried_files, "LIMIT_BYTES", 1000_000)
+    monkeypatch.setattr(to_next_generation, "LIMIT_BYTES", 1000_000)
     monkeypatch.setattr(pickling, "_MOST_OBJECTS", 1000)
     parent = Parent(tmp_path, lambda: [Heavy()], data=HeavyData)
 
