@@ -63,14 +63,10 @@ def test_the_slowest_hop_of_the_best_way_counts() -> None:
     )
     here = inventory(gpu(0), gpu(1), gpu(2), links=links)
     found, (a, b, c) = topology(here), here.devices
-
-    def ring(*devices: Device) -> float:
-        group = found.group(devices)
-        return min(group.intra, group.inter)
-
-    assert ring(a, b, c) == pytest.approx(ring(c, b))
-    assert ring(a, b, c) == pytest.approx(0.5 * ring(a, b))
-    assert found.pair(a, c)[1] == found.pair(c, a)[1] < ring(a, b, c)
+    groups = (found.group(each) for each in ((a, b, c), (c, b), (a, b)))
+    whole, slow, fast = (min(group.intra, group.inter) for group in groups)
+    assert whole == pytest.approx(slow) == pytest.approx(0.5 * fast)
+    assert found.pair(a, c)[1] == found.pair(c, a)[1] < whole
 
 
 def test_all_adapters_of_a_node_carry_what_leaves_it() -> None:

@@ -86,11 +86,8 @@ def draws() -> DrawPlan:
     """As the probe finds them on the first batch."""
     module = GPT()
     batch = torch.stack([DATA[index][0] for index in range(4)])
-    return observe(
-        lambda rows: module.loss([rows]),
-        lambda share: cut(batch, share.rank, share.dealing),
-        [share_of(4, rank, Dealing.even(2)) for rank in range(2)],
-    ).draws
+    shares = [share_of(4, rank, Dealing.even(2)) for rank in range(2)]
+    return observe(lambda rows: module.loss([rows]), lambda share: cut(batch, share.rank, share.dealing), shares).draws
 
 
 @cache

@@ -143,11 +143,8 @@ def seed() -> None:
 
 def observed() -> DrawPlan:
     net, stages, batch = Net(), Stages(), batch_of()[:4]
-    return observe(
-        lambda x: net(stages, x, None),
-        lambda share: cut(batch, share.rank, share.dealing),
-        [share_of(4, rank, Dealing.even(2)) for rank in range(2)],
-    ).draws
+    shares = [share_of(4, rank, Dealing.even(2)) for rank in range(2)]
+    return observe(lambda x: net(stages, x, None), lambda share: cut(batch, share.rank, share.dealing), shares).draws
 
 
 def run_one_device(rank: int, world_size: int, recompute: bool, batches: int) -> Any:
