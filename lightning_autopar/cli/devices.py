@@ -222,15 +222,8 @@ def _print_devices(inventory: Inventory, calibration: Calibration, users: dict[s
 
     console = Console()
     table = Table(box=None, pad_edge=False)
-    for title, justify in (
-        ("device", "left"),
-        ("", "left"),
-        ("used", "right"),
-        ("of", "right"),
-        ("busy", "right"),
-        ("a plan sees", "right"),
-    ):
-        table.add_column(title, justify="right" if justify == "right" else "left", no_wrap=True)
+    for title in ("device", "", "used", "of", "busy", "a plan sees"):
+        table.add_column(title, justify="left" if title in ("device", "") else "right", no_wrap=True)
     left = without_leased(inventory, leases)
     for device in inventory.devices:
         used_bytes = device.total_bytes - device.free_bytes

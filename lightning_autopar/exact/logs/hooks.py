@@ -18,26 +18,6 @@ from lightning_autopar._lightning import Callback, LightningModule, Trainer
 from lightning_autopar._lightning_compat import bare_optimizer, is_overridden
 from lightning_autopar._root import PYTORCH, within
 
-#: Hooks that can log while a batch runs, but outside its step.
-_BATCH_HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "configure_gradient_clipping",
-    "lr_scheduler_step",
-    "backward",
-    "on_train_batch_end",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_test_batch_start",
-    "on_test_batch_end",
-)
-
-
 #: The hooks that Lightning calls between an automatic step's forward and its end.
 _WITHIN_STEP = (
     "on_before_zero_grad",
@@ -48,6 +28,12 @@ _WITHIN_STEP = (
     "optimizer_zero_grad",
     "configure_gradient_clipping",
     "backward",
+)
+#: Hooks that can log while a batch runs, but outside its step.
+_BATCH_HOOKS = (
+    *_WITHIN_STEP,
+    "lr_scheduler_step",
+    *(f"on_{stage}_batch_{point}" for stage in ("train", "validation", "test") for point in ("start", "end")),
 )
 #: Hooks that Lightning calls between the backward passes of two batches whose gradients add up; and names that aren't of gradients.
 _BETWEEN_BACKWARDS = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_train_batch_end", "training_step")
@@ -73,18 +59,18 @@ def logs_in_training_step(trainer: Trainer) -> bool:
 
 def sees_loss(trainer: Trainer) -> bool:
     """Whether any code sees the loss of a step: an optimizer that may use it, or a hook that gets the step's output."""
-    optimizers = [type(bare_optimizer(each)) for each in trainer.optimizers]
-    if any(not each.__module__.startswith("torch.optim.") or each is torch.optim.LBFGS for each in optimizers):
-        return True
-    return any(True for _ in overridden(trainer, ("on_train_batch_end", "optimizer_step")))
+    return _may_use_loss(trainer) or any(True for _ in overridden(trainer, ("on_train_batch_end", "optimizer_step")))
 
 
 def looks_within_step(trainer: Trainer) -> bool:
     """Whether the user's code runs between the forward of an automatic step and its end, where it may read what was logged."""
+    return _may_use_loss(trainer) or any(True for _ in overridden(trainer, _WITHIN_STEP))
+
+
+def _may_use_loss(trainer: Trainer) -> bool:
+    """Whether an optimizer isn't known to leave what its closure returns."""
     optimizers = [type(bare_optimizer(each)) for each in trainer.optimizers]
-    if any(not each.__module__.startswith("torch.optim.") or each is torch.optim.LBFGS for each in optimizers):
-        return True
-    return any(True for _ in overridden(trainer, _WITHIN_STEP))
+    return any(not each.__module__.startswith("torch.optim.") or each is torch.optim.LBFGS for each in optimizers)
 
 
 def overridden(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, str]]:
