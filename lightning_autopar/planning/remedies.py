@@ -27,60 +27,45 @@ from lightning_autopar.plans import Plan
 _MANY_RANKS = 32
 
 
-def share_out(
-    rows: int,
-    row_seconds: Sequence[float],
-    most_rows: Sequence[int],
-    *,
-    fixed_seconds: Sequence[float] | None = None,
-    least_rows: int = 1,
-) -> tuple[int, ...] | None:
-    """The samples of each rank, dealt out so that the slowest rank is done soonest; None where the ranks can't take them all. A rank takes
-    ``fixed_seconds + rows * row_seconds``. Of ranks that would be done at the same time, the first gets the next sample.
+def share_out(rows: int, row_seconds: Sequence[float], most_rows: Sequence[int]) -> tuple[int, ...] | None:
+    """The samples of each rank, at least one, dealt out so that the slowest rank is done soonest; None where the ranks can't take them all.
+    Of ranks that would be done at the same time, the first gets the next sample.
 
     Args:
         row_seconds: seconds of one sample, by rank; above 0.
         most_rows: how many samples each rank's memory holds.
-        fixed_seconds: the seconds of each rank that don't depend on its samples; 0 unless given.
-        least_rows: what each rank gets at least.
     """
     ranks = len(row_seconds)
-    fixed = fixed_seconds or [0.0] * ranks
-    if least_rows * ranks > rows or sum(most_rows) < rows or min(most_rows) < least_rows:
+    if ranks > rows or sum(most_rows) < rows or min(most_rows) < 1:
         return None
     # Find a deadline that all but the last few samples meet; deal those one by one to the rank that is done first with one more.
-    low, high = 0.0, max(start + rows * each for start, each in zip(fixed, row_seconds, strict=True))
-    through = _all_through(fixed, row_seconds, most_rows, least_rows)
+    low, high = 0.0, rows * max(row_seconds)
+    through = _all_through(row_seconds, most_rows)
     for _ in range(60):
         deadline = (low + high) / 2
         low, high = (low, deadline) if through(deadline) >= rows else (deadline, high)
-    given = _until(low, fixed, row_seconds, most_rows, least_rows)
-    waiting = [(fixed[rank] + (given[rank] + 1) * row_seconds[rank], rank) for rank in range(ranks) if given[rank] < most_rows[rank]]
+    given = _until(low, row_seconds, most_rows)
+    waiting = [((given[rank] + 1) * row_seconds[rank], rank) for rank in range(ranks) if given[rank] < most_rows[rank]]
     heapq.heapify(waiting)
     for _ in range(rows - sum(given)):
         _, rank = heapq.heappop(waiting)
         given[rank] += 1
         if given[rank] < most_rows[rank]:
-            heapq.heappush(waiting, (fixed[rank] + (given[rank] + 1) * row_seconds[rank], rank))
+            heapq.heappush(waiting, ((given[rank] + 1) * row_seconds[rank], rank))
     return tuple(given)
 
 
-def _all_through(
-    fixed: Sequence[float], row_seconds: Sequence[float], most_rows: Sequence[int], least_rows: int
-) -> Callable[[float], float]:
+def _all_through(row_seconds: Sequence[float], most_rows: Sequence[int]) -> Callable[[float], float]:
     """How many samples all ranks finish by a deadline."""
     if len(row_seconds) < _MANY_RANKS:
-        return lambda deadline: sum(_until(deadline, fixed, row_seconds, most_rows, least_rows))
-    start, each, most = (np.asarray(values, dtype=np.float64) for values in (fixed, row_seconds, most_rows))
-    return lambda deadline: float(np.maximum(least_rows, np.minimum(most, np.floor((deadline - start) / each))).sum())
+        return lambda deadline: sum(_until(deadline, row_seconds, most_rows))
+    each, most = (np.asarray(values, dtype=np.float64) for values in (row_seconds, most_rows))
+    return lambda deadline: float(np.maximum(1, np.minimum(most, np.floor(deadline / each))).sum())
 
 
-def _until(deadline: float, fixed: Sequence[float], row_seconds: Sequence[float], most_rows: Sequence[int], least_rows: int) -> list[int]:
+def _until(deadline: float, row_seconds: Sequence[float], most_rows: Sequence[int]) -> list[int]:
     """How many samples each rank finishes by a deadline."""
-    return [
-        max(least_rows, min(most, floor((deadline - start) / each)))
-        for start, each, most in zip(fixed, row_seconds, most_rows, strict=True)
-    ]
+    return [max(1, min(most, floor(deadline / each))) for each, most in zip(row_seconds, most_rows, strict=True)]
 
 
 def largest_rows(rows: tuple[int, int], needs: tuple[int, int], budget: int, most: int) -> int:

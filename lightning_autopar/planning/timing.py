@@ -7,7 +7,6 @@ and the engine in which order it all runs. It measures nothing, and must not kno
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import replace
 
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory, idle_share
@@ -31,7 +30,6 @@ def predict_seconds(
     *,
     precision: str = "32-true",
     rates: Rates | None = None,
-    input_seconds: float | None = None,
     engine: Engine | None = None,
 ) -> Seconds:
     """Seconds of one step of the traced batch under a plan; the slowest rank decides.
@@ -42,16 +40,12 @@ def predict_seconds(
         inventory: the devices and the links between them.
         precision: Lightning's name of the precision, where the footprint's operations aren't known.
         rates: of single operations and collectives; by data sheet, unless given.
-        input_seconds: what the loader needs for a batch of the step: hidden where it is shorter than the step.
         engine: what runs the plan; ours of that name, unless given.
 
     Raises:
         ValueError: if a device of the plan isn't in the inventory, or the plan names blocks that the footprint hasn't.
     """
-    found = step_of(footprint, plan, inventory, precision=precision, rates=rates, engine=engine).seconds()
-    if input_seconds is not None and input_seconds > found.step:
-        found = replace(found, input=found.input + input_seconds - found.step)
-    return found
+    return step_of(footprint, plan, inventory, precision=precision, rates=rates, engine=engine).seconds()
 
 
 def step_of(

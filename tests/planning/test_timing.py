@@ -24,7 +24,7 @@ MICRO = 1e-6
 
 
 def seconds(engine: Any, *devices: str, step: Any = None, here: Any = HERE, **parts: Any) -> Seconds:
-    asked = {name: parts.pop(name) for name in ("precision", "rates", "input_seconds", "asked") if name in parts}
+    asked = {name: parts.pop(name) for name in ("precision", "rates", "asked") if name in parts}
     if engine == "fsdp":
         parts.setdefault("reshard_after_forward", True)
         parts.setdefault("shard", BLOCKS)
@@ -111,14 +111,6 @@ def test_recomputing_runs_a_forward_again() -> None:
     found = seconds("single", GPUS[0], step=traced(), rates=PlainRates(), recompute=BLOCKS[:2])
     assert found.recompute == pytest.approx(2, rel=MICRO)
     assert found.compute == pytest.approx(12, rel=MICRO)
-
-
-def test_a_slow_loader_bounds_the_step_and_a_fast_one_is_hidden() -> None:
-    base = seconds("single", GPUS[0], step=traced(), rates=PlainRates())
-    assert seconds("single", GPUS[0], step=traced(), rates=PlainRates(), input_seconds=base.step / 2) == base
-    slow = seconds("single", GPUS[0], step=traced(), rates=PlainRates(), input_seconds=20)
-    assert slow.step == pytest.approx(20)
-    assert slow.input == pytest.approx(20 - base.step)
 
 
 def test_a_busy_device_is_slower_by_what_others_take_and_never_stands_still() -> None:
