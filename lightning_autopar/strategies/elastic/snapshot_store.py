@@ -75,7 +75,6 @@ class SnapshotStore:
         self._needed_bytes, self._shared = needed_bytes, shared
         memory = Path("/dev/shm")
         self._memory_home = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-        self._disk_home = disk
         _remove_old(self._memory_home)
         for number in range(1000):
             name = f"{SNAPSHOTS_PREFIX}{os.getuid()}-{key}-{number}"
