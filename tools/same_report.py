@@ -154,7 +154,7 @@ def predictions(footprint: Footprint, inventory: Inventory, precision: str) -> d
             "bytes": {device: {**size.to_dict(), "occasion": size.occasion, "updates": size.updates} for device, size in sizes.items()},
             "host": None if host is None else host.to_dict(),
             "on_host": repr(on_host),
-            "seconds": predict_seconds(footprint, plan, inventory, precision=precision, input_seconds=1e-3).to_dict(),
+            "seconds": predict_seconds(footprint, plan, inventory, precision=precision).to_dict(),
             "spans": [repr(span) for span in spans[:: max(1, len(spans) // 12)]],
         }
         plain = engines.of(plan).replays and plan.micro_batches <= 4 and not (plan.recompute or plan.offload)
