@@ -5,7 +5,8 @@ nobody has trained, so what it wrote would stand where the user looks for result
 can read them again; lines on stderr are dropped, as the run shows them again.
 
 These get through: what a library in C opens by itself, a connection that was open before, what a program does that ``subprocess`` starts,
-and files of compilers' caches, which a compiled step needs. :func:`no_effects` also stops the first of them, where the user's code may as well fail.
+and files of compilers' caches, which a compiled step needs. :func:`no_effects` also stops the first of them, where the user's code may as
+well fail.
 
 Meant for a forked child, as the patches hold for the whole process. Knows nothing of steps.
 """
