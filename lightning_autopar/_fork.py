@@ -20,12 +20,14 @@ A fork copies one thread and none of the others. Of torch's threads that matters
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import os
 import pickle
 import random
 import select
 import signal
+import stat
 import struct
 import sys
 import threading
@@ -112,7 +114,8 @@ def run_forked(
     """Call ``function(*args)`` in a forked child and return its result.
 
     The function runs in a fresh thread of the child. The child leaves by ``os._exit``, hence nothing that the parent registered with
-    ``atexit`` runs in it. It dies with the parent, and by Ctrl-C. Its standard output is discarded.
+    ``atexit`` runs in it. It dies with the parent, and by Ctrl-C. Its standard output is discarded, and so is
+    what it adds to files that this process writes.
 
     Args:
         function: what to run; needn't be picklable, as the child has the parent's memory.
@@ -184,6 +187,7 @@ def _be_child(parent: int, writer: int, gpus: bool, function: Callable[..., Any]
         die_with(parent)
         _forget_handlers()
         _print_nothing()
+        _write_nothing()
         begin_child(gpus=gpus)
         thread = threading.Thread(target=_answer, args=(writer, function, args), name="forked", daemon=True)
         thread.start()
@@ -200,6 +204,18 @@ def _print_nothing() -> None:
     nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as the process lives
     os.dup2(nowhere.fileno(), 1)
     sys.stdout = nowhere
+
+
+def _write_nothing() -> None:
+    """Discard what the user's code adds to files that the parent has open for writing alone, such as a log. Standard error isn't one."""
+    nowhere, errors = os.open(os.devnull, os.O_WRONLY), os.fstat(2)
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found, flags = os.fstat(int(name)), fcntl.fcntl(int(name), fcntl.F_GETFL)
+        except OSError:  # the list's own
+            continue
+        if stat.S_ISREG(found.st_mode) and flags & os.O_ACCMODE == os.O_WRONLY and not os.path.samestat(found, errors):
+            os.dup2(nowhere, int(name))
 
 
 def _answer(writer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -293,7 +293,8 @@ def _apart_words(split: SplitFinding) -> str:
 
 def _difference_words(split: SplitFinding) -> str:
     """Says by how much the loss changes, and why if that is known."""
-    size = f"the split batch's loss differs from the whole batch's by {split.difference:.2g} of it"
+    what = "gradient" if (split.reason or "").startswith("its gradient") else "loss"
+    size = f"the split batch's {what} differs from the whole batch's by {split.difference:.2g} of it"
     if split.difference != split.difference:
         size = "the split batch's loss and the whole batch's can't be compared, as one isn't finite"
     return f"{size} ({split.reason})" if split.reason else size

@@ -6,7 +6,8 @@ draws) runs whole and alike on every rank, as on one device, and needs no exchan
 
 Gradients: every rank computes the gradient of the same whole loss. It gives its own rows' gradient to the submodule, times the number of
 ranks, so that the mean over ranks, which the engine takes of every parameter's gradient, is the sum over all rows. A parameter outside of
-shared submodules has the whole gradient on every rank, of which the mean is the same.
+shared submodules has the whole gradient on every rank, of which the mean is the same. Where the step asks `torch.autograd.grad` for
+gradients, no engine takes that mean, and it is taken here.
 
 Knows modules, a process group and shares of rows. It doesn't know which engine runs, nor how a trial finds the submodules.
 """
@@ -214,7 +215,7 @@ class SharedNetwork(SharingSteps):
         """See :class:`SharingSteps`."""
         self._calls.clear()
         self._behind = None
-        with super().step():
+        with super().step(), gradients_asked_for(lambda gradient, _: _Mean.apply(gradient, self._group)):  # type: ignore[no-untyped-call]
             yield
 
     def _share_now(self) -> BatchShare | None:
@@ -255,6 +256,40 @@ class SharedNetwork(SharingSteps):
             dist.all_gather(sent, padded.view(-1).view(torch.uint8), group=self._group)
         whole = everyone.transpose(0, 1).reshape(-1, *own.shape[1:])[: share.of]
         return whole if own.is_contiguous() else whole_like(own, Rows(dim=0), share).copy_(whole)
+
+
+@contextmanager
+def gradients_asked_for(change: Callable[[Tensor, Any], Tensor]) -> Iterator[None]:
+    """While open, what `torch.autograd.grad` returns is changed, whatever name the user's code has imported it by.
+
+    Args:
+        change: gets a gradient and what it is the gradient of.
+    """
+    original = torch.autograd._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if kwargs.get("accumulate_grad", True):  # a backward pass
+            return found
+        return tuple(each if each is None else change(each, given) for each, given in zip(found, args[4], strict=True))
+
+    with patched(torch.autograd, "_engine_run_backward", run):
+        yield
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over ranks of a gradient, and of its own gradient where that is differentiated in turn."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        whole = gradient.clone(memory_format=torch.contiguous_format) / dist.get_world_size(group)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _Mean.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class _CallDraws(GlobalDraws):

@@ -1,7 +1,7 @@
 """One step of a LightningModule, called as Lightning's loops would call it, without the loops. Knows Lightning; nothing of fakes or memory.
 
 The module may be a fake copy: nothing here reads a tensor's value. The module sees a view of its trainer: reads pass through, and nothing
-is written, logged or communicated.
+is written, logged or communicated, nor do the module's own writes reach a file.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lightning_autopar._lightning_compat import is_overridden, parse_optimizers
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar._temporary import patched
 from lightning_autopar.memory.trace.first_batch import RAISED
+from lightning_autopar.memory.trace.no_writes import Written, no_writes
 from lightning_autopar.text import error_line
 
 #: The value of ``trainer.estimated_stepping_batches`` where the true number needs the loaders; it changes schedules, never memory.
@@ -229,6 +230,7 @@ class BareStep:
         self._default_dtype = default_dtype
         self._enter = enter
         self._kept: Any = None
+        self._written: dict[str, Written] = {}
         self._attach()
 
     @property
@@ -264,7 +266,7 @@ class BareStep:
 
     def build(self) -> None:
         """``configure_model``, the mode of the stage, and the optimizers."""
-        with self._defaults():
+        with self._defaults(), no_writes(self._written):
             if is_overridden("configure_model", self.module):
                 self.module.configure_model()
         if self.stage != "fit":
@@ -272,7 +274,8 @@ class BareStep:
             return
         conf: Any = None
         if is_overridden("configure_optimizers", self.module):
-            conf = self.module.configure_optimizers()
+            with no_writes(self._written):
+                conf = self.module.configure_optimizers()
         optimizers, schedulers = ([], []) if conf is None else _parse(conf)
         self.optimizers = optimizers
         self._schedulers = schedulers
@@ -375,7 +378,8 @@ class BareStep:
             kwargs["dataloader_idx"] = 0
         object.__setattr__(self._trainer, "stepping", True)
         try:
-            return step(batch, *kwargs.values())
+            with no_writes(self._written):
+                return step(batch, *kwargs.values())
         finally:
             object.__setattr__(self._trainer, "stepping", False)
 
@@ -384,7 +388,8 @@ class BareStep:
         if not is_overridden(name, self.module):
             return None
         try:
-            return getattr(self.module, name)(*args)
+            with no_writes(self._written):
+                return getattr(self.module, name)(*args)
         except RAISED as error:
             log.debug("%s failed while tracing", name, exc_info=True)
             self.notes[f"{name} was left out, as it failed while tracing ({error_line(error)})"] = None

@@ -1,6 +1,6 @@
 """The losses of a step that is tried: noted where backward begins, and compared between a batch's parts and the whole batch.
 
-Knows autograd and shares of a batch; nothing of modules.
+Knows autograd, shares of a batch, and who runs backward in a module.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_autopar._lightning import LightningModule
+from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.log_rules import weighted
 from lightning_autopar.exact.step.random_draws import Rows
+from lightning_autopar.exact.step.shared_network import gradients_asked_for
 from lightning_autopar.strategies.parity.draw_probe import Observation
+
+#: A parameter's gradient that is so small beside all others' is rounding, such as a bias's before a normalization.
+_NOTHING = 1e-4
 
 
 def groups_first_of(observed: Observation) -> bool:
@@ -44,14 +50,23 @@ def difference_of(observed: Observation, shares: Sequence[BatchShare]) -> float:
 
 
 class Backwards:
-    """What manual optimization does between forward and the optimizers' steps, on the whole batch and then on its parts."""
+    """The backward passes between forward and the optimizers' steps, on the whole batch and then on its parts."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = parameters
         #: For each backward pass on the whole batch the signs of its gradients.
         self._signs: list[list[Tensor | None]] = []
-        #: Whether a step calls ``torch.autograd.grad`` for parameters: no engine exchanges what that returns.
+        #: Whether a step makes gradients of parameters without ``backward``: no engine exchanges these.
         self.differentiates = False
+        #: Backward passes of the step that runs.
+        self._passes = 0
+        #: Whether each parameter's gradient is compared.
+        self.each = False
+
+    def comparable(self, module: LightningModule) -> bool:
+        """Whether engines average the gradient of a returned loss as it is; a hook on a parameter waits for the whole batch's."""
+        hooked = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in self._parameters)
+        return module.automatic_optimization and not hooked and not is_overridden("backward", module)
 
     def begin(self) -> None:
         """What follows is on the whole batch first."""
@@ -63,37 +78,40 @@ class Backwards:
         the whole batch's gradients: a loss that is 0 whatever the batch may have another gradient when split. Afterwards gradients are
         cleared: what the user's own optimizer does with a part's gradients shows nothing, as ranks exchange gradients first.
         """
-        original, differentiate, passes = torch.autograd.backward, torch.autograd.grad, 0
+        original, self._passes = torch.autograd.backward, 0
         known = {id(parameter) for parameter in self._parameters}
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal passes
             given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             result = original(tensors, *args, **kwargs)
-            losses.extend((*given, self._slope(passes)))
-            passes += 1
+            losses.extend((*given, *self._slopes(self._passes)))
+            self._passes += 1
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
             return result
 
-        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-            self.differentiates |= any(id(each) in known for each in given)
-            return differentiate(outputs, given, *args, **kwargs)
+        def noted(gradient: Tensor, given: Any) -> Tensor:
+            self.differentiates |= id(given) in known
+            return gradient
 
-        with patched(torch.autograd, "backward", backward), patched(torch.autograd, "grad", grad):
+        with patched(torch.autograd, "backward", backward), gradients_asked_for(noted):
             yield
 
-    def _slope(self, number: int) -> Tensor:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """An optimizer's step that changes nothing."""
+        result = None if closure is None else closure()
+        self.differentiates |= not self._passes and any(parameter.grad is not None for parameter in self._parameters)
+        return result
+
+    def _slopes(self, number: int) -> list[Tensor]:
+        """Along the signs of the whole batch's gradients: by hand of all parameters together; else of each, where what is next to nothing
+        beside the others' counts as nothing.
+        """
         gradients = [parameter.grad for parameter in self._parameters]
         if number == len(self._signs):
             self._signs.append([None if each is None else each.sign() for each in gradients])
         pairs = zip(gradients, self._signs[number], strict=True)
         slopes = [(gradient * signs).sum().double() for gradient, signs in pairs if gradient is not None and signs is not None]
-        return torch.stack(slopes).sum() if slopes else torch.zeros(())
-
-
-def call_closure(closure: Callable[[], Any] | None = None) -> Any:
-    """An optimizer's step that changes nothing."""
-    return None if closure is None else closure()
+        total = torch.stack(slopes).sum() if slopes else torch.zeros(())
+        return [slope + _NOTHING * total for slope in slopes] if self.each else [total]

@@ -25,7 +25,6 @@ from lightning_autopar.constraints import LOSS, SplitFinding, overrule, overrule
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counting import Count
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
-from lightning_autopar.exact.logs.hooks import mentions
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, taken
 from lightning_autopar.exact.step.attributes import Place, attributes, settled, title, variables
@@ -38,7 +37,7 @@ from lightning_autopar.strategies.parity import undo
 from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
-from lightning_autopar.strategies.parity.losses import Backwards, call_closure, difference_of, groups_first_of
+from lightning_autopar.strategies.parity.losses import Backwards, difference_of, groups_first_of
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
 from lightning_autopar.strategies.parity.nudge import nudged
 from lightning_autopar.strategies.parity.weighing import Weighing
@@ -49,7 +48,6 @@ _T = TypeVar("_T")
 
 _EQUAL = 1e-5  # relative difference of losses that count as equal: rounding of float32 sums taken in another order
 _ORDERS = 4  # how often a step that shuffles samples at random is compared again
-_PICKS = ("argsort", "kthvalue", "median", "nanmedian", "quantile", "sort", "topk")  # samples by their values
 
 
 def probe_split(
@@ -177,6 +175,7 @@ class _Probe:
         #: The values before the step; empty until they are known.
         self.buffers: dict[str, Tensor] = {}
         self._prepared = False
+        self.backward = False  # whether the gradient of a loss that the step returns is compared as well
         self.logs: list[dict[str, Logged]] = []
         self.moved: list[dict[str, Tensor]] = []
         self.effects: list[undo.StepEffects] = []
@@ -345,7 +344,7 @@ class _Probe:
         module = self.module.train()
         self.rehearsal.build()
         for optimizer in self.rehearsal.optimizers:
-            optimizer.step = call_closure  # type: ignore[method-assign]
+            optimizer.step = self.backwards.step  # type: ignore[method-assign]
         norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
         if norms:
             for norm in norms:
@@ -371,23 +370,26 @@ class _Probe:
         losses: list[Tensor] = []
         moved: dict[str, Tensor] = {}
         self.metrics.next_run()
-        manual = (lambda _: nullcontext()) if self.module.automatic_optimization else self.backwards.recorded
+        automatic = self.module.automatic_optimization
+        backwards = self.backwards.recorded if self.backward or not automatic else (lambda _: nullcontext())
         with self._harmless():
             for index, given in enumerate(batches):
                 recorded: list[Tensor] = []
                 if random is not None:
                     rng.restore(random, {})
                 # With gradients enabled, as in the run: some steps keep values only then.
-                with torch.enable_grad(), manual(recorded):
+                with torch.enable_grad(), backwards(recorded):
                     # As in the engines, the draws of the transfer hooks (augmentation on the device) belong to the step.
                     given = transfer_batch(self.module, given) if self.batches.raw else given
                     self.rehearsal._hook("on_train_batch_start", given, index)
                     with recorded_logs(self.module) as logged:
                         output = self.rehearsal._call("training_step", given, index)
-                self.module.zero_grad()
-                if self.module.automatic_optimization:
                     loss = output.get("loss") if isinstance(output, Mapping) else output
-                    recorded = [] if loss is None else [loss]
+                    if self.backward and isinstance(loss, Tensor) and loss.requires_grad:
+                        loss.backward()
+                    elif automatic:
+                        recorded = [] if loss is None else [loss]
+                self.module.zero_grad()
                 losses += [loss.detach().double().mean() for loss in recorded]
                 output = loss = recorded = None  # type: ignore[assignment]  # and with them the step's graph
             for name, buffer in self.module.named_buffers() if self._prepared else ():
@@ -420,7 +422,7 @@ class _Probe:
             reason = f"the step fails on a part of a batch, though not on the whole ({error_line(error)})"
             return SplitFinding(splittable=False, reason=reason), DrawPlan()
         if self.backwards.differentiates:
-            reason = "training_step differentiates by itself (torch.autograd.grad), and each rank would have its own samples' gradients"
+            reason = "training_step makes gradients without backward (torch.autograd.grad), and each rank would have its own samples'"
             return SplitFinding(splittable=False, reason=reason), DrawPlan()
         if self.written is not None:
             return SplitFinding(splittable=False, reason=f"the step writes to its own parameters: {self.written[1]}"), DrawPlan()
@@ -433,7 +435,7 @@ class _Probe:
         if _EQUAL < difference < math.inf:  # this may still be rounding, where large terms cancel
             difference = min(difference, self._compare_in_double(size, observed))
         if difference <= _EQUAL and not observed.draws.seeded:
-            difference, failed = self._among_few(size)
+            difference, failed = self.weighing.among_few(size, partial(self._observed, self.losses), self._in_double)
             if failed:
                 reason = f"it picks samples by their values, and fails on two samples: {failed}"
                 return SplitFinding(probed=False, reason=reason, part_reason=self.part_reason), observed.draws
@@ -457,26 +459,27 @@ class _Probe:
             reason = f"each part makes its own draws of {', '.join(self.drawn_apart)}"
         else:
             reason = f"it {'' if self.module.automatic_optimization else 'or its gradient '}is no mean over the samples"
+        if reason is None and not draws.seeded and (by := self._gradients_differ(size, observed)) > _EQUAL:
+            difference, reason = by, "its gradient is no mean over the samples, though its value is"
         draws = replace(draws, seeded=draws.seeded or uneven)
         return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason), draws
 
-    def _among_few(self, size: int) -> tuple[float, str]:
-        """By how much the loss differs in parts of two samples, where the step picks samples by their values (the hardest half of a batch):
-        large parts may pick the same ones by chance. 0 where it picks none. And how it fails on such parts, if it does.
+    def _gradients_differ(self, size: int, observed: Observation) -> float:
+        """By how much the gradient differs where the loss doesn't: a loss of advantages that are centred over the batch is 0 for each part,
+        and a backward of the user's own may treat a part's gradient in another way. 0 where it can't be tried.
         """
-        step, pairs = self.module.training_step, self.batches.count // 2
-        if pairs <= size or not mentions([step, self.module.forward], self.module, lambda name: name in _PICKS):
-            return 0.0, ""
-        shares = self.weighing.shares(pairs)
+        if self.metrics.trained or not self.backwards.comparable(self.module):
+            return 0.0
+        self.backward = self.backwards.each = True
         try:
-            difference = difference_of(self._observed(self.losses, shares), shares)
-            if difference > _EQUAL:
-                with self._in_double():
-                    difference = difference_of(self._observed(self.losses, shares), shares)
-        except Exception as error:  # more are picked than there are
-            _LOG.debug("the step can't be run on two samples", exc_info=True)
-            return 0.0, error_line(error)
-        return difference, ""
+            by, _ = self._compare(size, groups_first=groups_first_of(observed))
+            by = self._compare_in_double(size, observed) if by > _EQUAL else by
+            return by if by < math.inf else 0.0
+        except Exception:  # the forward ran
+            _LOG.debug("the gradient can't be compared", exc_info=True)
+            return 0.0
+        finally:
+            self.backward = self.backwards.each = False
 
     def _refuses(self, name: str, reason: str) -> bool:
         """Whether a reason against a split isn't overruled."""
@@ -587,14 +590,11 @@ class _Probe:
 
     @contextmanager
     def _in_double(self) -> Iterator[None]:
-        """While open, the module and its batches are in double precision; a MemoryError where the host has no room for that."""
-        undo.check_room(8 * sum(tensor.numel() for _, tensor in undo.tensors_of(self.module)), "the module in double precision")
-        before, types = self.buffers, {name: tensor.dtype for name, tensor in undo.tensors_of(self.module)}
-        try:
-            self.module.double()
-            self.batches.double, self.buffers = True, {name: tensor.clone() for name, tensor in self.module.named_buffers()}
-            yield
-        finally:
-            self.batches.double, self.buffers = False, before
-            for name, tensor in undo.tensors_of(self.module):
-                tensor.data = tensor.data.to(types[name])
+        """While open, the module and its batches are in double precision."""
+        before = self.buffers
+        with undo.in_double(self.module):
+            try:
+                self.batches.double, self.buffers = True, {name: tensor.clone() for name, tensor in self.module.named_buffers()}
+                yield
+            finally:
+                self.batches.double, self.buffers = False, before

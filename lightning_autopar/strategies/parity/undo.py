@@ -235,3 +235,16 @@ def uneven(calls: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The module's parameters and buffers, by name."""
     return [*module.named_parameters(), *module.named_buffers()]
+
+
+@contextmanager
+def in_double(module: nn.Module) -> Iterator[None]:
+    """While open, the module is in double precision; a MemoryError where the host has no room for that."""
+    check_room(8 * sum(tensor.numel() for _, tensor in tensors_of(module)), "the module in double precision")
+    types = {name: tensor.dtype for name, tensor in tensors_of(module)}
+    try:
+        module.double()
+        yield
+    finally:
+        for name, tensor in tensors_of(module):
+            tensor.data = tensor.data.to(types[name])

@@ -24,10 +24,13 @@ from lightning_autopar.constraints import LOSS
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counting import Count, Rule, candidates
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, share_of
+from lightning_autopar.exact.logs.hooks import mentions
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, shares_alike
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything
+from lightning_autopar.strategies.parity.losses import difference_of
+from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)
 #: Relative difference up to which losses count as equal; see :mod:`.split_probe`.
@@ -38,6 +41,7 @@ _SPLITS = (Dealing.even(2), Dealing.even(3), Dealing((0, 0, 1)))
 Compare = Callable[[Dealing], LogComparison]
 #: Hooks that may change a batch after it is counted.
 _LATE = ("transfer_batch_to_device", "on_after_batch_transfer")
+_PICKS = ("argsort", "kthvalue", "median", "nanmedian", "quantile", "sort", "topk")  # samples by their values
 #: Where an attribute's name says that its value stands for entries that don't count.
 _NAMES = ("pad", "ignore")
 
@@ -105,6 +109,26 @@ class Weighing:
         """A part as it is counted in a run: before it goes to the device."""
         batch = self._batches.part(share)
         return before_transfer(self._module, batch) if self._batches.raw else batch
+
+    def among_few(
+        self, size: int, observe: Callable[[Sequence[BatchShare]], Observation], in_double: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[float, str]:
+        """By how much the loss differs in parts of two samples, where the step picks samples by their values (the hardest half of a batch):
+        ``size`` parts may pick the same ones by chance. 0 where it picks none. And how it fails on such parts, if it does.
+        """
+        step, pairs = self._module.training_step, self._batches.count // 2
+        if pairs <= size or not mentions([step, self._module.forward], self._module, lambda name: name in _PICKS):
+            return 0.0, ""
+        shares = self.shares(pairs)
+        try:
+            difference = difference_of(observe(shares), shares)
+            if difference > _EQUAL:
+                with in_double():
+                    difference = difference_of(observe(shares), shares)
+        except Exception as error:  # more are picked than there are
+            _LOG.debug("the step can't be run on two samples", exc_info=True)
+            return 0.0, error_line(error)
+        return difference, ""
 
     def explains(
         self,

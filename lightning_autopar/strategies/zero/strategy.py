@@ -32,6 +32,7 @@ from lightning_autopar._lightning import (
     pl,
 )
 from lightning_autopar._lightning_compat import TrainerFn, bare_optimizer, update_properties
+from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.step.initial_weights import drawn_on
 from lightning_autopar.memory.trace.parameter_use import GradientLooks
 from lightning_autopar.state.scratch_files import hand_back_freed
@@ -177,7 +178,9 @@ class _ZeroStrategy(DeepSpeedStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting or self.zero_stage_3:
+            before = rng.capture({})
             self.init_deepspeed()
+            rng.restore(before, {})  # some modules make DeepSpeed draw, and the run would see other numbers than one device's
         else:  # without an optimizer there is nothing to partition
             self.model_to_device()
         hand_back_freed()

@@ -9,6 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import grad as gradients_of
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -132,6 +134,19 @@ class Dice(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Adapted(Dice):
+    """MAML: one half of the batch moves the weights, the other half's loss at these is differentiated through that."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weights, (first, second) = dict(self.net.named_parameters()), torch.tensor_split(batch[0], 2)
+        inner = functional_call(self.net, weights, (first,)).square().mean()
+        slopes = gradients_of(inner, list(weights.values()), create_graph=True)
+        moved = {name: weight - 0.5 * slope for (name, weight), slope in zip(weights.items(), slopes, strict=True)}
+        loss: Tensor = (functional_call(self.net, moved, (second,)) - 1).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
 def data(rows: int) -> TensorDataset:
     draw = torch.Generator().manual_seed(0)
     return TensorDataset(torch.randn(rows, 12, generator=draw), torch.randn(rows, 5, generator=draw))
@@ -162,6 +177,8 @@ def trained(make: Callable[[], Any], strategy: Any, rows: int, **options: Any) -
         (Bank, "fsdp", 2, 22, {}),
         (Pairs, "ddp", 2, 17, {"accumulate_grad_batches": 2}),
         (Dice, "ddp", 3, 17, {}),
+        (Adapted, "ddp", 3, 22, {}),
+        (Adapted, "fsdp", 2, 22, {}),
         (Bank, "ddp", 2, 22, {}),
         (Bank, "fsdp", 3, 22, {"gradient_clip_val": 0.5}),
         (Pairs, "zero", 2, 17, {"accumulate_grad_batches": 2}),

@@ -24,7 +24,7 @@ from lightning_autopar.exact.logs.hooks import mentions
 from lightning_autopar.exact.logs.log_rules import Logged, recorded_logs
 from lightning_autopar.memory.fakes.fakes import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep, Silent, default_dtype
-from lightning_autopar.strategies.pipeline.rehearsal.no_writes import no_writes
+from lightning_autopar.memory.trace.no_writes import no_effects
 from lightning_autopar.strategies.pipeline.run.stage_draws import in_short, python_states
 from lightning_autopar.strategies.pipeline.stages.module_state import StageParameters, take_stages
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
@@ -202,7 +202,7 @@ class Together:
             for name in hooks:
                 if mentions([getattr(stage.module, name)], stage.module, lambda word: word in _PARAMETERS):
                     stage.rehearsal.notes.clear()
-                    with recorded_logs(stage.module), _read_by_loggers(), no_writes():
+                    with recorded_logs(stage.module), _read_by_loggers(), no_effects():
                         stage.rehearsal._hook(name)
                     if found := next((note for note in stage.rehearsal.notes if MissingValue.__name__ in note), None):
                         return found
