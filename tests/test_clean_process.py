@@ -64,10 +64,21 @@ class Locked(Fitted):
         return copied
 
 
+class Asks(Fitted):
+    """Has its own loader, and its step asks for the trainer: a pickle of a module has none."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(numbers(), batch_size=8)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        assert self.trainer.max_steps == 1
+        return super().loss(batch)
+
+
 def planned(module: Any, allow: list[str]) -> AutoParallelStrategy:
     strategy = AutoParallelStrategy(devices="2xcpu:1GiB", allow=allow, calibrate="off")
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_steps=1, limit_val_batches=0, **QUIET)  # type: ignore[arg-type]
-    trainer.fit(module, DataLoader(numbers(), batch_size=8))
+    trainer.fit(module, None if isinstance(module, Asks) else DataLoader(numbers(), batch_size=8))
     return strategy
 
 
@@ -109,8 +120,9 @@ def test_a_step_that_shards_would_change_is_refused_all_the_same(unclean: None) 
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_a_good_one_is_taken(unclean: None) -> None:
-    module = Fitted()
+@pytest.mark.parametrize("make", [Fitted, Asks])
+def test_a_good_one_is_taken(make: Any, unclean: None) -> None:
+    module = make()
     module.follows = Follows(torch.nn.Linear(2, 2))
     strategy = planned(module, ["fsdp"])
     assert strategy.plan is not None

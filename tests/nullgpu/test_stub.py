@@ -1,5 +1,7 @@
 """The stub GPUs are what they say: torch's own code runs on them, with right values, and what the host waits for is counted."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,34 @@ def test_a_step_has_the_values_of_a_cpus(kind: str) -> None:
             optimizer.zero_grad()
         found[device] = torch.cat([parameter.detach().cpu().flatten() for parameter in module.parameters()])
     torch.testing.assert_close(found["cuda"], found["cpu"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layer", [lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(2, 8), lambda: nn.BatchNorm1d(8)], ids=["layer", "group", "batch"]
+)
+def test_a_normalisation_in_half_precision_has_gradients_within_its_rounding(layer: Callable[[], nn.Module]) -> None:
+    """The operators of CPUs want the moments in half precision, too, and a GPU's keep them in float."""
+
+    def gradients(device: str, dtype: torch.dtype) -> torch.Tensor:
+        x = (2.3 * torch.arange(64)).sin().view(8, 8).to(device, dtype).requires_grad_()
+        module = layer().to(device, dtype)
+        (module(x).float() * torch.linspace(0, 1, 8, device=device)).sum().backward()
+        return torch.cat([each.grad.flatten().float().cpu() for each in (x, *module.parameters()) if each.grad is not None])
+
+    expected = gradients("cpu", torch.float32)
+    for dtype, tolerance in ((torch.bfloat16, 2**-4), (torch.float16, 2**-7)):
+        torch.testing.assert_close(gradients("cuda", dtype), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_whole_numbers_are_counted() -> None:
+    """As a mixture of experts counts its tokens; the CPU counts fractions alone."""
+    assert torch.histc(torch.tensor([0, 1, 1, 3], device="cuda"), bins=4, min=0, max=3).tolist() == [1, 2, 0, 1]
+
+
+@pytest.mark.stub
+def test_what_the_cpu_has_not_got_is_an_error_and_no_number() -> None:
+    with pytest.raises(NotImplementedError, match="not on the stub GPU: aten::_convert_weight_to_int4pack isn't computed"):
+        torch.ops.aten._convert_weight_to_int4pack(torch.zeros(32, 64, dtype=torch.uint8, device="cuda"), 2)
 
 
 @pytest.mark.not_on_stub("cuDNN's recurrent layers")

@@ -13,6 +13,7 @@ Modules, in reading order:
     whole_output      a batch's output, made of its parts'
     step_state        what a step changes, put back where it fails half-way
     own_backward      backward passes that the user's code begins itself
+    gradient_scaler   the scale of half precision's gradients in a part of a batch
     gradient_hooks    the user's hooks on parameters, called with the whole batch's gradient
     shared_network    a step whose network ranks share by rows, and whose rest each runs whole
     own_rows          a rank's rows of a GPU's random draw, bit for bit

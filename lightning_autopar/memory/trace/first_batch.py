@@ -84,7 +84,7 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
     """Do what Lightning does up to a stage's first batch, and return that batch.
 
     Args:
-        module: the user's module, attached to the trainer; its ``prepare_data`` and ``setup`` are called.
+        module: the user's module, the trainer's own; its ``prepare_data`` and ``setup`` are called.
         trainer: with its loaders or DataModule attached.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         prepared: whether module and DataModule have been set up already.
@@ -92,6 +92,7 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
     Raises:
         ValueError: if there is no loader for the stage, or it has no batch.
     """
+    module.trainer = trainer  # a module that was sent to another process has lost it
     sources = [source for source in (getattr(trainer, "datamodule", None), module) if source is not None]
     if not prepared:
         for source in sources:

@@ -38,6 +38,7 @@ from lightning_autopar.exact.step import own_backward
 from lightning_autopar.exact.step.batch_norm import restore as restore_batch_norm
 from lightning_autopar.exact.step.batch_norm import synchronise as synchronise_batch_norm
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
+from lightning_autopar.exact.step.gradient_scaler import scaled_as_on_one_device
 from lightning_autopar.exact.step.micro_batches import MicroBatches
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
@@ -238,6 +239,8 @@ class EngineMixin(Strategy):
             synchronise_batch_norm(module, self._share_for_draws, self.data_group)
             self._exit.callback(restore_batch_norm, module)
             self._exit.enter_context(before_transfers(trainer, self._arrives))
+            if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
+                self._exit.enter_context(scaled_as_on_one_device(scaler, self.run_plan.data_ranks))
         if self.splits or self.in_parts or self.run_plan.shared:
             self.prepare_steps(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization and self.run_plan.undivided is None

@@ -127,6 +127,7 @@ def _run(trainer: Trainer, target: Target, *, batches: int, last_resort: bool) -
     """In a forked child."""
     be_silent()
     module: Any = trainer.lightning_module
+    module.trainer = trainer  # as in first_batch
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [
         _Stop(batches),

@@ -44,15 +44,20 @@ struct Below { // what a kernel below autograd, autocast and Python's modes sees
   c10::impl::ExcludeDispatchKeyGuard others{c10::autocast_dispatch_keyset | c10::DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::Functionalize})};
 };
 
-void complain(const OperatorHandle& op, const std::string& what) { // once for each operator
-  static std::set<std::string> told;
+std::string full_name(const OperatorHandle& op) { return c10::toString(op.operator_name()); }
+
+// NULLGPU_COMPUTE_BYTES: operators on more than that are left out. What decides the control flow (masks, counts, norms) is small.
+const int64_t limit = std::getenv("NULLGPU_COMPUTE_BYTES") ? std::atoll(std::getenv("NULLGPU_COMPUTE_BYTES")) : INT64_MAX;
+
+// Where all is computed, a result that isn't must not be taken for a GPU's: an error. Elsewhere values don't matter.
+void complain(const OperatorHandle& op, const std::string& what) {
+  std::string name = full_name(op);
+  if (limit == INT64_MAX) throw c10::NotImplementedError({__func__, __FILE__, uint32_t(__LINE__)}, "not on the stub GPU: " + name + " " + what);
+  static std::set<std::string> told; // once for each operator
   static std::mutex lock;
   std::lock_guard<std::mutex> guard(lock);
-  std::string name = c10::toString(op.operator_name());
   if (tracing && told.insert(name).second) std::fprintf(stderr, "nullgpu: %s %.160s\n", name.c_str(), what.c_str());
 }
-
-std::string full_name(const OperatorHandle& op) { return c10::toString(op.operator_name()); }
 
 bool on_gpu(const Tensor& t) { return t.defined() && t.is_cuda() && t.layout() == at::kStrided && !t.is_nested(); }
 
@@ -104,7 +109,7 @@ void fill(const Tensor& to, const Tensor& from, const OperatorHandle& op) {
   Tensor target = same_memory(to);
   if (target.sizes() == from.sizes()) target.copy_(from);
   else if (target.numel() == from.numel()) target.copy_(from.reshape(target.sizes()));
-  else complain(op, "gave other sizes on the CPU");
+  else if (target.numel() && from.numel()) complain(op, "gave other sizes on the CPU");
 }
 void fill(const IValue& to, const IValue& from, const OperatorHandle& op) {
   if (to.isTensor() && from.isTensor()) fill(to.toTensor(), from.toTensor(), op);
@@ -360,7 +365,8 @@ const std::set<std::string> originals = {
     "aten::_fused_sdp_choice", "aten::is_pinned", "aten::_pin_memory", "aten::record_stream", "aten::_local_scalar_dense", "aten::empty.memory_format",
     "aten::empty_strided", "aten::resize_", "aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor", "aten::set_",
     "aten::set_.source_Tensor_storage_offset", "aten::_cudnn_init_dropout_state", "aten::_cudnn_rnn_flatten_weight", "aten::is_set_to", "aten::_assert_async",
-    "aten::_assert_async.msg", "aten::_use_cudnn_ctc_loss", "aten::_use_cudnn_ctc_loss.Tensor", "aten::_efficientzerotensor", "aten::_nested_view_from_buffer",
+    "aten::_assert_async.msg", "aten::_use_cudnn_ctc_loss", "aten::_use_cudnn_ctc_loss.Tensor", "aten::_use_miopen_ctc_loss", "aten::_use_miopen_ctc_loss.Tensor",
+    "aten::_efficientzerotensor", "aten::_nested_view_from_buffer",
 };
 // How large the result is depends on values: a GPU's host waits for its count.
 bool waits(const std::string& name) {
@@ -375,6 +381,21 @@ bool cpu_only(const std::string& name) {
       "_linalg_eigh", "geqrf", "ormqr", "cholesky_inverse", "lu_unpack", "triangular_solve", "embedding_bag"};
   std::string base = name.substr(6, name.find('.') == std::string::npos ? std::string::npos : name.find('.') - 6);
   return some.count(base) || base.rfind("linalg_", 0) == 0 || base.rfind("_linalg_", 0) == 0 || base.rfind("_fft_", 0) == 0 || base.rfind("lu_", 0) == 0;
+}
+
+// A GPU keeps the moments of half numbers in float, where the CPU's operator wants all in one type or rounds them.
+bool in_wide_numbers(const std::string& name) {
+  static const std::set<std::string> some = {"aten::native_layer_norm", "aten::native_layer_norm_backward", "aten::native_group_norm",
+                                             "aten::native_group_norm_backward"};
+  return some.count(name);
+}
+// A copy in a type that every operator of the CPU's has; whole numbers, which may be indices, only where they are counted.
+Tensor widened(const Tensor& t, const std::string& name) {
+  if (t.layout() != at::kStrided) return t;
+  Tensor made = same_memory(t);
+  if (made.scalar_type() == at::kHalf || made.scalar_type() == at::kBFloat16) return made.to(at::kFloat);
+  if (name == "aten::histc" && at::isIntegralType(made.scalar_type(), false)) return made.to(at::kDouble);
+  return made.clone();
 }
 
 struct Shadow final : c10::OperatorKernel {
@@ -433,9 +454,7 @@ struct Shadow final : c10::OperatorKernel {
     catch (const std::exception& error) { complain(op, std::string("isn't computed: ") + error.what()); }
   }
 
-  // NULLGPU_COMPUTE_BYTES: operators on more than that are left out. What decides the control flow (masks, counts, norms) is small.
   static bool too_large(const OperatorHandle& op, Stack* stack) {
-    static const int64_t limit = std::getenv("NULLGPU_COMPUTE_BYTES") ? std::atoll(std::getenv("NULLGPU_COMPUTE_BYTES")) : INT64_MAX;
     if (limit == INT64_MAX) return false;
     int64_t bytes = 0;
     for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); i++)
@@ -455,12 +474,15 @@ struct Shadow final : c10::OperatorKernel {
     std::vector<IValue> given(count), results;
     uint64_t from = 0;
     std::optional<Tensor> generator_state;
-    bool fine = true;
+    std::string failed; // why it isn't computed
+    bool wide = in_wide_numbers(op.schema().name());
     auto run = [&] {
       Below below;
+      failed.clear();
       for (size_t i = 0; i < count; i++)
         given[i] = map_tensors(arguments[i], [&](const Tensor& t) {
           if (!t.defined()) return t;
+          if (wide) return widened(t, op.schema().name());
           return mutated[i] ? (t.layout() == at::kStrided ? same_memory(t).clone() : t) : same_memory(t);
         });
       if (random) {
@@ -482,13 +504,16 @@ struct Shadow final : c10::OperatorKernel {
         op.callBoxed(&inner);
         results.assign(inner.begin(), inner.end());
       } catch (const std::exception& error) {
-        fine = false;
-        complain(op, std::string("isn't computed: ") + error.what());
+        failed = error.what();
       }
       if (generator_state) { std::lock_guard<std::mutex> inside(cpu_generator.mutex()); cpu_generator.set_state(*generator_state); }
     };
     run();
-    if (way == Way::CPU_ONLY && fine) {
+    if (!failed.empty() && !wide && !random) {
+      wide = true;
+      run();
+    }
+    if (way == Way::CPU_ONLY && failed.empty()) {
       // repeat_interleave knows its size from the caller where it is told.
       bool told = op.schema().name() == "aten::repeat_interleave" && !arguments.back().isNone();
       if (waits(op.schema().name()) && !told) c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream().stream());
@@ -526,9 +551,9 @@ struct Shadow final : c10::OperatorKernel {
     std::vector<IValue> outputs(stack->end() - returns, stack->end());
     if (custom) {
       try { results = custom(given, outputs, from); }
-      catch (const std::exception& error) { fine = false; complain(op, std::string("isn't computed: ") + error.what()); }
+      catch (const std::exception& error) { failed = error.what(); }
     }
-    if (!fine) return;
+    if (!failed.empty()) return complain(op, "isn't computed: " + failed);
     for (size_t i = 0; i < returns && i < results.size(); i++) {
       const auto* about = op.schema().returns()[i].alias_info();
       if (!about || !about->isWrite()) fill(outputs[i], results[i], op);

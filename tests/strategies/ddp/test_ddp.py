@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from lightning_autopar import engines
 from tests.strategies.fitted import Fitted, assert_same, fit, numbers, plan
+from tests.strategies.pipeline.test_precision import Scaled, Scales
 
 
 class Skipping(Fitted):
@@ -65,3 +70,38 @@ def test_what_else_is_on_stderr_stays(capfd: pytest.CaptureFixture[str]) -> None
 def test_three_ranks_and_a_last_batch_of_two() -> None:
     torch.manual_seed(0)
     assert_same(Fitted, numbers(26), plan("ddp", ranks=3))
+
+
+class Steep(Fitted):
+    """The gradient of its prediction passes half precision's largest number in some batches; those of its weights are small."""
+
+    def loss(self, batch: Any) -> Tensor:
+        prediction = Scaled.apply(self.net(batch[0]).float(), 1 / 64)  # type: ignore[no-untyped-call]
+        return mse_loss(Scaled.apply(prediction.half(), 64.0).float(), batch[1])  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("shares", [(), (1, 3)])
+def test_a_step_is_left_out_where_gradients_overflow_on_one_device(shares: tuple[int, ...], tmp_path: Path) -> None:
+    """The scale, as the run tells it, is one device's as well."""
+
+    def trained(under: Any) -> Any:
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2))
+        return fit(Steep, numbers(), under, plugins=[plugin], callbacks=[Scales(tmp_path)])
+
+    ours, losses, _ = trained(plan("ddp", shares=shares))
+    theirs, their_losses, _ = trained(None)
+    torch.testing.assert_close(losses, their_losses, rtol=2**-8, atol=2**-8)
+    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=2**-8, atol=2**-8)
+    one, first, second = ((tmp_path / name).read_text() for name in ("1-0", "2-0", "2-1"))
+    assert first == second == one
+    assert len(set(one.split(","))) > 2
+
+
+@pytest.mark.parametrize(("device", "trained", "refused"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)])
+def test_sparse_gradients_are_refused_where_nccl_would_reduce_them(device: str, trained: bool, refused: bool) -> None:
+    module = nn.Sequential(nn.Embedding(3, 2, sparse=True).requires_grad_(trained), nn.Linear(2, 1))
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    trainer = SimpleNamespace(strategy=strategy, lightning_module=module, precision="32-true")
+    first: Any = SimpleNamespace(trainer=trainer, stage="fit")
+    refusals = engines.of(plan("ddp")).look(first).refusals
+    assert dict(refusals) == ({"ddp": "'0' has sparse gradients, which NCCL can't reduce; build it with sparse=False"} if refused else {})
