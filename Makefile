@@ -25,10 +25,10 @@ demo: $(INSTALLED)
 	$(RUN)/python examples/train_gpt.py
 	@mkdir -p build; $(RUN)/python examples/elastic.py --picture build/elastic.html
 
-# Four parts side by side: a test waits for its processes a good part of its time, and four parts keep two cores busy. What the others say
-# follows when they are done.
+# Four parts side by side: a test waits for its processes a good part of its time, and four parts keep two cores busy. Each
+# takes some 300 seconds of a core. What the others say follows when they are done.
 PART_2 := tests/conformance tests/exact tests/planning tests/sharing
-PART_3 := tests/memory tests/state tests/strategies/fsdp tests/strategies/pipeline tests/strategies/zero
+PART_3 := tests/memory/trace tests/memory/work tests/state tests/strategies/fsdp tests/strategies/pipeline tests/strategies/zero
 PART_4 := $(filter-out $(PART_3) %/__pycache__,$(patsubst %/,%,$(wildcard tests/strategies/*/ tests/strategies/test_*.py)))
 test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)

@@ -152,6 +152,7 @@ def _run_script(script: str, *arguments: str) -> None:
     _default_signals()  # a rank's: torchrun's own are those of its agent
     rank_zero_only.rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))  # what Lightning asks at its import
     sys.argv[:] = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
     try:
         runpy.run_path(script, run_name="__main__")
     except Exception:

@@ -24,19 +24,25 @@ from lightning_autopar import AutoParallelStrategy, NothingFits, _clean_process
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar.strategies.preparation import findings
 from tests.memory.test_pitfalls import Follows
-from tests.strategies.fitted import BLOCKS, Fitted, numbers
+from tests.processes import lean_path
+from tests.strategies.fitted import BLOCKS, QUIET, Fitted, numbers
 
 UNCLEAN = "this process has used a GPU already"
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
-@pytest.fixture
-def unclean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process can't fork for checks; the one that is kept for them ends with the test."""
-    monkeypatch.setattr(_clean_process, "unforkable", lambda: UNCLEAN)
+@pytest.fixture(scope="module")
+def kept_process() -> Iterator[None]:
+    """Ends the one that is kept for checks after this file's tests: each start of one takes seconds."""
     yield
     if _clean_process._process is not None:
         _clean_process._process.end()
+
+
+@pytest.fixture
+def unclean(kept_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process can't fork for checks."""
+    monkeypatch.setattr(_clean_process, "unforkable", lambda: UNCLEAN)
+    monkeypatch.setenv("PYTHONPATH", lean_path())
 
 
 class Keeping(Fitted):
@@ -189,10 +195,7 @@ def not_brought(*args: Any, **kwargs: Any) -> Any:
 def test_the_step_is_traced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def footprint_of(module: Any) -> Any:
         strategy = AutoParallelStrategy(devices="2xcpu:1GiB", allow=["single"])
-        trainer = pl.Trainer(
-            strategy=strategy, accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
-        )  # fmt: skip
+        trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_steps=1, **QUIET)  # type: ignore[arg-type]
         loader = DataLoader(numbers(), batch_size=8)
         trainer.fit(module, loader, loader)
         assert strategy.report is not None
@@ -240,10 +243,7 @@ def test_padding_is_the_whole_batchs_where_no_copy_could_be_run(monkeypatch: pyt
     for strategy in ("auto", AutoParallelStrategy(devices="2xcpu:1GiB", allow=["ddp"])):
         torch.manual_seed(0)
         module = Padded()
-        trainer = pl.Trainer(
-            strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-        )  # fmt: skip
+        trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, limit_val_batches=0, **QUIET)  # type: ignore[arg-type]
         trainer.fit(module, DataLoader(samples, batch_size=4, collate_fn=padded))  # type: ignore[arg-type]
         weights.append(module.state_dict())
     torch.testing.assert_close(weights[1], weights[0])

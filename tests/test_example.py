@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import lean_path
+from tests.processes import ForkedScript, ended
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 #: What the byte frequencies of the text alone would give.
@@ -27,21 +27,14 @@ def test_it_does_not_import_the_package() -> None:
     assert not [name for name in imported if name.startswith("lightning_autopar")]
 
 
-def test_it_trains_and_generates_text() -> None:
+def test_it_trains_and_generates_text(tmp_path: Path) -> None:
     options = ["--layers=1", "--width=64", "--context=64", "--batch=16", "--steps=60", "--sample=40"]
-    result = subprocess.run(
-        [sys.executable, str(EXAMPLE), *options],
-        env={**os.environ, "AUTOPAR_DEVICES": "2xcpu:2GiB", "PYTHONPATH": lean_path()},
-        capture_output=True,
-        text=True,
-        timeout=230,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    loss = re.search(r"validation loss (\d+\.\d+) nats", result.stdout)
-    assert loss is not None, result.stdout
+    code, said = ended(ForkedScript(EXAMPLE, *options, environment={**os.environ, "AUTOPAR_DEVICES": "2xcpu:2GiB"}, folder=tmp_path))
+    assert code == 0, said
+    loss = re.search(r"validation loss (\d+\.\d+) nats", said)
+    assert loss is not None, said
     assert float(loss[1]) < UNIGRAM_NATS < math.log(256)
-    assert "def " in result.stdout.split(loss[0])[1]
+    assert "def " in said.split(loss[0])[1]
 
 
 @pytest.mark.slow  # make demo does it, too

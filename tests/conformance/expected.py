@@ -94,13 +94,7 @@ PLAN_CELLS = tuple(
 )
 CELLS = MODULE_CELLS + FEATURE_CELLS + PLAN_CELLS
 #: Of the columns of :data:`KINDS` those cells that every run of the tests has; the others are `make conformance`'s, as each takes seconds.
-QUICK = {
-    "gpt-plain-zero-2",
-    "lstm-accumulation-zero-2",
-    "gpt-checkpoint-zero-3",
-    "unused-parameters-plain-zero-3-offload",
-    "gpt-plain-fsdp-offload",
-}
+QUICK = {"unused-parameters-plain-zero-3-offload"}
 
 
 def is_quick(cell: Cell) -> bool:

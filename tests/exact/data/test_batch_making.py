@@ -249,7 +249,8 @@ def test_torch_geometric(hetero: bool) -> None:
     same(trained(lambda: Graphs(0.0), loaders, "single", 2), theirs)
 
 
-def test_hugging_face_collators() -> None:
+@pytest.mark.parametrize("kind", ["padded", "masked", "labelled"])
+def test_hugging_face_collators(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     words = {f"w{index}": index + 3 for index in range(20)} | {"[PAD]": 0, "[MASK]": 1, "[UNK]": 2}
@@ -273,12 +274,12 @@ def test_hugging_face_collators() -> None:
             target = batch["labels"][:, :1] if "labels" in batch else batch["input_ids"][:, :1]
             return nn.functional.cross_entropy(scores.transpose(1, 2), target.clamp(min=0)) + (batch["input_ids"] == 1).float().mean()
 
-    for collator, samples in (
-        (transformers.DataCollatorWithPadding(tokenizer), texts),
-        (transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3), texts),
-        (transformers.DataCollatorForSeq2Seq(tokenizer), labelled),
-    ):
-        loaders = lambda collator=collator, samples=samples: [DataLoader(samples, 4, collate_fn=collator)] * 2  # noqa: E731
-        theirs = trained(Texts, loaders, None)
-        for engine, micro in (("ddp", 1), ("single", 2)):
-            same(trained(Texts, loaders, engine, micro), theirs)
+    collator, samples = {
+        "padded": (transformers.DataCollatorWithPadding(tokenizer), texts),
+        "masked": (transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3), texts),
+        "labelled": (transformers.DataCollatorForSeq2Seq(tokenizer), labelled),
+    }[kind]
+    loaders = lambda: [DataLoader(samples, 4, collate_fn=collator)] * 2  # noqa: E731
+    theirs = trained(Texts, loaders, None)
+    for engine, micro in (("ddp", 1), ("single", 2)):
+        same(trained(Texts, loaders, engine, micro), theirs)
