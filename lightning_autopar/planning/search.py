@@ -51,6 +51,9 @@ _MANY_RANKS, _MOST_SPLITS = 8, 8
 _REPLAYS_A_LOOK, _NEAR = 4, 0.02
 #: A lower bound for a part of a batch, as a share of the seconds by its size: shapes suit kernels better or worse.
 _CERTAIN = 0.7
+#: An engine's own search looks at each number of devices up to the first, then at the second's multiples and around the best of them:
+#: between them, a stage's share of the blocks hardly changes.
+_EACH, _SOME = 16, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,8 +430,8 @@ class Search:
         return self._options(sets)
 
     def _add_searched(self, engine: Engine) -> None:
-        """Add the plans that an engine searches itself, on every number of devices with which a plan may be faster than all so far. Plans
-        on the most devices are added for the report, too. The ranks of a pipeline share their samples, so there may be more ranks than
+        """Add the plans that an engine searches itself, on numbers of devices with which a plan may be faster than all so far: on each
+        number up to so many, then on some, and on each near the best of these. Plans on the most devices are added for the report, too. The ranks of a pipeline share their samples, so there may be more ranks than
         samples.
         """
         if engine_refusal(engine.name, self.appraiser.question) is not None:
@@ -438,10 +441,20 @@ class Search:
         samples = self.footprint.batch_size if engine.splits else len(self.inventory.devices)
         sets = device_sets(samples, self.inventory, self.constraints, self.speed)
         most = max((len(devices) for devices in sets), default=0)
-        for devices in reversed(sets):
-            least = _CERTAIN / sum(1 / self._busy_seconds[device.id] for device in devices)
-            if len(devices) == most or least < self.best_seconds:
-                self._add_all(engine.searched(search, devices, len(devices) == most))
+
+        def look(chosen: Iterable[Sequence[Device]]) -> None:
+            for devices in chosen:
+                least = _CERTAIN / sum(1 / self._busy_seconds[device.id] for device in devices)
+                if len(devices) == most or least < self.best_seconds:
+                    self._add_all(engine.searched(search, devices, len(devices) == most))
+
+        coarse = [devices for devices in reversed(sets) if len(devices) <= _EACH or len(devices) == most or not len(devices) % _SOME]
+        look(coarse)
+        own = [one for one in self._found if one.plan.engine == engine.name and self.finalists.may_fit(one)]
+        if own:
+            near = min(own, key=self.appraiser.batch_seconds).plan.world_size
+            looked = {len(devices) for devices in coarse}
+            look(devices for devices in reversed(sets) if abs(len(devices) - near) < _SOME and len(devices) not in looked)
 
     def _lent(self, limit: Callable[[], float]) -> Searching:
         return Searching(appraiser=self.appraiser, speed=self.speed, rates=self.rates, limit=limit)

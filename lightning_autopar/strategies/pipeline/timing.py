@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -200,6 +200,7 @@ class PipelineStep(Step):
         """Micro-batches of a step: one where there are no gradients, even if the plan has more in training."""
         return self.plan.micro_batches if self.training else 1
 
+    @cached_property
     def stage_layers(self) -> list[range]:
         """The layers of each stage."""
         places = {layer.fqn: number for number, layer in enumerate(self.layout.layers) if layer.fqn is not None}
@@ -217,10 +218,11 @@ class PipelineStep(Step):
         plan = self.plan
         count = plan.devices_per_replica
         held = 1 / plan.replicas if plan.shard else 1.0
-        whole = sum(sum(layer.gradients) for layer in self.layout.layers)
+        gradients = [sum(layer.gradients) for layer in self.layout.layers]
+        whole = sum(gradients)
         runs = []
-        for stage, layers in enumerate(self.stage_layers()):
-            own = sum(sum(self.layout.layers[number].gradients) for number in layers)
+        for stage, layers in enumerate(self.stage_layers):
+            own = sum(gradients[layers.start : layers.stop])
             found: dict[tuple[Hashable, ...], RankWork] = {}
             for rank in range(stage % count, plan.world_size, count):
                 device = self.devices[rank]
@@ -243,7 +245,7 @@ class PipelineStep(Step):
     def sends(self, runs: Sequence[RankWork]) -> tuple[float, ...]:
         """Seconds from each stage to the next, of what enters the next one's first block."""
         out = []
-        for run, following, layers in zip(runs, runs[1:], self.stage_layers()[1:], strict=False):
+        for run, following, layers in zip(runs, runs[1:], self.stage_layers[1:], strict=False):
             share = max(self.rows) / self.batch / self.parts
             size = round(self.layout.layers[layers.start].received * share)
             same = run.device.id == following.device.id
@@ -287,7 +289,7 @@ class PipelineStep(Step):
         """
         plan = self.plan
         count = plan.devices_per_replica
-        layers = self.stage_layers()
+        layers = self.stage_layers
         own = [layers[stage] for stage in range(position, plan.stages, count)]
         gradients = sum(sum(self.layout.layers[number].gradients) for part in own for number in part)
         parameters = sum(self.layout.layers[number].parameters for part in own for number in part)
