@@ -431,8 +431,8 @@ class Search:
 
     def _add_searched(self, engine: Engine) -> None:
         """Add the plans that an engine searches itself, on numbers of devices with which a plan may be faster than all so far: on each
-        number up to so many, then on some, and on each near the best of these. Plans on the most devices are added for the report, too. The ranks of a pipeline share their samples, so there may be more ranks than
-        samples.
+        number up to so many, then on some, and on each near the best of these. Plans on the most devices are added for the report, too.
+        The ranks of a pipeline share their samples, so there may be more ranks than samples.
         """
         if engine_refusal(engine.name, self.appraiser.question) is not None:
             return

@@ -42,8 +42,8 @@ _CERTAIN = 0.97
 _ROUNDED = 1e-6
 #: How often cuts of a pipeline are moved; less often where stages times blocks are more than this, as each move takes longer then.
 _MOVES, _MOVED_FREELY = 100, 4000
-#: While pipelines are compared, a pipeline's cuts stay after so many moves in vain. A later one gained at most 1.6 % where it was looked at,
-#: and the best pipeline's cuts are moved further.
+#: While pipelines are compared, a pipeline's cuts stay after so many moves in vain. A later one gained at most 1.6 % where it was looked
+#: at, and the best pipeline's cuts are moved further.
 _PATIENCE = 20
 #: By how much slower cuts may be that are moved; and with few stages times blocks, where a block is much of a stage. With several stages a
 #: rank, the programme's slowest stage isn't the slowest rank's.
