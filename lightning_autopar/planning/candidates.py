@@ -21,6 +21,7 @@ from lightning_autopar.planning.refusals import (
     apart_notes,
     engine_refusal,
     feature_refusal,
+    half_notes,
     multi_refusal,
     norm_notes,
     own_refusal,
@@ -108,14 +109,16 @@ def micro_batch_counts(rows: int) -> list[int]:
 
 def notes_of(plan: Plan, footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
     """What a reader should know about a plan, a sentence each."""
-    own = engines.of(plan).notes(constraints)
+    own, splits = engines.of(plan).notes(constraints), plan.data_ranks > 1 or plan.micro_batches > 1
+    if splits:
+        own = (*half_notes(footprint, constraints), *own)
     if plan.micro_batches > 1:
         own = (*norm_notes(footprint, constraints), *own)
     if plan.world_size > 1:
         own = (*own, *world_notes(footprint, constraints))
     if footprint.shares_network(plan):
         return (*own, *apart_notes(constraints.split))
-    return (*own, *(split_notes(constraints) if plan.data_ranks > 1 or plan.micro_batches > 1 else ()))
+    return (*own, *(split_notes(constraints) if splits else ()))
 
 
 def build_plan(question: Question, devices: Sequence[Device], engine: str, *reasons: str, **values: Any) -> Plan:

@@ -262,6 +262,18 @@ def norm_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...
     return (overruled("batch_norm", f"the statistics of {len(footprint.batch_norm)} batch norms are a micro-batch's"),)
 
 
+def half_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
+    """What a reader should know about a plan that splits the batch, where one device leaves out steps whose gradients overflow. A sample's
+    gradients are one device's in such a plan, too (``exact/step/gradient_scaler.py``), but a sum is of fewer samples.
+    """
+    if not footprint.training or not constraints.split_batch or constraints.precision != "16-mixed":
+        return ()
+    return (
+        "at precision 16-mixed, the weights' gradients, which are sums over the batch, may overflow on one device, which then leaves out "
+        "the step, and not in parts of the batch; bf16-mixed has no such steps",
+    )
+
+
 def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
     """What a reader should know if the module asks for the number of devices, or for its rank."""
     if not constraints.split_batch:

@@ -267,6 +267,21 @@ def test_batch_norm_in_parts_may_be_asked_for_and_is_told() -> None:
         assert notes_of(plan, step, constraints) == notes
 
 
+def test_half_precision_is_told_of_plans_that_train_on_parts_of_the_batch() -> None:
+    half, stages = (
+        Constraints(precision="16-mixed"),
+        Plan(engine="pipeline", devices=("cpu:0", "cpu:1"), cuts=("blocks.1",), schedule="gpipe"),
+    )
+    splits = Plan(engine="ddp", devices=("cpu:0", "cpu:1")), Plan(engine="single", devices=("cpu:0",), micro_batches=2)
+    for plan in (*splits, replace(stages, micro_batches=2)):
+        (told,) = notes_of(plan, footprint(), half)
+        assert "may overflow on one device, which then leaves out the step, and not in parts of the batch" in told
+        assert notes_of(plan, footprint(), Constraints(precision="bf16-mixed")) == ()
+        assert notes_of(plan, footprint(training=False), half) == ()
+    for plan in (Plan(engine="single", devices=("cpu:0",)), stages):
+        assert notes_of(plan, footprint(), half) == ()
+
+
 def test_what_else_a_run_may_rule_out() -> None:
     constraints = Constraints(excluded={"replicas": "a callback knows one copy only", "offload": "nothing is to lie on the host"})
     assert feature_refusal("replicas", footprint(), constraints) == "a callback knows one copy only"

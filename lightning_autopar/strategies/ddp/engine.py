@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank, recomputed
+from lightning_autopar.engines import Engine, Question, Rank, recomputed
 from lightning_autopar.memory.allocator.device import PlayedDevice
 from lightning_autopar.memory.allocator.options import MIB
 from lightning_autopar.memory.allocator.play import DDPPlayer, Player
@@ -22,12 +22,6 @@ from lightning_autopar.timing.lanes import LaneSeconds, Links, play_replicas
 from lightning_autopar.timing.rank import LaneSpan, RankWork
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step import Step
-
-#: Each rank's gradients of a sample are one device's (`exact/step/gradient_scaler.py`), but its sum is one of fewer samples.
-_HALF = (
-    "at precision 16-mixed, the weights' gradients, which are sums over the batch, may overflow on one device, which then leaves out the "
-    "step, and not in parts of the batch; bf16-mixed has no such steps"
-)
 
 
 class DDPStep(Step):
@@ -152,19 +146,18 @@ class DDP(Engine):
         sent = "gradients alone are communicated" if question.footprint.training else "each takes its share of the samples"
         return (build_plan(question, devices, self.name, f"a replica on each device: {sent}"),)
 
-    def look(self, first: FirstStep) -> Finding:
-        """Of training: NCCL, over which GPUs exchange gradients, reduces no sparse ones. And a sum may overflow where its parts don't."""
+    def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
+        """Refuse sparse gradients on GPUs, which exchange gradients by NCCL."""
         from torch import nn
 
-        trainer = first.trainer
-        if first.stage != "fit":
-            return Finding()
-        if trainer.strategy.root_device.type == "cuda":
-            for name, child in trainer.lightning_module.named_modules():
-                if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
-                    sentence = f"{name!r} has sparse gradients, which NCCL can't reduce; build it with sparse=False"
-                    return Finding(refusals={self.name: sentence})
-        return Finding(notes=(_HALF,) if trainer.precision == "16-mixed" else ())
+        from lightning_autopar._lightning_compat import TrainerFn
+
+        if trainer.state.fn != TrainerFn.FITTING or trainer.strategy.root_device.type != "cuda":
+            return None
+        for name, child in trainer.lightning_module.named_modules():
+            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
+                return f"{name!r} has sparse gradients, which NCCL can't reduce; build it with sparse=False"
+        return None
 
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
         """All of the state and of the step; DDP's buckets hold the gradients."""

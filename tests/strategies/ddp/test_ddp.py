@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from lightning_autopar import engines
+from lightning_autopar._lightning_compat import TrainerFn
 from tests.strategies.fitted import Fitted, assert_same, fit, numbers, plan
 from tests.strategies.pipeline.test_precision import Scaled, Scales
 
@@ -101,7 +102,6 @@ def test_a_step_is_left_out_where_gradients_overflow_on_one_device(shares: tuple
 def test_sparse_gradients_are_refused_where_nccl_would_reduce_them(device: str, trained: bool, refused: bool) -> None:
     module = nn.Sequential(nn.Embedding(3, 2, sparse=True).requires_grad_(trained), nn.Linear(2, 1))
     strategy = SimpleNamespace(root_device=torch.device(device))
-    trainer = SimpleNamespace(strategy=strategy, lightning_module=module, precision="32-true")
-    first: Any = SimpleNamespace(trainer=trainer, stage="fit")
-    refusals = engines.of(plan("ddp")).look(first).refusals
-    assert dict(refusals) == ({"ddp": "'0' has sparse gradients, which NCCL can't reduce; build it with sparse=False"} if refused else {})
+    trainer = SimpleNamespace(strategy=strategy, lightning_module=module, state=SimpleNamespace(fn=TrainerFn.FITTING))
+    refusal = engines.of(plan("ddp")).unfit(trainer, {})
+    assert refusal == ("'0' has sparse gradients, which NCCL can't reduce; build it with sparse=False" if refused else None)
