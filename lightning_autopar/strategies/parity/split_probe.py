@@ -47,6 +47,7 @@ _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _EQUAL = 1e-5  # relative difference of losses that count as equal: rounding of float32 sums taken in another order
+_UNCOMPARED = "not checked: whether the gradients of a batch's parts make those of the whole batch (comparing them failed)"
 _ORDERS = 4  # how often a step that shuffles samples at random is compared again
 
 
@@ -215,7 +216,7 @@ class _Probe:
             finding = replace(
                 finding,
                 log_rules={**self.logged.matching, LOSS: self.weighing.loss_rules() if not finding.difference else ()},
-                notes=(*(overruled(name, words) for name, words in self.overruled.items()), *self.logged.notes),
+                notes=(*finding.notes, *(overruled(name, words) for name, words in self.overruled.items()), *self.logged.notes),
                 uneven_calls=self.uneven_calls,
                 counted=self.counted,
                 drawn_apart=self.drawn_apart,
@@ -459,25 +460,24 @@ class _Probe:
             reason = f"each part makes its own draws of {', '.join(self.drawn_apart)}"
         else:
             reason = f"it {'' if self.module.automatic_optimization else 'or its gradient '}is no mean over the samples"
-        if reason is None and not draws.seeded and (by := self._gradients_differ(size, observed)) > _EQUAL:
+        by = 0.0 if reason is not None or draws.seeded else self._gradients_differ(size, observed)
+        if _EQUAL < by < math.inf:
             difference, reason = by, "its gradient is no mean over the samples, though its value is"
         draws = replace(draws, seeded=draws.seeded or uneven)
-        return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason), draws
+        notes = () if math.isfinite(by) else (_UNCOMPARED,)
+        return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason, notes=notes), draws
 
     def _gradients_differ(self, size: int, observed: Observation) -> float:
-        """By how much the gradient differs where the loss doesn't: a loss of advantages that are centred over the batch is 0 for each part,
-        and a backward of the user's own may treat a part's gradient in another way. 0 where it can't be tried.
-        """
+        """By how much gradients differ where the loss doesn't, as with advantages centred over the batch; not finite if that failed."""
         if self.metrics.trained or not self.backwards.comparable(self.module):
             return 0.0
         self.backward = self.backwards.each = True
         try:
             by, _ = self._compare(size, groups_first=groups_first_of(observed))
-            by = self._compare_in_double(size, observed) if by > _EQUAL else by
-            return by if by < math.inf else 0.0
+            return by if by <= _EQUAL else self._compare_in_double(size, observed)
         except Exception:  # the forward ran
             _LOG.debug("the gradient can't be compared", exc_info=True)
-            return 0.0
+            return math.inf
         finally:
             self.backward = self.backwards.each = False
 

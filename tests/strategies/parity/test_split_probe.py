@@ -17,8 +17,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_autopar.constraints import Constraints
 from lightning_autopar.exact.step.random_draws import Rows
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
+from lightning_autopar.planning.refusals import split_refusal
 from lightning_autopar.strategies.parity.nudge import nudged
 from lightning_autopar.strategies.parity.split_probe import probe_split
 
@@ -250,6 +252,25 @@ class ReturnedAdvantages(Base):
         return (ratios * advantages / advantages.std()).mean() + probabilities.square().mean()
 
 
+class Unwilling(torch.autograd.Function):
+    """Its backward refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class WithoutGradient(Base):
+    """Its loss has no gradient on the CPU."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return Unwilling.apply(self.layer(batch)).square().mean()  # type: ignore[no-any-return, no-untyped-call]
+
+
 class GradientsByHand(ByHand):
     """Makes each sample's gradient, and gives their mean to the optimizer, which steps and clears it."""
 
@@ -368,6 +389,14 @@ def test_a_returned_loss_that_stays_may_have_another_gradient() -> None:
     assert found.splittable
     assert found.difference > 1e-3
     assert found.reason == "its gradient is no mean over the samples, though its value is"
+
+
+def test_gradients_that_cannot_be_compared_are_told() -> None:
+    found, _ = probe_split(WithoutGradient(), None, first_of(samples()))
+    assert found.difference == 0
+    assert found.notes == ("not checked: whether the gradients of a batch's parts make those of the whole batch (comparing them failed)",)
+    assert split_refusal(Constraints(split=found, exact=True)) == f"exact=True, and {found.notes[0]}"
+    assert probe_split(Base(), None, first_of(samples()))[0].notes == ()
 
 
 def test_gradients_that_nobody_exchanges_rule_splitting_out() -> None:
