@@ -174,7 +174,7 @@ class Appraiser:
 
     def learn(self, plan: Plan, lost_bytes: int, free_bytes: int, *, failed: bool) -> None:
         """From a plan's replay on, assume for all plans of its sort the loss of an allocator that gives nothing back; after a failed
-        replay, more than before. What the allocator lost in a failed replay is assumed for all plans of its kind.
+        replay, more than before. All plans of its kind are then assumed to lose as much as it did.
         """
         sort = self._sort(plan)
         before, of_kind = self._lost.get(sort, 0), self._lost_by_kind.get(kind_of(plan), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf
@@ -12,9 +13,11 @@ import torch
 
 from benchmarks.memory.stage_rank import GPT
 from benchmarks.referee.judge import Referee
+from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.engines import Engine, Searching
 from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
@@ -322,3 +325,21 @@ def test_parts_that_lack_memory_are_the_same_as_if_each_were_asked_about(free_gi
     assert [remedies.is_crowded(in_parts(plain, parts)) for parts in shared] == lacking
     never = [not search.appraiser.holds(all_recomputed(parts)) for parts in even]
     assert [remedies._lacks_in_parts(in_parts(plain, parts), remedies.parts, search.appraiser.holds) for parts in even] == never
+
+
+def test_beside_many_devices_an_engines_own_search_looks_at_some_numbers_and_around_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    engine = engines.named("pipeline")
+    search, least = type(engine).searched, Constraints(precision=PRECISION, allow=("pipeline",))
+
+    def searched(self: Engine, searching: Searching, devices: Sequence[Device], shown: bool) -> Iterable[Plan]:
+        looked.append(len(devices))
+        return search(self, searching, devices, shown)
+
+    monkeypatch.setattr(type(engine), "searched", searched)
+    best = make_report(scaled(step_of(1024, 12), 4), parse_spec("3x8xA100-40GB"), least).best
+    assert best is not None
+    near = [size for size in looked if size > 16 and size % 4]
+    assert looked[0] == 24
+    assert len(looked) == len(set(looked))
+    assert all(abs(size - best.world_size) < 4 for size in near)

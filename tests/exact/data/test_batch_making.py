@@ -279,7 +279,10 @@ def test_hugging_face_collators(kind: str) -> None:
         "masked": (transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3), texts),
         "labelled": (transformers.DataCollatorForSeq2Seq(tokenizer), labelled),
     }[kind]
-    loaders = lambda: [DataLoader(samples, 4, collate_fn=collator)] * 2  # noqa: E731
+
+    def loaders() -> list[Any]:
+        return [DataLoader(samples, 4, collate_fn=collator)] * 2
+
     theirs = trained(Texts, loaders, None)
     for engine, micro in (("ddp", 1), ("single", 2)):
         same(trained(Texts, loaders, engine, micro), theirs)

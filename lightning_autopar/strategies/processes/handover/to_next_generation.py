@@ -3,7 +3,7 @@
 All generations are forked from one unchanged parent, so that the numbers of its survey mean the same in each. The old generation's ranks
 write what differs. In the new one the user's ``setup`` and the like have run again, and its ranks take the changes over into their own
 objects. Weights, optimizer states, loop counters and the loaders' positions travel elsewhere; references to them become references to the
-new generation's own. What one rank hands over is two files: a pickle, and its tensors and arrays beside it.
+new generation's own. A rank writes two files: a pickle, and beside it the pickle's tensors and arrays.
 
 Loggers go before anything else, so that they go on with the same experiment.
 """
