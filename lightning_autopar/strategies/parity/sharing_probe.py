@@ -11,6 +11,7 @@ import logging
 import math
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -228,7 +229,7 @@ class _SharingProbe(_Probe):
             ruled_out = len(trial.excluded)
             with trial.shadowed():
                 self._outcome(hook, trial)
-            trial.excluded |= {name for name in trial.shared if _within(name, trial.shared)}
+            trial.excluded |= {name for name in trial.shared if _within(name, trial.shared)} | trial.bypassed
             if len(trial.excluded) == ruled_out:
                 return dict(trial.shared)
             if time.monotonic() > self.ends_at:
@@ -238,6 +239,8 @@ class _SharingProbe(_Probe):
     def _check(self, trial: _Trial, hook: str, reference: _Outcome, tolerance: float) -> None:
         with trial.shadowed():
             outcome = self._outcome(hook, trial)
+        if trial.bypassed:
+            raise _CannotShareError(f"what {sorted(trial.bypassed)[0]!r} computes comes to the loss past its output")
         difference, where = reference.difference(outcome)
         if not difference <= tolerance:
             raise _CannotShareError(f"with a shared network {where!r} differs by {difference:.2g} of it")
@@ -263,6 +266,8 @@ class _SharingProbe(_Probe):
                 if not isinstance(loss, Tensor) or not loss.requires_grad:
                     raise _CannotShareError("training_step returns no loss that has a gradient")
                 self.module.zero_grad()
+                if trial is not None:
+                    trial.follow(loss)
                 loss.backward()
                 named = self.module.named_parameters()
                 gradients = {name: each.grad.clone() for name, each in named if each.grad is not None}
@@ -316,6 +321,27 @@ class _Trial(SharingSteps):
         self.shared.clear()
         #: FLOPs of what is shared, and the bytes of each tensor whose rows ranks gather.
         self.flops, self.sent = 0, list[int]()
+        #: For each shared call, numbers of nodes of autograd's graph: its first, the first after its runs, and the first after all.
+        self._calls: list[tuple[int, int, int, str]] = []
+        #: Submodules whose parts' tensors come to the loss by another way than their output, as a hook within may keep them.
+        self.bypassed: set[str] = set()
+
+    def follow(self, loss: Tensor) -> None:
+        """Find the submodules that are bypassed. On a rank, such a tensor has its own rows alone; here, there is one of each part."""
+        begins = [began for began, *_ in self._calls]
+        seen, waiting = set[Any](), [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            for inner, _ in node.next_functions:
+                place = -1 if inner is None else bisect_right(begins, inner._sequence_nr()) - 1
+                if place >= 0:
+                    began, ran, ended, name = self._calls[place]
+                    if inner._sequence_nr() < ran and not began <= node._sequence_nr() < ended:
+                        self.bypassed.add(name)
+                waiting.append(inner)
 
     def call(self, name: str, child: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output as ranks would put it together; the submodule's own where it can't be shared."""
@@ -326,6 +352,7 @@ class _Trial(SharingSteps):
             self.shared.setdefault(name, known)
             return own(*args, **kwargs)
         state, buffers = rng.capture({}), {each: buffer.clone() for each, buffer in child.named_buffers()}
+        began = _next_node()
         try:
             self._inside = True
             found = self._tried(name, known, child, own, (args, kwargs))
@@ -342,9 +369,10 @@ class _Trial(SharingSteps):
             put_back(child, buffers)
             return own(*args, **kwargs)
         self.shared[name] = seen
+        self._calls.append((began, found[2], _next_node(), name))
         return found[0]
 
-    def _tried(self, name: str, known: SharedModule | None, child: nn.Module, own: Any, given: Any) -> tuple[Any, SharedModule] | None:
+    def _tried(self, name: str, known: SharedModule | None, child: nn.Module, own: Any, given: Any) -> tuple[Any, SharedModule, int] | None:
         leaves, _ = flattened(given)
         tensors = {place: leaf for place, leaf in leaves if isinstance(leaf, Tensor)}
         if rng.find_generators(child.named_modules()) or not all(type(leaf) in (Tensor, Parameter, *_PLAIN) for _, leaf in leaves):
@@ -376,14 +404,14 @@ class _Trial(SharingSteps):
             parts.append((dict(others), [draw.choice for draw in observer.draws]))
         if run.changes or any(choices != parts[0][1] for _, choices in parts):
             return None
-        joined: dict[str, Tensor] = {}
+        joined, ran = dict[str, Tensor](), _next_node()
         for place, leaf in outputs.items():
             pieces = [each[place] for each, _ in parts]
             together = _joined(leaf, pieces, [share.rank for share in shares], self.ranks)
             if together is None:
                 if any(each.shape != leaf.shape or _apart(leaf, each) > self.tolerance for each in pieces):
                     return None
-                joined[place] = pieces[0]
+                joined[place] = pieces[0].view_as(pieces[0])  # a node of its own, for `follow`
                 seen = replace(seen, kept=seen.kept | {place})
             elif not _apart(leaf, together) <= self.tolerance:
                 return None
@@ -393,7 +421,7 @@ class _Trial(SharingSteps):
         self.flops += counted.flops
         sent = [outputs[place] for place in seen.gathered] + [tensors[place] for place in cut if tensors[place].requires_grad]
         self.sent += [leaf.numel() * min(4, leaf.element_size()) for leaf in sent]
-        return _replaced(whole, joined), replace(seen, draws=(observer.plan(),))
+        return _replaced(whole, joined), replace(seen, draws=(observer.plan(),)), ran
 
 
 class _Runs:
@@ -445,6 +473,13 @@ class _Flops(TorchDispatchMode):
         formula = operation(func).flops
         self.flops += formula(args, kwargs or {}, output) if formula is not None else 0
         return output
+
+
+def _next_node() -> int:
+    """The number of a node of autograd's graph that is made now; later ones have larger numbers."""
+    with torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True).clone().grad_fn
+    return int(node._sequence_nr())
 
 
 def _may_be_shared(child: nn.Module) -> bool:

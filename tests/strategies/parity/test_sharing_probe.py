@@ -68,6 +68,17 @@ class Asking(Module):
         return super().training_step(batch, batch_idx) / size
 
 
+class Captured(Module):
+    """A hook brings what a layer within computes to the loss, as routers' losses come about in transformers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found: list[Tensor] = []
+        hook = self.net.linear.register_forward_hook(lambda layer, given, output: found.append(output))
+        loss = super().training_step(batch, batch_idx)
+        hook.remove()
+        return loss + torch.cat(found).softmax(1).mean(0).square().sum()
+
+
 def batch(rows: int = 8) -> FirstBatch:
     return FirstBatch(batch=torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows)), batch_size=rows)
 
@@ -87,6 +98,12 @@ def test_arguments_and_outputs_are_told_apart() -> None:
 @pytest.mark.parametrize("net", [Mixing, Counting])
 def test_where_the_whole_is_no_map_of_rows_its_submodules_are_shared(net: Any) -> None:
     _, shared = probe_sharing(Module(net()), None, batch())
+    assert set(shared) == {"net.linear"}
+
+
+def test_where_a_part_comes_to_the_loss_past_the_output_its_submodules_are_shared() -> None:
+    """Here, the hook gets each part; a rank's would get its own alone. Past the layer's own output it is called with all rows."""
+    _, shared = probe_sharing(Captured(Net()), None, batch())
     assert set(shared) == {"net.linear"}
 
 
