@@ -336,10 +336,12 @@ class _Trial(SharingSteps):
                 continue
             seen.add(node)
             for inner, _ in node.next_functions:
-                place = -1 if inner is None else bisect_right(begins, inner._sequence_nr()) - 1
+                if inner is None:
+                    continue
+                place = bisect_right(begins, number := inner._sequence_nr()) - 1
                 if place >= 0:
                     began, ran, ended, name = self._calls[place]
-                    if inner._sequence_nr() < ran and not began <= node._sequence_nr() < ended:
+                    if number < ran and not began <= node._sequence_nr() < ended:
                         self.bypassed.add(name)
                 waiting.append(inner)
 
