@@ -265,6 +265,23 @@ class Search:
                 for parts in self.remedies.parts_as_large(plan):
                     self._replay_if_faster(self.remedies.apart(plan, parts))
 
+        with self.finalists.some_more():
+            self._keep_others()
+
+    def _keep_others(self) -> None:
+        """Where the best plan waits for the allocator, replay it with about as many recomputed blocks, but others: those that it keeps
+        decide where the allocator finds room.
+        """
+        best = self._best_fitting()
+        if best is None or not best.replayed or not best.plan.recompute or not self._is_slower(best):
+            return
+        plain, count = without_recompute(best.plan), len(best.plan.recompute)
+        order = self.remedies.order(plain)
+        for number in (count, count - 1, count + 1):
+            for blocks in (order[-number:], order[:number]):
+                if 0 < number <= len(order):
+                    self._replay_if_faster(with_recompute(plain, self.footprint, blocks))
+
     def _replay_if_faster(self, plan: Plan) -> None:
         """Replay a plan that would be faster than the best one."""
         if not self.finalists.is_tired and self.appraiser.step_seconds(plan) * (1 + WORTHWHILE) < self.best_seconds:

@@ -196,6 +196,23 @@ def test_a_plan_that_gives_memory_back_in_each_step_is_taken_only_where_that_pay
     assert any("fits narrowly" in note for note in best.notes) == (released == 1)
 
 
+def test_other_blocks_are_recomputed_where_the_first_ones_let_a_plan_wait_for_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the allocator gives memory back in each step of every plan that recomputes the first block."""
+    whole = {"micro_batches": "the batch stays whole"}
+    step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",), excluded=whole)
+    search = Search(step, Referee(step, parse_spec("1xRTX4090"), constraints).cut_to(0.5, samples=60), constraints)
+
+    def played(candidate: Candidate, rank: int, limit: int | None) -> Replayed:
+        waits = limit is not None and step.blocks[0].fqn in candidate.plan.recompute
+        return Replayed(reserved_peak_bytes=limit or 0, allocated_peak_bytes=limit or 0, released=400 if waits else 0)
+
+    monkeypatch.setattr(search.finalists, "replayed", played)
+    best = search.first()
+    assert best is not None
+    assert best.plan.recompute
+    assert step.blocks[0].fqn not in best.plan.recompute
+
+
 def test_parts_as_large_as_those_that_failed_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 samples five parts have four at most, as four parts have; here five go through, and four don't."""
     step, constraints = scaled(step_of(1024, 12), 16), Constraints(precision=PRECISION, allow=("fsdp",))
