@@ -2,8 +2,8 @@
 
 Modules, in reading order:
 
-    elastic       ElasticReplan
-    device_watch  what it makes of the devices
-    migrate       CheckpointMigrate
-    monitor       PlanMonitor
+    elastic_replan      ElasticReplan
+    device_watch        what it makes of the devices
+    checkpoint_migrate  CheckpointMigrate
+    plan_monitor        PlanMonitor
 """

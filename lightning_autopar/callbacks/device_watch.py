@@ -225,7 +225,7 @@ class Watch:
         self._rules, self._max_overhead = Rules(), 0.0
 
     def look(self, run: RunView, now: float, rules: Rules, max_overhead: float) -> MoveRequest | None:
-        """Like :meth:`lightning_autopar.callbacks.elastic.ElasticReplan.look`, by its rules."""
+        """Like :meth:`lightning_autopar.callbacks.elastic_replan.ElasticReplan.look`, by its rules."""
         self._rules, self._max_overhead = rules, max_overhead
         self._notice(run, now)
         inventory = self._felt(run, _without_own_work(run.inventory(), run), now)

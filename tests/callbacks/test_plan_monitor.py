@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 
 import lightning_autopar
 from lightning_autopar import PlanMonitor
-from lightning_autopar.callbacks.monitor import PlanMonitor as Monitor
+from lightning_autopar.callbacks.plan_monitor import PlanMonitor as Monitor
 from tests.strategies.modules import Regression, loader, trainer
 
 CATEGORIES = {"parameters", "gradients", "optimizer", "buffers", "rest", "allocated"}
