@@ -15,9 +15,9 @@ from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.sharing.ledger import open_ledger
 from lightning_autopar.strategies.calibration import calibration
-from lightning_autopar.strategies.calibration import devices as calibration_devices
+from lightning_autopar.strategies.calibration import idle_devices as calibration_devices
 from lightning_autopar.strategies.calibration.calibration import Measurement
-from lightning_autopar.strategies.calibration.devices import ROOM_BYTES
+from lightning_autopar.strategies.calibration.idle_devices import ROOM_BYTES
 from lightning_autopar.timing.curves import Calibration, Curve, load_calibration
 from lightning_autopar.timing.measured_rates import device_key, group_key
 from tests.fakes.nvml import GIB, FakeGpu, FakeInstance, FakeNvml

@@ -25,7 +25,7 @@ from lightning_autopar._lightning_compat import Launcher, attach_data, run_argum
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.calibration.ranks import torch_device, usual, waiter
+from lightning_autopar.strategies.calibration.between_ranks import torch_device, usual, waiter
 from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
 from lightning_autopar.strategies.processes.worker import make_job
 from lightning_autopar.strategies.processes.worker_generation import run_folder, run_generation
