@@ -33,8 +33,8 @@ from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.strategies.fsdp.strategy import BEFORE_BACKWARD, onto_shards, shard
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, whole_results
 from lightning_autopar.strategies.parity.check_outcome import Check, failed, not_made
+from lightning_autopar.strategies.parity.engine_rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 from lightning_autopar.strategies.parity.optimizer_trial import optimizers_run
-from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 
 #: Whether a block's parameters are freed between forward and backward, for each step.
 _RESHARD = (True, False, False)

@@ -29,7 +29,7 @@ from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.reservation import Need
 from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
 from lightning_autopar.strategies.parity.check_outcome import Check, not_made
-from lightning_autopar.strategies.parity.rehearsal import STEPS
+from lightning_autopar.strategies.parity.engine_rehearsal import STEPS
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs, need_of
 from lightning_autopar.strategies.preparation.findings import idle_threads, look_later, stage_of, validation_batch
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step

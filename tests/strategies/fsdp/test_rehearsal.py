@@ -26,7 +26,7 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import shardable
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.rehearsal import held, rehearse_fsdp, unshardable
-from lightning_autopar.strategies.parity import rehearsal as rehearse
+from lightning_autopar.strategies.parity import engine_rehearsal as rehearse
 from lightning_autopar.strategies.parity.check_outcome import PASSED, Check
 from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
 from tests.strategies.fitted import BLOCKS, Fitted, numbers

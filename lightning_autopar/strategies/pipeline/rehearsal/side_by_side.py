@@ -25,7 +25,7 @@ from lightning_autopar.memory.fakes.fakes import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import mapped
-from lightning_autopar.strategies.parity.undo import same_values
+from lightning_autopar.strategies.parity.undone_step import same_values
 from lightning_autopar.strategies.pipeline.rehearsal.difference import (
     EQUAL,
     Outcome,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.strategies.parity.nudge import nudged
+from lightning_autopar.strategies.parity.nudged_weights import nudged
 from lightning_autopar.strategies.parity.split_probe import probe_split
 from tests.strategies.parity.test_split_probe import Base, first_of, samples
 

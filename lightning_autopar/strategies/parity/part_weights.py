@@ -27,9 +27,9 @@ from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, 
 from lightning_autopar.exact.logs.hooks import mentions
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, shares_alike
 from lightning_autopar.memory.trace.first_batch import copied
-from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything
-from lightning_autopar.strategies.parity.losses import difference_of
+from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
+from lightning_autopar.strategies.parity.recorded_backward import difference_of
 from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)
