@@ -25,7 +25,7 @@ from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
-from lightning_autopar.strategies.preparation.lengths import at_lengths, seen_sizes
+from lightning_autopar.strategies.preparation.longest_footprint import at_lengths, seen_sizes
 
 log = logging.getLogger(__name__)
 

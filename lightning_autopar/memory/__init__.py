@@ -9,7 +9,7 @@ Modules, in reading order:
     device_bytes         bytes on a device and on the host, by category
     workspace            CUDA context, cuBLAS, NCCL
     scaling              the footprint at another batch size
-    lengths              how the sizes of a run's batches vary, and bytes with them
+    length_spread        how the sizes of a run's batches vary, and bytes with them
     allocation_recorder  allocations of this process while it is open
     storages             storages of tensors and their bytes
     allocator/           torch's caching allocator, and a step played on it

@@ -13,5 +13,5 @@ Modules, in reading order:
     rows           the rows of a collated batch
     fingerprint    a number that tells batches apart, equal in every process
     batch_making   whether ranks may collate their own samples, found out on some batches
-    longest        the longest batch of a loader, as samples picked at random show it
+    longest_batch  the longest batch of a loader, as samples picked at random show it
 """

@@ -31,7 +31,7 @@ from lightning_autopar._temporary import Calls, Exits, patched
 from lightning_autopar.exact.data.counting import BatchCounts
 from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
 from lightning_autopar.exact.data.loader_pass import without_group
-from lightning_autopar.exact.data.longest import LongerBatches
+from lightning_autopar.exact.data.longest_batch import LongerBatches
 from lightning_autopar.exact.data.rank_share import common_share
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.step import own_backward

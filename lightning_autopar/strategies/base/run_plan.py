@@ -17,7 +17,7 @@ from lightning_autopar.exact.logs.log_rules import LogRules
 from lightning_autopar.exact.step.attribute_rules import KeptRules
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.exact.step.shared_network import SharedModules
-from lightning_autopar.memory.lengths import Lengths
+from lightning_autopar.memory.length_spread import Lengths
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 

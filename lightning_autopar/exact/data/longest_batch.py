@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from lightning_autopar._lightning import Trainer
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.memory.lengths import DRAWN_ANEW, ENOUGH, Lengths, reach_of
+from lightning_autopar.memory.length_spread import DRAWN_ANEW, ENOUGH, Lengths, reach_of
 from lightning_autopar.memory.trace.first_batch import FirstBatch, fresh, indexed, order_of
 
 _LOG = logging.getLogger(__name__)

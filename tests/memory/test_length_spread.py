@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_autopar.memory.lengths import Lengths, reach_of
+from lightning_autopar.memory.length_spread import Lengths, reach_of
 
 
 def seen(of: tuple[int, int], taken: tuple[int, int], **more: object) -> Lengths:

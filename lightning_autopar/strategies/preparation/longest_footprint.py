@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import transfer_batch
-from lightning_autopar.exact.data.longest import Look, between, look
+from lightning_autopar.exact.data.longest_batch import Look, between, look
 from lightning_autopar.memory import scaling
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.lengths import Lengths
+from lightning_autopar.memory.length_spread import Lengths
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 
 log = logging.getLogger(__name__)

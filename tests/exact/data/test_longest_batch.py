@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lightning_autopar.exact.data.longest import between, look, shapes_in
+from lightning_autopar.exact.data.longest_batch import between, look, shapes_in
 from lightning_autopar.memory.trace.first_batch import FirstBatch, indexed
 
 

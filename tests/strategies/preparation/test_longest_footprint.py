@@ -141,7 +141,7 @@ def test_which_length_fits_is_what_its_own_batch_takes(tmp_path: Path, monkeypat
 
 
 def test_samples_that_were_not_looked_at_get_a_margin_where_something_fits_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_autopar.exact.data.longest.MOST", 60)
+    monkeypatch.setattr("lightning_autopar.exact.data.longest_batch.MOST", 60)
     some: dict[str, Any] = {"loader": texts(shuffle=True, count=4000), "plan": Plan(engine="single", devices=("cpu:0",))}
     report = planned(tmp_path, monkeypatch, **some)
     lengths = report.footprint.lengths
@@ -193,10 +193,10 @@ def test_a_look_changes_nothing_of_the_run(engine: str, tmp_path: Path) -> None:
 def test_a_batch_longer_than_planned_for_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lightning_autopar.exact.data.longest.MOST", 1)
-    monkeypatch.setattr("lightning_autopar.exact.data.longest.reach_of", lambda sizes, of: 1.01)
+    monkeypatch.setattr("lightning_autopar.exact.data.longest_batch.MOST", 1)
+    monkeypatch.setattr("lightning_autopar.exact.data.longest_batch.reach_of", lambda sizes, of: 1.01)
     loader = DataLoader(Texts(), batch_size=8, collate_fn=padded, sampler=[*range(8), *range(8, 16), *range(56, 64), *range(56, 64)])
-    monkeypatch.setattr("lightning_autopar.exact.data.longest._Samples.population", lambda samples, first: list(range(8, 12)))
+    monkeypatch.setattr("lightning_autopar.exact.data.longest_batch._Samples.population", lambda samples, first: list(range(8, 12)))
     strategy = AutoParallelStrategy(devices="1xcpu:1GiB")
     with caplog.at_level(logging.WARNING):
         trainer(tmp_path, strategy).fit(Reader(), loader, fixed(SHORT))
