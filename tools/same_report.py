@@ -32,8 +32,8 @@ from lightning_autopar import engines  # noqa: E402
 from lightning_autopar.constraints import Constraints, SplitFinding  # noqa: E402
 from lightning_autopar.devices.inventory import Inventory  # noqa: E402
 from lightning_autopar.devices.spec import parse_spec  # noqa: E402
+from lightning_autopar.memory.batch_scaling import scaled  # noqa: E402
 from lightning_autopar.memory.footprint import Footprint  # noqa: E402
-from lightning_autopar.memory.scaling import scaled  # noqa: E402
 from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 from lightning_autopar.planning import advice  # noqa: E402
 from lightning_autopar.planning import memory as planning_memory  # noqa: E402

@@ -10,9 +10,9 @@ from memory.play_stages import PlayedPipeline
 
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
-from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.planning.memory import predict, replay
 from lightning_autopar.planning.timing import step_of

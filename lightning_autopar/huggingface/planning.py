@@ -21,9 +21,9 @@ from lightning_autopar.huggingface.relaunch import launched_by_others
 from lightning_autopar.huggingface.settings import Batch, Settings
 from lightning_autopar.huggingface.step import Look, look
 from lightning_autopar.memory.allocator.options import options_from_environment
+from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.block_units import recomputable, with_recompute
 from lightning_autopar.planning.device_sets import device_sets, single_sets
 from lightning_autopar.planning.memory import predict

@@ -17,13 +17,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_autopar._lightning import LightningModule
+from lightning_autopar.memory.batch_scaling import scaled
+from lightning_autopar.memory.cuda_overhead import Target
 from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch_size_of
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.preparation.longest_footprint import at_lengths, seen_sizes
 

@@ -16,10 +16,10 @@ from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory, busy_share, device_label
 from lightning_autopar.engines import Question
+from lightning_autopar.memory.batch_scaling import for_rank, scaled
 from lightning_autopar.memory.device_bytes import DeviceBytes, HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.step_times import TimeFactors
-from lightning_autopar.memory.scaling import for_rank, scaled
 from lightning_autopar.planning import memory
 from lightning_autopar.planning.candidates import notes_of
 from lightning_autopar.planning.memory import host_bytes

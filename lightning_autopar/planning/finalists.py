@@ -17,9 +17,9 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.allocator.tape_parts import script_of
+from lightning_autopar.memory.cuda_overhead import workspaces
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.workspace import workspaces
 from lightning_autopar.planning.appraisal import kind_of
 from lightning_autopar.planning.memory import replay
 from lightning_autopar.plans import Plan

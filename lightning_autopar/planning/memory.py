@@ -13,15 +13,15 @@ from dataclasses import replace
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.engines import Engine, Rank, recomputed
-from lightning_autopar.memory.allocator.device import PlayedDevice
 from lightning_autopar.memory.allocator.options import MIB, AllocatorOptions
-from lightning_autopar.memory.allocator.play import Player, parts_of
+from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.replay import Replayed, played
 from lightning_autopar.memory.allocator.tape_parts import TapeParts, read_script
+from lightning_autopar.memory.allocator.tape_player import Player, parts_of
+from lightning_autopar.memory.cuda_overhead import context_bytes, nccl_bytes, workspace_bytes
 from lightning_autopar.memory.device_bytes import DeviceBytes, HostBytes
 from lightning_autopar.memory.footprint import Footprint, FootprintCache
 from lightning_autopar.memory.moments import RNG_STATE_BYTES, Moments, moments_of
-from lightning_autopar.memory.workspace import context_bytes, nccl_bytes, workspace_bytes
 from lightning_autopar.plans import Plan
 
 

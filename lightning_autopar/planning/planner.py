@@ -16,8 +16,8 @@ from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory, busy_share, device_label
 from lightning_autopar.engines import Question
+from lightning_autopar.memory.batch_scaling import longer
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.scaling import longer
 from lightning_autopar.planning.advice import advise
 from lightning_autopar.planning.appraisal import Appraiser, Predict, Predictions, first_of_each_configuration
 from lightning_autopar.planning.candidates import ruled_out

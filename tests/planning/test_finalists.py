@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.allocator.options import AllocatorOptions
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, Moment
-from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning import finalists

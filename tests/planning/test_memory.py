@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.exact.step.recompute import recomputed
+from lightning_autopar.memory.cuda_overhead import context_bytes, nccl_bytes, workspace_bytes
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
 from lightning_autopar.memory.moments import RNG_STATE_BYTES
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.memory.workspace import context_bytes, nccl_bytes, workspace_bytes
 from lightning_autopar.planning import memory as prediction
 from lightning_autopar.planning.memory import predict
 from lightning_autopar.plans import Plan

@@ -19,11 +19,11 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.engines import Engine, Searching
 from lightning_autopar.memory.allocator.replay import Replayed
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.memory.learned.step_times import StepTime, StepTimes
-from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import with_recompute
 from lightning_autopar.planning.planner import make_report

@@ -19,7 +19,7 @@ from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.blocks import batch_norms, find_blocks, tied_groups
-from lightning_autopar.memory.trace.extras import held_by_callbacks
+from lightning_autopar.memory.trace.extra_tensors import held_by_callbacks
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, tensors_of
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ import numpy as np
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.engines import Engine, Question, Rank, recomputed
-from lightning_autopar.memory.allocator.device import PlayedDevice
 from lightning_autopar.memory.allocator.options import MIB
-from lightning_autopar.memory.allocator.play import DDPPlayer, Player
+from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeParts
+from lightning_autopar.memory.allocator.tape_player import DDPPlayer, Player
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.candidates import build_plan

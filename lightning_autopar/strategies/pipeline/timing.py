@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.memory.allocator.play import parts_of
+from lightning_autopar.memory.allocator.tape_player import parts_of
 from lightning_autopar.plans import Schedule
 from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
 from lightning_autopar.timing.rank import LaneSpan, RankWork, work_of

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import Trainer, lightning_setattr, rank_zero_info
-from lightning_autopar.memory.scaling import scaled
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.report.report import Candidate, NothingFits
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs

@@ -21,9 +21,9 @@ from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.memory.allocator.options import options_from_environment
+from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.learned.cache_files import cache_folder
-from lightning_autopar.memory.learned.records import load_residuals
-from lightning_autopar.memory.workspace import target_of
+from lightning_autopar.memory.learned.memory_records import load_residuals
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.planning.refusals import missing_packages, undivided, unknown_split
 from lightning_autopar.plans import Engine, Plan, all_engines

@@ -33,12 +33,12 @@ from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.exact.step.shared_network import SharedModules
-from lightning_autopar.memory import scaling
+from lightning_autopar.memory import batch_scaling
+from lightning_autopar.memory.cuda_overhead import Target
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, first_batch, fresh, tensors_of
 from lightning_autopar.memory.trace.guess import guess
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.sharing_probe import with_shared_network
@@ -185,7 +185,7 @@ def drawn_by_rank(findings: Findings) -> Findings:
     split = findings.split
     return replace(
         findings,
-        footprint=scaling.drawn_by_rank(findings.footprint),
+        footprint=batch_scaling.drawn_by_rank(findings.footprint),
         draws=replace(findings.draws, seeded=True),
         split=None if split is None else replace(split, notes=(*split.notes, _OWN_DRAWS)),
     )

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.learned.corrections import make_record, make_shortage, plan_shape
-from lightning_autopar.memory.learned.records import add_record
+from lightning_autopar.memory.learned.memory_records import add_record
 from lightning_autopar.memory.learned.step_times import StepTime, add_step_time, disturbance
 from lightning_autopar.planning.appraisal import links_seconds
 from lightning_autopar.report.report import Report

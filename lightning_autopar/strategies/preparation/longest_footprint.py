@@ -13,7 +13,7 @@ from lightning_autopar._fork import ChildFailed
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar.exact.data.longest_batch import Look, between, look
-from lightning_autopar.memory import scaling
+from lightning_autopar.memory import batch_scaling
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.length_spread import Lengths
 from lightning_autopar.memory.trace.first_batch import FirstBatch
@@ -108,11 +108,11 @@ def at_lengths(traced: Callable[[FirstBatch], Footprint], batch: FirstBatch, foo
     lengths = replace(
         between(found.lengths, usual, longest),
         timed=not found.times_of_first,
-        usual_bytes=scaling.growing_bytes(used),
-        longest_bytes=scaling.growing_bytes(most),
+        usual_bytes=batch_scaling.growing_bytes(used),
+        longest_bytes=batch_scaling.growing_bytes(most),
     )
     timed = footprint if found.times_of_first else used
-    longer = scaling.longer(scaling.at_lengths(footprint, timed, most), lengths.growth)
+    longer = batch_scaling.longer(batch_scaling.at_lengths(footprint, timed, most), lengths.growth)
     return replace(longer, lengths=lengths, evaluation_bytes=footprint.evaluation_bytes)
 
 
@@ -121,7 +121,7 @@ def without_margin(footprint: Footprint) -> Footprint | None:
     lengths = footprint.lengths
     if lengths is None or not lengths.vary or lengths.growth <= 1:
         return None
-    found = scaling.longer(footprint, 1 / lengths.growth)
+    found = batch_scaling.longer(footprint, 1 / lengths.growth)
     return replace(found, lengths=replace(lengths, reach=1.0, tight=True))
 
 

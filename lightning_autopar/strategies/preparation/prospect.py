@@ -20,9 +20,9 @@ from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.logs.log_rules import LogComparison
+from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
-from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.report.report import NothingFits

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autopar.memory.kernels.measured import (
+from lightning_autopar.memory.kernels.measured_workspace import (
     CannotMeasure,
     KernelBytes,
     Rounds,

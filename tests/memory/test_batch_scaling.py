@@ -1,7 +1,7 @@
 from dataclasses import replace
 
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.footprint import LayerFootprint, Moment
-from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.tape import Tape
 from tests.fakes.values import MIB, footprint
 

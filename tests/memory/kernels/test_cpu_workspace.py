@@ -13,9 +13,9 @@ from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._fork import run_forked
-from lightning_autopar.memory.kernels import measured as scratch_convolution
-from lightning_autopar.memory.kernels.cpu import CPU_HIDDEN, CPU_SCRATCH, UNREAD, cpu_scratch
-from lightning_autopar.memory.kernels.measured import half_product_bytes
+from lightning_autopar.memory.kernels import measured_workspace as scratch_convolution
+from lightning_autopar.memory.kernels.cpu_workspace import CPU_HIDDEN, CPU_SCRATCH, UNREAD, cpu_scratch
+from lightning_autopar.memory.kernels.measured_workspace import half_product_bytes
 
 aten = torch.ops.aten
 SCRATCH = cpu_scratch({})

@@ -8,8 +8,7 @@ import pytest
 
 from lightning_autopar.devices.catalogue import KNOWN_DEVICES
 from lightning_autopar.devices.discover import probe
-from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.workspace import (
+from lightning_autopar.memory.cuda_overhead import (
     _LOADED_BYTES,
     KIB,
     MIB,
@@ -21,6 +20,7 @@ from lightning_autopar.memory.workspace import (
     workspace_bytes,
     workspaces,
 )
+from lightning_autopar.memory.footprint import Footprint
 
 STEP = Footprint(
     parameters=1,

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from lightning_autopar.memory.allocator.device import GATHER, REDUCE, PlayedDevice
-from lightning_autopar.memory.allocator.play import CATEGORY, Player
+from lightning_autopar.memory.allocator.played_device import GATHER, REDUCE, PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
+from lightning_autopar.memory.allocator.tape_player import CATEGORY, Player
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths
 

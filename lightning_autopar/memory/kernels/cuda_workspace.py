@@ -1,6 +1,6 @@
 """What CUDA's kernels allocate inside one operation, where the trace can't see it. Knows torch's operations; no ledger, no module, no plan.
 
-The figures were read from torch's sources (2.13), named at each. cuDNN's workspaces are estimated, and the report says so. :mod:`.cpu` is
+The figures were read from torch's sources (2.13), named at each. cuDNN's workspaces are estimated, and the report says so. :mod:`.cpu_workspace` is
 the same for the CPU.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autopar.memory.kernels.cpu import CPU_HIDDEN, CPU_SCRATCH, HiddenOf, ScratchOf
-from lightning_autopar.memory.kernels.measured import KernelBytes, Rounds
+from lightning_autopar.memory.kernels.cpu_workspace import CPU_HIDDEN, CPU_SCRATCH, HiddenOf, ScratchOf
+from lightning_autopar.memory.kernels.measured_workspace import KernelBytes, Rounds
 from lightning_autopar.memory.storages import tensor_bytes
 
 aten = torch.ops.aten

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_autopar.memory.kernels.cuda import CUDA_HIDDEN, CUDA_SCRATCH, cuda_scratch, reduction
-from lightning_autopar.memory.kernels.measured import Rounds
+from lightning_autopar.memory.kernels.cuda_workspace import CUDA_HIDDEN, CUDA_SCRATCH, cuda_scratch, reduction
+from lightning_autopar.memory.kernels.measured_workspace import Rounds
 from tests.memory.cuda import (
     BF16,
     FLOAT,
