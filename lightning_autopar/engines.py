@@ -22,7 +22,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.moments import Moments
 from lightning_autopar.plans import Plan, loaded
 from lightning_autopar.timing.rates import COLLECTIVES, Rates
-from lightning_autopar.timing.step import Step
+from lightning_autopar.timing.step_seconds import Step
 
 
 @dataclass(frozen=True, kw_only=True)

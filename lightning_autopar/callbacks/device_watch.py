@@ -17,7 +17,6 @@ from typing import Any, Literal
 from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.devices.changes import DeviceEvent, device_events, usable
 from lightning_autopar.devices.inventory import Inventory
-from lightning_autopar.planning.memory import host_bytes
 from lightning_autopar.planning.move_verdict import (
     MoveHistory,
     Rules,
@@ -31,6 +30,7 @@ from lightning_autopar.planning.move_verdict import (
     raw_batch_seconds,
     same_plan,
 )
+from lightning_autopar.planning.plan_bytes import host_bytes
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, NothingFits
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest, RunView

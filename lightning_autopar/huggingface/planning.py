@@ -26,10 +26,10 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import recomputable, with_recompute
 from lightning_autopar.planning.device_sets import device_sets, single_sets
-from lightning_autopar.planning.memory import predict
+from lightning_autopar.planning.plan_bytes import predict
+from lightning_autopar.planning.plan_seconds import device_speeds
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import micro_batch_refusal, missing_packages, multi_refusal, own_refusal
-from lightning_autopar.planning.timing import device_speeds
 from lightning_autopar.plans import Plan, all_engines
 from lightning_autopar.report.report import Candidate, NothingFits, Report
 from lightning_autopar.sharing.leases import Leases

@@ -21,7 +21,7 @@ from lightning_autopar.planning.appraisal import (
     links_seconds,
     simplicity,
 )
-from lightning_autopar.planning.memory import host_bytes
+from lightning_autopar.planning.plan_bytes import host_bytes
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.report.report import Candidate, NothingFits

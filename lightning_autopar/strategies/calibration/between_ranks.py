@@ -24,7 +24,7 @@ from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.strategies.calibration.device_curves import Clock, cold_product
 from lightning_autopar.strategies.calibration.idle_devices import TENSOR_BYTES
-from lightning_autopar.timing.curves import Curve
+from lightning_autopar.timing.measured_curves import Curve
 from lightning_autopar.timing.measured_rates import device_key
 from lightning_autopar.timing.rates import Collective
 

@@ -35,8 +35,8 @@ from lightning_autopar.memory.learned.cache_files import VARIABLE, cache_folder
 from lightning_autopar.planning.device_sets import one_of_each_gpu
 from lightning_autopar.plans import Engine, all_engines
 from lightning_autopar.strategies.calibration.idle_devices import came_meanwhile, leased, may_be_measured
-from lightning_autopar.timing.curves import Calibration, Curve, keep_calibration, load_calibration
 from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.measured_curves import Calibration, Curve, keep_calibration, load_calibration
 from lightning_autopar.timing.measured_rates import HOST, RARE, MeasuredRates, device_key, group_key, is_of
 from lightning_autopar.timing.rates import COLLECTIVES, Collective
 

@@ -23,7 +23,7 @@ from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths, offloade
 from lightning_autopar.strategies.fsdp.tape_player import FSDPPlayer
 from lightning_autopar.strategies.fsdp.timing import FSDPStep
 from lightning_autopar.timing.rates import Rates
-from lightning_autopar.timing.step import Step
+from lightning_autopar.timing.step_seconds import Step
 
 #: Up to this number of devices, every number of copies of the model is tried.
 _FEW_DEVICES = 16

@@ -19,7 +19,7 @@ from lightning_autopar.strategies.pipeline.memory import rank_bytes
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
 from lightning_autopar.strategies.pipeline.timing import PipelineStep
 from lightning_autopar.timing.rates import COLLECTIVES, Rates
-from lightning_autopar.timing.step import Step
+from lightning_autopar.timing.step_seconds import Step
 
 
 class Pipeline(Engine):

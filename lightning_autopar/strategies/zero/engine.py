@@ -17,7 +17,7 @@ from lightning_autopar.strategies.zero.memory import rank_bytes, zero_host_bytes
 from lightning_autopar.strategies.zero.settings import ZeroSettings
 from lightning_autopar.strategies.zero.timing import ZeroStep
 from lightning_autopar.timing.rates import Rates
-from lightning_autopar.timing.step import Step
+from lightning_autopar.timing.step_seconds import Step
 
 #: The precisions, by Lightning's names, with which a ZeRO run equals the plain run.
 _PRECISIONS = ("None", "32", "32-true", "bf16", "bf16-mixed", "bf16-true")

@@ -28,7 +28,7 @@ from lightning_autopar.memory.allocator.tape_player import BUCKET_BYTES, FIRST_B
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.tape import Action, Kind, Tape
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.planning.memory import predict, replay
+from lightning_autopar.planning.plan_bytes import predict, replay
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.engine import FSDP
 from lightning_autopar.strategies.fsdp.memory import Widths

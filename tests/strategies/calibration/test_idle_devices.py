@@ -18,7 +18,7 @@ from lightning_autopar.strategies.calibration import calibration
 from lightning_autopar.strategies.calibration import idle_devices as calibration_devices
 from lightning_autopar.strategies.calibration.calibration import Measurement
 from lightning_autopar.strategies.calibration.idle_devices import ROOM_BYTES
-from lightning_autopar.timing.curves import Calibration, Curve, load_calibration
+from lightning_autopar.timing.measured_curves import Calibration, Curve, load_calibration
 from lightning_autopar.timing.measured_rates import device_key, group_key
 from tests.fakes.nvml import GIB, FakeGpu, FakeInstance, FakeNvml
 

@@ -24,10 +24,10 @@ from lightning_autopar.strategies.preparation import decide as deciding
 from lightning_autopar.strategies.preparation import trial
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.trial import Outcome, choose
-from lightning_autopar.timing.curves import Calibration
 from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.measured_curves import Calibration
 from lightning_autopar.timing.measured_rates import MeasuredRates
-from lightning_autopar.timing.step import Seconds
+from lightning_autopar.timing.step_seconds import Seconds
 
 INVENTORY = parse_spec("2xcpu:64MiB", cores=2)
 PLANS = {

@@ -1,6 +1,6 @@
 """Predicts a plan's seconds a step, by part, and the seconds of single parts, which the search weighs.
 
-:func:`predict_seconds` is the entrance. ``timing/rank`` says what a rank computes, ``timing/lanes`` how much of its collectives that hides,
+:func:`predict_seconds` is the entrance. ``timing/rank_compute`` says what a rank computes, ``timing/lanes`` how much of its collectives that hides,
 and the engine in which order it all runs. It measures nothing, and must not know how memory is predicted or how plans are found.
 """
 
@@ -17,7 +17,7 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.timing.data_sheet import DATA_SHEET
 from lightning_autopar.timing.rates import Phase, Rates, slowed
 from lightning_autopar.timing.roofline import computing_dtype, layout_of, part_load
-from lightning_autopar.timing.step import Seconds, Step
+from lightning_autopar.timing.step_seconds import Seconds, Step
 
 #: A matrix product that every device computes well, to compare devices.
 _LARGE = 4096

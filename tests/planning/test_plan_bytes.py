@@ -17,8 +17,8 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
 from lightning_autopar.memory.moments import RNG_STATE_BYTES
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.planning import memory as prediction
-from lightning_autopar.planning.memory import predict
+from lightning_autopar.planning import plan_bytes as prediction
+from lightning_autopar.planning.plan_bytes import predict
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.pipeline import memory as pipeline_bytes
 from lightning_autopar.strategies.zero import memory as zero_bytes

@@ -8,9 +8,9 @@ import pytest
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.plans import Plan
-from lightning_autopar.report.comparison import compare, metrics, table, warnings
+from lightning_autopar.report.predicted_and_measured import compare, metrics, table, warnings
 from lightning_autopar.report.report import Candidate
-from lightning_autopar.timing.step import Seconds
+from lightning_autopar.timing.step_seconds import Seconds
 from tests.fakes.values import GIB, MIB
 
 PLAN = Plan(engine="single", devices=("GPU-0",))

@@ -10,7 +10,7 @@ import pytest
 from lightning_autopar.devices import host as identity
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
-from lightning_autopar.timing.curves import Calibration, Curve, cache_file, keep_calibration, load_calibration
+from lightning_autopar.timing.measured_curves import Calibration, Curve, cache_file, keep_calibration, load_calibration
 
 KNOWN = Calibration().with_curves(
     [Curve(subject="cpu/1", thing="add", dtype="fp32", sizes=(1.0, 2.0), seconds=(0.5, 0.75))], day="2026-11-22", took_seconds=3.0

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_autopar.devices.inventory import Link
-from lightning_autopar.planning.timing import device_speed, predict_seconds
+from lightning_autopar.planning.plan_seconds import device_speed, predict_seconds
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.timing import ACCUMULATED_BYTES_PER_SECOND, OFFLOADED_PARAMETER, SHARDED_OPERATION
 from lightning_autopar.strategies.zero.engine import Zero
 from lightning_autopar.strategies.zero.settings import ZeroSettings
-from lightning_autopar.timing.step import Seconds
+from lightning_autopar.timing.step_seconds import Seconds
 from tests.fakes.rates import PlainRates
 from tests.fakes.traced import BLOCKS, GPUS, HERE, traced
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
