@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_autopar._lightning import Trainer
-from lightning_autopar.exact.data.counting import Count
+from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.log_rules import LogRules
 

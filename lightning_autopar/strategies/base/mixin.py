@@ -28,7 +28,7 @@ from lightning_autopar._lightning_compat import (
     step_name,
 )
 from lightning_autopar._temporary import Calls, Exits, patched
-from lightning_autopar.exact.data.counting import BatchCounts
+from lightning_autopar.exact.data.counted_entries import BatchCounts
 from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
 from lightning_autopar.exact.data.loader_pass import without_group
 from lightning_autopar.exact.data.longest_batch import LongerBatches

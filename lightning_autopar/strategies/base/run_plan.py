@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_autopar.devices.inventory import Device
-from lightning_autopar.exact.data.batch_making import Loading
+from lightning_autopar.exact.data.collate_trial import Loading
 from lightning_autopar.exact.logs.log_rules import LogRules
 from lightning_autopar.exact.step.attribute_rules import KeptRules
 from lightning_autopar.exact.step.random_draws import DrawPlan

@@ -22,7 +22,7 @@ from lightning_autopar._lightning_compat import before_transfer, is_overridden, 
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.counting import Count, Rule, candidates
+from lightning_autopar.exact.data.counted_entries import Count, Rule, candidates
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, share_of
 from lightning_autopar.exact.logs.hooks import mentions
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, shares_alike

@@ -23,7 +23,7 @@ from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar.constraints import LOSS, SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.counting import Count
+from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, taken

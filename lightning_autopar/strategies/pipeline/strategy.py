@@ -20,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_autopar._lightning import ParallelStrategy, Trainer, rank_zero_only
 from lightning_autopar._lightning_compat import NoLoss, default_backend, let_steps_be_skipped, reduce_over_ranks
-from lightning_autopar.exact.data.counting import BatchCounts
+from lightning_autopar.exact.data.counted_entries import BatchCounts
 from lightning_autopar.exact.data.fingerprint import fingerprint
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.global_logging import GlobalLogging

@@ -15,7 +15,7 @@ from lightning_autopar._lightning import Callback, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._root import PYTORCH
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.batch_making import Loading
+from lightning_autopar.exact.data.collate_trial import Loading
 from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.memory.trace.first_batch import FirstBatch, fresh
 

@@ -23,9 +23,9 @@ from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_war
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar.constraints import LOSS, SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
-from lightning_autopar.exact.data.batch_making import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.collate import CollateAll
-from lightning_autopar.exact.data.counting import Count
+from lightning_autopar.exact.data.collate_trial import Loading, loader_key, look_at, makes_rows
+from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.exact.logs.kept_by_hooks import keeping_hooks
 from lightning_autopar.exact.logs.log_rules import LogComparison

@@ -15,8 +15,8 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_autopar.exact.absent.tensor import hole_of
+from lightning_autopar.exact.data.batch_structure import take_rows
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
-from lightning_autopar.exact.data.rows import take_rows
 from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.logs.logged_values import OPTIONS, Combiner, Entry
 from lightning_autopar.exact.logs.rank_exchange import Exchange

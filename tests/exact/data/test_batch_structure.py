@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
+from lightning_autopar.exact.data.batch_structure import count_rows, shapes_of, take_rows
 from lightning_autopar.exact.data.collate import CollateAll
 from lightning_autopar.exact.data.rank_share import Dealing
-from lightning_autopar.exact.data.rows import count_rows, shapes_of, take_rows
 from lightning_autopar.memory.trace.first_batch import copied, tensors_of
 
 HALVES = Dealing.even(2)

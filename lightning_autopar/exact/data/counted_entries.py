@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_autopar.constraints import LOSS
+from lightning_autopar.exact.data.batch_structure import is_collection, is_leaf, is_object, state_of
 from lightning_autopar.exact.data.rank_share import BatchShare, Tally
-from lightning_autopar.exact.data.rows import is_collection, is_leaf, is_object, state_of
 
 Path = tuple[Any, ...]
 #: A collective: each rank gives its number for each count, and gets those of every rank, in the order of ranks.

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from lightning_autopar.exact.data.counting import BatchCounts, Count, candidates
+from lightning_autopar.exact.data.counted_entries import BatchCounts, Count, candidates
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 
 IDS = torch.tensor([[5, 6, 7, 8], [5, 6, 3, 3], [5, 3, 3, 3], [5, 6, 7, 3]])

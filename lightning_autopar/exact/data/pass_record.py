@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.order import DrawLog, Order
+from lightning_autopar.exact.data.batch_order import DrawLog, Order
 from lightning_autopar.exact.data.worker_random import WorkerStates
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from typing import Any, Literal
 from torch.utils.data import default_collate, default_convert
 
 from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.batch_structure import alike
 from lightning_autopar.exact.data.collate import CollateAll, CollateSamples
 from lightning_autopar.exact.data.fingerprint import fingerprint
 from lightning_autopar.exact.data.rank_share import Dealing
-from lightning_autopar.exact.data.rows import alike
 from lightning_autopar.memory.trace.first_batch import FirstBatch, fresh, some_batches
 
 _LOG = logging.getLogger(__name__)
