@@ -23,7 +23,7 @@ from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_war
 from lightning_autopar._lightning_compat import step_name
 from lightning_autopar._root import PYTORCH
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.reached import Reached
+from lightning_autopar.exact.reached_variables import Reached
 from lightning_autopar.exact.step.attribute_rules import (
     MISSING,
     Before,

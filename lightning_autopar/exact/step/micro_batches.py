@@ -21,7 +21,7 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.data.batch_structure import count_rows, take_rows
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing
-from lightning_autopar.exact.logs.global_logging import GlobalLogging
+from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step.own_backward import weighed
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.plans import Plan

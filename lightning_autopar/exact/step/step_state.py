@@ -19,8 +19,8 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import Trainer
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
+from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step.attribute_rules import MISSING, PathRules, restored, taken
 from lightning_autopar.exact.step.attributes import Place, places_of
 from lightning_autopar.exact.step.random_draws import GlobalDraws

@@ -33,7 +33,7 @@ from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_load
 from lightning_autopar.exact.data.loader_pass import without_group
 from lightning_autopar.exact.data.longest_batch import LongerBatches
 from lightning_autopar.exact.data.rank_share import common_share
-from lightning_autopar.exact.logs.global_logging import GlobalLogging
+from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step import own_backward
 from lightning_autopar.exact.step.batch_norm import restore as restore_batch_norm
 from lightning_autopar.exact.step.batch_norm import synchronise as synchronise_batch_norm

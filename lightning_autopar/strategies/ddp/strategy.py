@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_autopar._lightning import DDPStrategy, SingleDeviceStrategy
 from lightning_autopar._temporary import Exits, without_noise
-from lightning_autopar.exact.logs.hooks import sees_gradients
+from lightning_autopar.exact.logs.logging_hooks import sees_gradients
 from lightning_autopar.exact.step.gradient_hooks import OurHook
 from lightning_autopar.exact.step.own_backward import average
 from lightning_autopar.strategies.base.mixin import EngineMixin

@@ -24,8 +24,8 @@ from lightning_autopar.constraints import LOSS
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counted_entries import Count, Rule, candidates
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, share_of
-from lightning_autopar.exact.logs.hooks import mentions
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, shares_alike
+from lightning_autopar.exact.logs.logging_hooks import mentions
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts

@@ -23,7 +23,7 @@ from lightning_autopar._lightning_compat import NoLoss, default_backend, let_ste
 from lightning_autopar.exact.data.counted_entries import BatchCounts
 from lightning_autopar.exact.data.fingerprint import fingerprint
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.logs.global_logging import GlobalLogging
+from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step.initial_weights import drawn_on
 from lightning_autopar.exact.step.micro_batches import PartGradients, several_loaders, uncut, whole_share
 from lightning_autopar.exact.step.random_draws import GlobalDraws

@@ -20,7 +20,7 @@ from lightning_autopar._lightning import Callback, ProgressBar
 from lightning_autopar._lightning_compat import combined_mode, is_overridden
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.logs.global_logging import GlobalLogging
+from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step.micro_batches import joined, take_part, whole_share
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.step_state import StepState

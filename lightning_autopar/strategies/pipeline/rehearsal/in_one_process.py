@@ -20,8 +20,8 @@ from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.tensor import MissingValue, absent_like, is_absent
-from lightning_autopar.exact.logs.hooks import mentions
 from lightning_autopar.exact.logs.log_rules import Logged, recorded_logs
+from lightning_autopar.exact.logs.logging_hooks import mentions
 from lightning_autopar.memory.fakes.fakes import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep, Silent, default_dtype
 from lightning_autopar.memory.trace.no_writes import no_effects

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning import Trainer
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.logs.global_logging import GlobalLogging
-from lightning_autopar.exact.logs.hooks import overridden
+from lightning_autopar.exact.logs.logging_hooks import overridden
+from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step.micro_batches import detached, joined, several_loaders, take_part, uncut
 from lightning_autopar.exact.step.own_backward import weighed
 from lightning_autopar.memory.trace.first_batch import copied

@@ -39,7 +39,7 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.data.loader import unwrapped
 from lightning_autopar.exact.logs.metrics_over_ranks import sync_states
-from lightning_autopar.exact.reached import Reached, Variables
+from lightning_autopar.exact.reached_variables import Reached, Variables
 from lightning_autopar.state.checkpoint import (
     load_whole_optimizer_state,
 )

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_autopar.exact.logs.hooks import logs_between_steps, logs_in_training_step, looks_within_step, sees_loss
+from lightning_autopar.exact.logs.logging_hooks import logs_between_steps, logs_in_training_step, looks_within_step, sees_loss
 
 
 def tell(module: Any, value: Tensor) -> None:

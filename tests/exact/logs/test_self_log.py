@@ -20,8 +20,8 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.exact.data.batch_structure import take_rows
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
-from lightning_autopar.exact.logs.global_logging import GlobalLogging
 from lightning_autopar.exact.logs.metrics_over_ranks import hold_metrics
+from lightning_autopar.exact.logs.self_log import GlobalLogging
 from tests.ranks import run_ranks
 from tests.work import counted
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_autopar.exact.logs.logged_values import OPTIONS, Combiner, Entry
+from lightning_autopar.exact.logs.combined_values import OPTIONS, Combiner, Entry
 
 
 def entry(name: str, value: float | None, rows: int, *, reduce_fx: str = "mean", **more: Any) -> Entry:

@@ -31,16 +31,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
 from lightning_autopar.exact.absent.tensor import is_absent
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.logs.hooks import (
-    logs_between_steps,
-    logs_in_training_step,
-    looks_within_step,
-    sees_loss,
-    shadow_hooks,
-    shadow_log,
-)
-from lightning_autopar.exact.logs.log_rules import LogRules
-from lightning_autopar.exact.logs.logged_values import (
+from lightning_autopar.exact.logs.combined_values import (
     LOSS,
     OPTIONS,
     Combiner,
@@ -50,6 +41,15 @@ from lightning_autopar.exact.logs.logged_values import (
     log_again,
     loss_entry,
     take_back,
+)
+from lightning_autopar.exact.logs.log_rules import LogRules
+from lightning_autopar.exact.logs.logging_hooks import (
+    logs_between_steps,
+    logs_in_training_step,
+    looks_within_step,
+    sees_loss,
+    shadow_hooks,
+    shadow_log,
 )
 from lightning_autopar.exact.logs.metrics_over_parts import MetricParts
 from lightning_autopar.exact.logs.metrics_over_ranks import States, adopt, hold_metrics, metrics_of, packed, sync_states, unpack, value_of
