@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning import Trainer
 from lightning_autopar._lightning_compat import bare_optimizer
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.state import placed
 from lightning_autopar.state.fragments import FlatPart, Fragment
 from lightning_autopar.state.snapshot_folder import REST, SPARE

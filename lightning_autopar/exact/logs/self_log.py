@@ -29,7 +29,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.combined_values import (
     LOSS,
@@ -55,7 +55,7 @@ from lightning_autopar.exact.logs.metrics_over_parts import MetricParts
 from lightning_autopar.exact.logs.metrics_over_ranks import States, adopt, hold_metrics, metrics_of, packed, sync_states, unpack, value_of
 from lightning_autopar.exact.logs.rank_exchange import Exchange
 from lightning_autopar.exact.step.attribute_rules import KeptRules
-from lightning_autopar.exact.step.attributes import KeptSteps
+from lightning_autopar.exact.step.kept_attributes import KeptSteps
 
 
 class GlobalLogging:

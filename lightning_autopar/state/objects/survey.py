@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.memory.trace.first_batch import GENERATORS
 from lightning_autopar.state.objects.contents import (
     ATOMS,

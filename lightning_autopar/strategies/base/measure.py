@@ -20,8 +20,8 @@ from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar._temporary import Exits, without_noise
 from lightning_autopar.devices.host import thread_times, waited_share
 from lightning_autopar.devices.nvml import NvmlUnavailable, read_devices
-from lightning_autopar.exact.absent.tensor import is_absent
-from lightning_autopar.exact.step.step_state import own_gradient
+from lightning_autopar.exact.absent.absent_tensor import is_absent
+from lightning_autopar.exact.step.step_rollback import own_gradient
 from lightning_autopar.memory.allocation_recorder import HOST, AllocationRecorder
 from lightning_autopar.memory.storages import storage_sizes
 from lightning_autopar.plans import Plan

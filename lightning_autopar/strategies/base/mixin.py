@@ -34,7 +34,7 @@ from lightning_autopar.exact.data.loader_pass import without_group
 from lightning_autopar.exact.data.longest_batch import LongerBatches
 from lightning_autopar.exact.data.rank_share import common_share
 from lightning_autopar.exact.logs.self_log import GlobalLogging
-from lightning_autopar.exact.step import own_backward
+from lightning_autopar.exact.step import users_backward
 from lightning_autopar.exact.step.batch_norm import restore as restore_batch_norm
 from lightning_autopar.exact.step.batch_norm import synchronise as synchronise_batch_norm
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
@@ -42,7 +42,7 @@ from lightning_autopar.exact.step.gradient_scaler import scaled_as_on_one_device
 from lightning_autopar.exact.step.micro_batches import MicroBatches
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
-from lightning_autopar.exact.step.step_state import StepState
+from lightning_autopar.exact.step.step_rollback import StepState
 from lightning_autopar.state.checkpoint import whole_optimizer_state, whole_state_dict
 from lightning_autopar.strategies.base import measure, resume
 from lightning_autopar.strategies.base.loaders import Dropped, exact_loader
@@ -408,7 +408,7 @@ class EngineMixin(Strategy):
         if self._share is None or module is None or module.automatic_optimization:
             yield
             return
-        with own_backward.noticed(self._share.weight, lambda: self._in_backward, self.exchange_gradients, self._hooks):
+        with users_backward.noticed(self._share.weight, lambda: self._in_backward, self.exchange_gradients, self._hooks):
             yield
 
     def exchange_gradients(self, reached: list[Parameter]) -> None:
@@ -450,7 +450,7 @@ class EngineMixin(Strategy):
     def weighted(self, loss: Tensor) -> Tensor:
         """A step's loss, as this rank runs backward from it: weighed by its share of the batch where ranks average their gradients."""
         share = self._share if self.averages else None
-        return loss if share is None or share.weight == 1.0 else own_backward.weighed(loss, share.weight)
+        return loss if share is None or share.weight == 1.0 else users_backward.weighed(loss, share.weight)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward from a step's loss; where that runs out of memory, complete the gradients in parts of the batch."""

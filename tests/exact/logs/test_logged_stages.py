@@ -15,7 +15,7 @@ from tests.exact.logs.test_global_logging import MemoryLogger, Module, Recorder,
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_autopar.exact.absent.tensor import hole_of
+from lightning_autopar.exact.absent.absent_tensor import hole_of
 from lightning_autopar.exact.data.batch_structure import take_rows
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.logs.combined_values import OPTIONS, Combiner, Entry

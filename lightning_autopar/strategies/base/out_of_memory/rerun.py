@@ -4,7 +4,7 @@ The rank that runs out of memory gets over it alone; nothing is agreed on. DDP's
 each sends its gradients once, however many parts they came from. So the others wait in a collective until this rank is there, as they would
 for a slow one, and no communicator is given up.
 
-In forward: what the step has changed is put back (``exact.step.step_state``), and the batch runs in twice as many parts
+In forward: what the step has changed is put back (``exact.step.step_rollback``), and the batch runs in twice as many parts
 (``exact.step.micro_batches``), with the draws that it had. Hooks aren't called again, and nothing is counted twice.
 
 In backward: a parameter either has its batch's whole gradient by then, and DDP may have sent it, or nothing of it. The forward's results
@@ -39,7 +39,7 @@ from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.logging_hooks import shadow_log
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.exact.step.micro_batches import several_loaders, take_part, whole_share
-from lightning_autopar.exact.step.step_state import StepState
+from lightning_autopar.exact.step.step_rollback import StepState
 from lightning_autopar.strategies.base.worker_exception import out_of_memory
 
 if TYPE_CHECKING:

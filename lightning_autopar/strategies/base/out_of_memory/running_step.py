@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_autopar.exact.step.step_state import StepState
+from lightning_autopar.exact.step.step_rollback import StepState
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import shortage_words
 from lightning_autopar.strategies.base.out_of_memory.rerun import free_memory
 from lightning_autopar.strategies.base.process_group import join_group

@@ -19,7 +19,7 @@ from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.absent.tensor import MissingValue, absent_like, is_absent
+from lightning_autopar.exact.absent.absent_tensor import MissingValue, absent_like, is_absent
 from lightning_autopar.exact.logs.log_rules import Logged, recorded_logs
 from lightning_autopar.exact.logs.logging_hooks import mentions
 from lightning_autopar.memory.fakes.fakes import fake_copy

@@ -23,7 +23,7 @@ from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.logging_hooks import overridden
 from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step.micro_batches import detached, joined, several_loaders, take_part, uncut
-from lightning_autopar.exact.step.own_backward import weighed
+from lightning_autopar.exact.step.users_backward import weighed
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.pipeline.run.agreement import SameBatch

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_autopar.exact.absent.rules import recording_absence, set_strict
-from lightning_autopar.exact.absent.tensor import (
+from lightning_autopar.exact.absent.absent_tensor import (
     AbsentMode,
     AbsentTensor,
     OverwrittenTensor,
@@ -26,6 +25,7 @@ from lightning_autopar.exact.absent.tensor import (
     provide,
     resolved,
 )
+from lightning_autopar.exact.absent.operator_rules import recording_absence, set_strict
 from lightning_autopar.strategies.pipeline.stages.block_router import Router
 from lightning_autopar.strategies.pipeline.stages.recording import EXTRA, CutTensor, Staging, StepRecording
 from lightning_autopar.strategies.pipeline.stages.skipped_blocks import BlockResults

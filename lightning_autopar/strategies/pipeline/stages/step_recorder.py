@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_autopar.exact.absent.rules import READING
-from lightning_autopar.exact.absent.tensor import AbsentMode, MissingValue, absent_like
+from lightning_autopar.exact.absent.absent_tensor import AbsentMode, MissingValue, absent_like
+from lightning_autopar.exact.absent.operator_rules import READING
 from lightning_autopar.strategies.pipeline.stages.block_router import find_block, opaque_methods
 from lightning_autopar.strategies.pipeline.stages.module_state import ModuleState, host_generators
 from lightning_autopar.strategies.pipeline.stages.outputs import EscapedOutputs, describe, flattened, places

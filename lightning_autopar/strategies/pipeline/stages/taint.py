@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _pop_mode_temporarily, _push_mode
 from torch.utils import checkpoint as checkpointing
 
-from lightning_autopar.exact.absent.rules import DESCRIBING
-from lightning_autopar.exact.absent.tensor import AbsentTensor, OverwrittenTensor, filled
+from lightning_autopar.exact.absent.absent_tensor import AbsentTensor, OverwrittenTensor, filled
+from lightning_autopar.exact.absent.operator_rules import DESCRIBING
 
 _MARK = "_autopar_tainted"
 

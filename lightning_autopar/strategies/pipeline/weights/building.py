@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.step.initial_weights import random_states, set_random_states
 from lightning_autopar.state.scratch_files import hand_back_pages
 from lightning_autopar.strategies.pipeline.weights.transfers import Pipeline

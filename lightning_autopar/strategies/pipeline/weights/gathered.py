@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.state.checkpoint import like
 from lightning_autopar.state.scratch_files import ScratchFile, hand_back_pages
 from lightning_autopar.strategies.pipeline.weights.transfers import Pipeline

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autopar.exact.absent.tensor import MissingValue, is_absent
+from lightning_autopar.exact.absent.absent_tensor import MissingValue, is_absent
 from lightning_autopar.strategies.pipeline.stages.module_state import take_stages
 from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule

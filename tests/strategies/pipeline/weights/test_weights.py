@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.state import scratch_files as scratch
 from lightning_autopar.state.scratch_files import ScratchFile
 from lightning_autopar.strategies.pipeline.weights import building

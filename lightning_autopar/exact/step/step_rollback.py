@@ -22,7 +22,7 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step.attribute_rules import MISSING, PathRules, restored, taken
-from lightning_autopar.exact.step.attributes import Place, places_of
+from lightning_autopar.exact.step.kept_attributes import Place, places_of
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 
 #: The most bytes of buffers that are copied before a step.

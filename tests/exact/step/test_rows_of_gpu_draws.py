@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
-from lightning_autopar.exact.step import own_rows
 from lightning_autopar.exact.step import random_operators as random_ops
-from lightning_autopar.exact.step.own_rows import Window, pieces
+from lightning_autopar.exact.step import rows_of_gpu_draws
 from lightning_autopar.exact.step.random_draws import GlobalDraws, whole_like
+from lightning_autopar.exact.step.rows_of_gpu_draws import Window, pieces
 from lightning_autopar.plans import deal
 
 ONE = Window(elements=100, offset=4, least=76)
@@ -102,10 +102,10 @@ def test_they_are_the_whole_draws_rows(kind: str, shares: tuple[int, ...], monke
 def test_a_gpu_that_draws_otherwise_makes_whole_draws(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Another release's kernel, say: the trial tells, and the numbers are right all the same."""
     torch.cuda.init()
-    right = own_rows._window
-    monkeypatch.setattr(own_rows, "_PROVEN", {})
+    right = rows_of_gpu_draws._window
+    monkeypatch.setattr(rows_of_gpu_draws, "_PROVEN", {})
     wrong = Window(elements=window(), offset=8, least=right(torch.device("cuda:0"), 4, 4).least)
-    monkeypatch.setattr(own_rows, "_window", lambda device, each, offset: wrong)
+    monkeypatch.setattr(rows_of_gpu_draws, "_window", lambda device, each, offset: wrong)
     batch = torch.ones(4, window() + 8 * 777, device="cuda:0")
     torch.cuda.manual_seed(11)
     torch.cuda.default_generators[0].set_offset(8)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchmetrics import CatMetric, SumMetric
 
-from lightning_autopar.exact.step.step_state import StepState
+from lightning_autopar.exact.step.step_rollback import StepState
 
 
 class Module(nn.Module):
@@ -65,7 +65,7 @@ def test_a_buffer_without_a_value_may_get_one() -> None:
 
 
 def test_large_buffers_are_copied_only_after_a_step_has_written_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_autopar.exact.step.step_state.COPIED_BYTES", 8)
+    monkeypatch.setattr("lightning_autopar.exact.step.step_rollback.COPIED_BYTES", 8)
     module = Module()
     state = noted(module)
     module.running += 1  # type: ignore[operator]

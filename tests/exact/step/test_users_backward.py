@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_autopar.exact.step.own_backward import weighed
+from lightning_autopar.exact.step.users_backward import weighed
 from tests.strategies.fitted import BLOCKS, Fitted, assert_same, numbers, plan
 
 
