@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.devices.inventory import Device
-from lightning_autopar.sharing.processes import is_drivers
+from lightning_autopar.sharing.process_ids import is_drivers
 from lightning_autopar.strategies.processes.protocol import GenerationFiles
 from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_generation import LOOK_SECONDS, Generation

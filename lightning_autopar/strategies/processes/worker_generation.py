@@ -29,7 +29,7 @@ import torch
 from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.sharing.runs.leftovers import LOCKS, RUN_PREFIX, leftovers, remove
-from lightning_autopar.state import placed
+from lightning_autopar.state import gpu_pickles
 from lightning_autopar.strategies.base.worker_exception import Failure, WorkerFailed
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.protocol import StopRendezvous
@@ -368,7 +368,7 @@ def _start(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous) -> _Worke
 def _results(job: WorkerJob, workers: list[_Worker]) -> list[handover.Results]:
     """The results of those workers that left any."""
     paths = [job.folder / f"rank{worker.rank}.pkl" for worker in workers if {"done", "tuner", "left"} & set(worker.words)]
-    return [placed.loads(path.read_bytes(), torch.device("cpu")) for path in paths]
+    return [gpu_pickles.loads(path.read_bytes(), torch.device("cpu")) for path in paths]
 
 
 def _describe(code: int | None) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.state import scratch_files as scratch
 from lightning_autopar.state.checkpoint import OneFile
-from lightning_autopar.state.fragments import FlatPart
+from lightning_autopar.state.flat_parts import FlatPart
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.zero import deepspeed as doorway
 from lightning_autopar.strategies.zero.disk import DiskStates

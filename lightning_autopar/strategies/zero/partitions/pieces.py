@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_autopar.state.fragments import NUMBERS, FlatPart
+from lightning_autopar.state.flat_parts import NUMBERS, FlatPart
 
 #: How many elements are summed at once.
 _CHUNK = 1 << 20

@@ -1,6 +1,6 @@
 """Weights and optimizer states of a module that ZeRO has partitioned: gathered whole for a file, and loaded by each rank in part.
 
-A rank has a range of each parameter's elements (:class:`lightning_autopar.state.fragments.FlatPart`), and the optimizer's states for those.
+A rank has a range of each parameter's elements (:class:`lightning_autopar.state.flat_parts.FlatPart`), and the optimizer's states for those.
 At stage 3 that holds for the weights as well; at lower stages every rank has all weights. One tensor at a time is whole, on rank 0, in the
 pages of a file. Knows ranks, parts and tensors; no plan, no trainer, and of DeepSpeed only the parts.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autopar.state import checkpoint
-from lightning_autopar.state.fragments import FlatPart
+from lightning_autopar.state.flat_parts import FlatPart
 from lightning_autopar.state.scratch_files import ScratchFile, hand_back_pages
 
 

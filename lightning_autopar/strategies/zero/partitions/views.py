@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._lightning import rank_zero_warn
-from lightning_autopar.state.fragments import FlatPart
+from lightning_autopar.state.flat_parts import FlatPart
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 from lightning_autopar.strategies.zero.partitions.module import is_partitioned, is_whole, part_of, register_external, running_modules
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_autopar.plans import Plan
-from lightning_autopar.state.fragments import FlatPart
+from lightning_autopar.state.flat_parts import FlatPart
 from lightning_autopar.state.scratch_files import ScratchFile
 from lightning_autopar.strategies.base import process_group
 from lightning_autopar.strategies.zero import deepspeed as doorway

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.state.fragments import NUMBERS
+from lightning_autopar.state.flat_parts import NUMBERS
 from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
 from lightning_autopar.strategies.zero.partitions.pieces import Edits, OptimizerBridge
 

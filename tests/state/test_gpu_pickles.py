@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy, Plan
 from lightning_autopar.devices.discover import probe
-from lightning_autopar.state import placed
+from lightning_autopar.state import gpu_pickles
 from tests.fresh import fresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
@@ -31,8 +31,8 @@ def test_tensors_on_a_gpu_come_out_on_the_readers_device(reader: str) -> None:
     device, whole = torch.device(reader), torch.arange(6.0, device="cuda:0")
     weight, host = nn.Parameter(torch.ones(2, device="cuda:0", dtype=torch.bfloat16)), torch.arange(3)
     kept = {"box": Box(whole), "view": whole[2:4], "weight": weight, "host": host, "none": whole[:0]}
-    data = placed.dumps({**kept, "where": whole.device, "any": torch.device("cuda")})
-    found = placed.loads(data, device)
+    data = gpu_pickles.dumps({**kept, "where": whole.device, "any": torch.device("cuda")})
+    found = gpu_pickles.loads(data, device)
     for tensor in (found["box"].value, found["view"], found["weight"], found["none"]):
         assert tensor.device == device
     assert found["where"] == device

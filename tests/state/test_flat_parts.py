@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_autopar.state.fragments import FlatPart, Fragment, boxes
+from lightning_autopar.state.flat_parts import FlatPart, Fragment, boxes
 from tests.ranks import run_ranks
 
 

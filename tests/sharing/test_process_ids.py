@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from lightning_autopar.sharing.processes import ignores, inner_pid, is_drivers, is_stopped, lives, owner_uid, pid_namespace, started_ticks
+from lightning_autopar.sharing.process_ids import ignores, inner_pid, is_drivers, is_stopped, lives, owner_uid, pid_namespace, started_ticks
 
 
 def test_what_the_kernel_says_of_a_process() -> None:
