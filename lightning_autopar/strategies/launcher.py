@@ -35,10 +35,10 @@ from lightning_autopar.sharing.leases import words
 from lightning_autopar.sharing.runs.display import RunDisplay, showing
 from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.sharing.waiting import Waiting
-from lightning_autopar.strategies.base.loaders import put_together
-from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.base.trainer_loaders import put_together
 from lightning_autopar.strategies.base.users_traceback import users_part
 from lightning_autopar.strategies.base.worker_exception import WHERE
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
@@ -59,7 +59,7 @@ from lightning_autopar.strategies.smaller_plans import SmallerPlans
 
 if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Inventory
-    from lightning_autopar.strategies.base.run_host import RunHost
+    from lightning_autopar.strategies.base.users_strategy import RunHost
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_generation import Outcome
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.base.run_host import RunHost
+    from lightning_autopar.strategies.base.users_strategy import RunHost
 
 
 #: No warning: one that somebody has turned into an exception would end the run.

@@ -24,7 +24,7 @@ import torch
 
 from lightning_autopar.plans import Plan
 from lightning_autopar.state import snapshot
-from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore

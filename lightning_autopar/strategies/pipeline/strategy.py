@@ -28,7 +28,7 @@ from lightning_autopar.exact.step.initial_weights import drawn_on
 from lightning_autopar.exact.step.micro_batches import PartGradients, several_loaders, uncut, whole_share
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.state.checkpoint import own_optimizer_state, own_state_dict
-from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.new_parameters import refuse_new
 from lightning_autopar.strategies.base.out_of_memory.running_step import BOTH
 from lightning_autopar.strategies.base.process_group import join_group

@@ -25,7 +25,7 @@ from lightning_autopar.strategies.processes import stalls
 from lightning_autopar.strategies.processes.whereabouts import GpuQueue, where
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.base.mixin import EngineMixin
+    from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 
 #: Seconds between two looks.
 _LOOK_SECONDS = 1.0

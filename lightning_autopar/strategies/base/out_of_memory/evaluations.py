@@ -29,7 +29,7 @@ from lightning_autopar.strategies.base.worker_exception import EVALUATED, out_of
 
 if TYPE_CHECKING:
     from lightning_autopar.exact.data.rank_share import BatchShare
-    from lightning_autopar.strategies.base.mixin import EngineMixin
+    from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 
 #: No warning: one that somebody has turned into an exception would end the run.
 _LOG = logging.getLogger(__name__)

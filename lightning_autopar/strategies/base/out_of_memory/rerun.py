@@ -43,7 +43,7 @@ from lightning_autopar.exact.step.step_rollback import StepState
 from lightning_autopar.strategies.base.worker_exception import out_of_memory
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.base.mixin import EngineMixin
+    from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 
 #: On whichever rank it happens. No warning: one that somebody has turned into an exception would end the run.
 _LOG = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """What a Lightning strategy does about weights, gradients and files where the module's stages lie on several ranks.
 
-A mixin that comes after :class:`~lightning_autopar.strategies.base.mixin.EngineMixin` in an engine's bases. It joins :mod:`.gathered`,
+A mixin that comes after :class:`~lightning_autopar.strategies.base.engine_mixin.EngineMixin` in an engine's bases. It joins :mod:`.gathered`,
 :mod:`.gradient_norms` and :mod:`.building` to Lightning's interface. Knows the trainer, ranks and absent tensors; not how stages run.
 """
 

@@ -46,7 +46,7 @@ from lightning_autopar.state.checkpoint import (
 from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, Survey, is_under, merged
 from lightning_autopar.state.pretrained import move_tensors
 from lightning_autopar.state.scratch_files import save_without_copies
-from lightning_autopar.strategies.base.measure import Measured
+from lightning_autopar.strategies.base.rank_measurement import Measured
 from lightning_autopar.text import format_bytes
 
 #: Optimizer states larger than this share of the host's memory aren't brought back; a warning says so.

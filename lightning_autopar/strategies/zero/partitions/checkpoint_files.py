@@ -1,6 +1,6 @@
 """What a Lightning strategy does about weights, optimizer states and files where ZeRO has partitioned them.
 
-A mixin that comes after :class:`~lightning_autopar.strategies.base.mixin.EngineMixin` in an engine's bases. It joins :mod:`.state` and
+A mixin that comes after :class:`~lightning_autopar.strategies.base.engine_mixin.EngineMixin` in an engine's bases. It joins :mod:`.state` and
 :mod:`.module` to Lightning's interface, and to that of snapshots. Knows the trainer, ranks and parts; not how a step runs.
 """
 

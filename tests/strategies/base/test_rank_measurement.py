@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar._temporary import without_noise
 from lightning_autopar.devices.host import host_cores
 from lightning_autopar.memory.learned.step_times import disturbance
-from lightning_autopar.strategies.base.measure import GpuSteps, Point, StepClock
+from lightning_autopar.strategies.base.rank_measurement import GpuSteps, Point, StepClock
 from tests.strategies.modules import Regression, loader, trainer
 
 

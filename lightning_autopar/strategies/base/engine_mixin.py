@@ -44,9 +44,7 @@ from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.exact.step.step_rollback import StepState
 from lightning_autopar.state.checkpoint import whole_optimizer_state, whole_state_dict
-from lightning_autopar.strategies.base import measure, resume
-from lightning_autopar.strategies.base.loaders import Dropped, exact_loader
-from lightning_autopar.strategies.base.measure import Meter
+from lightning_autopar.strategies.base import rank_measurement, resume
 from lightning_autopar.strategies.base.out_of_memory.evaluations import Evaluations
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import GpuLimit
 from lightning_autopar.strategies.base.out_of_memory.predictions import Predictions
@@ -54,7 +52,9 @@ from lightning_autopar.strategies.base.out_of_memory.rerun import Reruns
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, RunningStep
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
 from lightning_autopar.strategies.base.process_group import all_alike, everyones
+from lightning_autopar.strategies.base.rank_measurement import Meter
 from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.base.trainer_loaders import Dropped, exact_loader
 
 
 class EngineMixin(Strategy):
@@ -328,16 +328,16 @@ class EngineMixin(Strategy):
         return state, [whole_optimizer_state(each, keep=keep) for each in optimizers] if affordable(1) else []
 
     def held_tensors(self) -> dict[str, Iterable[Tensor]]:
-        """What a step finds on this rank, by kind (see :mod:`.measure`); on a CPU device also what is offloaded to the host."""
-        return measure.held_tensors(self)
+        """What a step finds on this rank, by kind (see :mod:`.rank_measurement`); on a CPU device also what is offloaded to the host."""
+        return rank_measurement.held_tensors(self)
 
     def held_gradients(self) -> Iterator[Tensor]:
         """Complete gradients on this rank."""
-        return measure.held_gradients(self)
+        return rank_measurement.held_gradients(self)
 
     def held_on_host(self) -> Iterator[Tensor]:
         """The tensors that the plan offloads; to be called between steps."""
-        return measure.held_on_host(self)
+        return rank_measurement.held_on_host(self)
 
     def new_gradients_on_host(self) -> Iterator[Tensor]:
         """Gradients in host memory that this step has made."""
