@@ -44,6 +44,7 @@ from lightning_autopar.strategies.base.worker_exception import WHERE
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
 from lightning_autopar.strategies.elastic.saver import SnapshotSettings
+from lightning_autopar.strategies.out_of_memory_restart import SmallerPlans
 from lightning_autopar.strategies.preparation.batch_size import find_batch_size
 from lightning_autopar.strategies.preparation.decide import decide, decide_again, find_prospect, has_several
 from lightning_autopar.strategies.preparation.decision import Decision
@@ -54,8 +55,7 @@ from lightning_autopar.strategies.preparation.trial import tried
 from lightning_autopar.strategies.processes.external_launcher import Peers, rerun_script, under_external_launcher
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.worker import WorkerJob, make_job
-from lightning_autopar.strategies.processes.worker_generation import Outcome, run_folder, run_generation
-from lightning_autopar.strategies.smaller_plans import SmallerPlans
+from lightning_autopar.strategies.processes.worker_supervisor import Outcome, run_folder, run_generation
 
 if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Inventory

@@ -28,7 +28,7 @@ from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration.between_ranks import torch_device, usual, waiter
 from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
 from lightning_autopar.strategies.processes.worker import make_job
-from lightning_autopar.strategies.processes.worker_generation import run_folder, run_generation
+from lightning_autopar.strategies.processes.worker_supervisor import run_folder, run_generation
 
 _WIDTH, _LAYERS, _STEPS = 8, 4, 18
 TINY_BLOCKS = tuple(f"layers.{index}" for index in range(_LAYERS))

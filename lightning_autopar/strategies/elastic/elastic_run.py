@@ -38,7 +38,7 @@ from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.smaller import in_more_parts, in_parts_of
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.worker import WorkerJob
-from lightning_autopar.strategies.processes.worker_generation import Outcome, noted_interrupts, run_folder
+from lightning_autopar.strategies.processes.worker_supervisor import Outcome, noted_interrupts, run_folder
 
 if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Inventory

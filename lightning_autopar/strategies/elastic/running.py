@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.sharing.process_ids import is_drivers
-from lightning_autopar.strategies.processes.protocol import GenerationFiles
+from lightning_autopar.strategies.processes.agent_protocol import GenerationFiles
 from lightning_autopar.strategies.processes.worker import WorkerJob
-from lightning_autopar.strategies.processes.worker_generation import LOOK_SECONDS, Generation
+from lightning_autopar.strategies.processes.worker_supervisor import LOOK_SECONDS, Generation
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.preparation.decision import Decision

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar.strategies.elastic.running import RunningGeneration
 from lightning_autopar.strategies.elastic.snapshot_store import Snapshot, SnapshotStore
-from lightning_autopar.strategies.processes.protocol import Ask, GenerationFiles
+from lightning_autopar.strategies.processes.agent_protocol import Ask, GenerationFiles
 
 #: How fast a snapshot is written and read, as long as none was measured: pickled, through shared memory.
 COPY_BYTES_PER_SECOND = 1e9

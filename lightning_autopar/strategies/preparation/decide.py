@@ -38,7 +38,7 @@ from lightning_autopar.strategies.preparation.findings import Findings, Question
 from lightning_autopar.strategies.preparation.longest_footprint import without_margin
 from lightning_autopar.strategies.preparation.prospect import Prospect
 from lightning_autopar.strategies.preparation.trainer_options import exclusions
-from lightning_autopar.strategies.processes.script import NO_WORKERS, runs_script
+from lightning_autopar.strategies.processes.users_script import NO_WORKERS, runs_script
 from lightning_autopar.timing.measured_rates import MeasuredRates
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from lightning_autopar.strategies.calibration.calibration import be_silent
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.worker import WorkerJob
-from lightning_autopar.strategies.processes.worker_generation import run_folder, run_generation
+from lightning_autopar.strategies.processes.worker_supervisor import run_folder, run_generation
 from lightning_autopar.text import format_seconds
 
 log = logging.getLogger(__name__)

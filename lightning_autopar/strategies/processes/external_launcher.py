@@ -35,7 +35,7 @@ from lightning_autopar.devices.nvml import NvmlUnavailable, read_links
 from lightning_autopar.strategies.base.process_group import meet_at
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.processes.peer_watch import watch
-from lightning_autopar.strategies.processes.script import rerun_command
+from lightning_autopar.strategies.processes.users_script import rerun_command
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.engine_mixin import EngineMixin

@@ -45,10 +45,10 @@ from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.worker_exception import WHERE, Failure
 from lightning_autopar.strategies.processes import jupyter
-from lightning_autopar.strategies.processes.boundary import Boundary, Paused
+from lightning_autopar.strategies.processes.agent_protocol import GenerationFiles, ShortageRendezvous, StopRendezvous
+from lightning_autopar.strategies.processes.between_batches import Boundary, Paused
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
-from lightning_autopar.strategies.processes.protocol import GenerationFiles, ShortageRendezvous, StopRendezvous
-from lightning_autopar.strategies.processes.shortage import LeavingBoundary
+from lightning_autopar.strategies.processes.out_of_memory_exit import LeavingBoundary
 from lightning_autopar.strategies.processes.whereabouts import tell_when_asked
 
 #: How long leaving the process group may take: NCCL may wait for work of a rank that is gone.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
-from lightning_autopar.strategies.processes.protocol import SnapshotRendezvous
+from lightning_autopar.strategies.processes.agent_protocol import SnapshotRendezvous
 
 
 class Clock:

@@ -28,7 +28,7 @@ from lightning_autopar.strategies.elastic.restart.signals import Signals
 from lightning_autopar.strategies.elastic.restart.store_rendezvous import StoreRendezvous, Word
 from lightning_autopar.strategies.elastic.saver import SnapshotSettings, save_seconds
 from lightning_autopar.strategies.elastic.snapshot_store import Snapshot, SnapshotStore
-from lightning_autopar.strategies.processes.boundary import Boundary, CheckpointJournal
+from lightning_autopar.strategies.processes.between_batches import Boundary, CheckpointJournal
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.run_plan import BatchRule

@@ -31,9 +31,9 @@ from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.sharing.runs.leftovers import LOCKS, RUN_PREFIX, leftovers, remove
 from lightning_autopar.state import gpu_pickles
 from lightning_autopar.strategies.base.worker_exception import Failure, WorkerFailed
+from lightning_autopar.strategies.processes.agent_protocol import StopRendezvous
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
-from lightning_autopar.strategies.processes.protocol import StopRendezvous
-from lightning_autopar.strategies.processes.stalls import Stalls
+from lightning_autopar.strategies.processes.stalled_workers import Stalls
 from lightning_autopar.strategies.processes.whereabouts import raised_at
 from lightning_autopar.strategies.processes.worker import WorkerJob, work
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_autopar.strategies.processes.boundary import CheckpointJournal
+from lightning_autopar.strategies.processes.between_batches import CheckpointJournal
 
 
 def _write(journal: CheckpointJournal, path: Path) -> None:

@@ -24,8 +24,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.base.worker_exception import WorkerFailed
-from lightning_autopar.strategies.processes import worker, worker_generation
-from lightning_autopar.strategies.processes.worker_generation import run_folder
+from lightning_autopar.strategies.processes import worker, worker_supervisor
+from lightning_autopar.strategies.processes.worker_supervisor import run_folder
 from tests.processes import descendants, left_since
 from tests.strategies.modules import HookCounter, Regression, loader, on_rank, trainer, weights
 
@@ -163,12 +163,12 @@ def test_a_group_that_cant_be_left_holds_up_nobody(tmp_path: Path, monkeypatch: 
 
 
 def test_a_worker_that_is_killed_and_doesnt_go_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_generation, "_KILL_SECONDS", 0.1)
-    monkeypatch.setattr(worker_generation._Worker, "look", lambda self: None)  # the system waits in it for a driver
+    monkeypatch.setattr(worker_supervisor, "_KILL_SECONDS", 0.1)
+    monkeypatch.setattr(worker_supervisor._Worker, "look", lambda self: None)  # the system waits in it for a driver
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     process.start()
     pipe, theirs = multiprocessing.Pipe(duplex=False)
-    stuck = worker_generation._Worker(rank=0, process=process, pipe=pipe)
+    stuck = worker_supervisor._Worker(rank=0, process=process, pipe=pipe)
     os.setpgid(process.pid or 0, process.pid or 0)
     with pytest.warns(UserWarning, match=f"process {process.pid}, the worker of rank 0, was killed but doesn't end"):
         stuck.end()

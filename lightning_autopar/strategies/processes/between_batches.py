@@ -24,8 +24,8 @@ from lightning_autopar._lightning import ProgressBar, Trainer, get_filesystem
 from lightning_autopar._lightning_compat import latest_metrics, mute_hooks, no_hyperparameters
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import batches_left
+from lightning_autopar.strategies.processes.agent_protocol import BEGIN, GenerationFiles
 from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, read_objects, write_objects
-from lightning_autopar.strategies.processes.protocol import BEGIN, GenerationFiles
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.processes.handover.back_to_script import Before

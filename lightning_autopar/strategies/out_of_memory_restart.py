@@ -27,11 +27,11 @@ from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.findings import stage_of
 from lightning_autopar.strategies.preparation.learning import learn_shortage
 from lightning_autopar.strategies.preparation.smaller import in_more_evaluation_parts, in_more_parts, in_parts_of, samples_at_once
-from lightning_autopar.strategies.processes.boundary import CheckpointJournal
-from lightning_autopar.strategies.processes.protocol import BEGIN, GenerationFiles, ShortageRendezvous, SnapshotRendezvous
-from lightning_autopar.strategies.processes.shortage import left_step
+from lightning_autopar.strategies.processes.agent_protocol import BEGIN, GenerationFiles, ShortageRendezvous, SnapshotRendezvous
+from lightning_autopar.strategies.processes.between_batches import CheckpointJournal
+from lightning_autopar.strategies.processes.out_of_memory_exit import left_step
 from lightning_autopar.strategies.processes.worker import WorkerJob
-from lightning_autopar.strategies.processes.worker_generation import Outcome
+from lightning_autopar.strategies.processes.worker_supervisor import Outcome
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.users_strategy import RunHost

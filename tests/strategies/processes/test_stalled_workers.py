@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from lightning_autopar.strategies.processes import whereabouts
-from lightning_autopar.strategies.processes.stalls import STOPPED_SECONDS, Stalls
+from lightning_autopar.strategies.processes.stalled_workers import STOPPED_SECONDS, Stalls
 from tests.fresh import fresh
 
 

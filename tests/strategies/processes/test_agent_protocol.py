@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_autopar._lightning_compat import SIGTERMException
-from lightning_autopar.strategies.processes import protocol
-from lightning_autopar.strategies.processes.protocol import Ask, ShortageRendezvous, SnapshotRendezvous, StopRendezvous
+from lightning_autopar.strategies.processes import agent_protocol
+from lightning_autopar.strategies.processes.agent_protocol import Ask, ShortageRendezvous, SnapshotRendezvous, StopRendezvous
 
 
 def _arrive(rendezvous: SnapshotRendezvous, rank: int, *, step: int = 0, in_window: bool = False) -> Ask | None:
@@ -52,9 +52,9 @@ class AskedBetween:
 
     def __getitem__(self, place: int) -> int:
         value = int(self.cells[place])
-        if place == protocol._HOLD and not self.begun:
+        if place == agent_protocol._HOLD and not self.begun:
             self.begun = True
-            self.cells[protocol._STOP_AT], self.cells[protocol._NUMBER], self.cells[place] = 0, 1, 1
+            self.cells[agent_protocol._STOP_AT], self.cells[agent_protocol._NUMBER], self.cells[place] = 0, 1, 1
         return value
 
     def __setitem__(self, place: int, value: int) -> None:

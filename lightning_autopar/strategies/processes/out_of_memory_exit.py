@@ -30,9 +30,9 @@ from lightning_autopar.exact.data.loader import ExactLoader
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, RunningStep
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.base.worker_exception import LEFT_BY_ALL, Failure, out_of_memory
-from lightning_autopar.strategies.processes.boundary import Boundary, Paused, say_no_folder
+from lightning_autopar.strategies.processes.agent_protocol import BEGIN, GenerationFiles, ShortageRendezvous
+from lightning_autopar.strategies.processes.between_batches import Boundary, Paused, say_no_folder
 from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, write_loggers
-from lightning_autopar.strategies.processes.protocol import BEGIN, GenerationFiles, ShortageRendezvous
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.processes.handover.back_to_script import Before

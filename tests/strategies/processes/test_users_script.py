@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_autopar.strategies.processes.script import Script, own_traceback, rerun_command, started_by
+from lightning_autopar.strategies.processes.users_script import Script, own_traceback, rerun_command, started_by
 
 
 @pytest.fixture
