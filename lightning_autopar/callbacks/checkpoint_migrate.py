@@ -7,7 +7,7 @@ the annotations as objects.
 from pathlib import Path
 
 from lightning_autopar._lightning import Callback
-from lightning_autopar.strategies.elastic.saver import SnapshotSettings
+from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
 
 
 class CheckpointMigrate(Callback):

@@ -43,7 +43,7 @@ from lightning_autopar.strategies.base.users_traceback import users_part
 from lightning_autopar.strategies.base.worker_exception import WHERE
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
-from lightning_autopar.strategies.elastic.saver import SnapshotSettings
+from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
 from lightning_autopar.strategies.out_of_memory_restart import SmallerPlans
 from lightning_autopar.strategies.preparation.batch_size import find_batch_size
 from lightning_autopar.strategies.preparation.decide import decide, decide_again, find_prospect, has_several

@@ -20,7 +20,7 @@ from lightning_autopar.devices.host import host_memory
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.worker_exception import AT_FIRST, IN_STEP, WHERE
 from lightning_autopar.strategies.elastic.run_state import AvoidedDevices
-from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
+from lightning_autopar.strategies.elastic.snapshot_schedule import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import Snapshot
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision

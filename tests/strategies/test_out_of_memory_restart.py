@@ -192,7 +192,7 @@ def test_where_the_batch_cant_be_run_again_the_run_goes_back(
 ) -> None:
     """To its latest snapshot, or to its beginning; and on under a smaller plan. Nothing is logged or counted twice."""
     if after == "snapshot":
-        monkeypatch.setattr("lightning_autopar.strategies.elastic.saver.SAVE_SECONDS", 0.0)
+        monkeypatch.setattr("lightning_autopar.strategies.elastic.snapshot_schedule.SAVE_SECONDS", 0.0)
     make = partial(Elsewhere, place, None if after == "snapshot" else 4)
     found: list[Any] = []
     for allow in (["fsdp"] if place == "window" else ["fsdp", "ddp"], None):

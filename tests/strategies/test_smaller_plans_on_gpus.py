@@ -12,6 +12,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
+from tests.strategies.test_smaller_plans import Elsewhere
 from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy, Plan
@@ -19,7 +20,6 @@ from lightning_autopar.devices.discover import probe
 from tests.fresh import fresh
 from tests.strategies.base.out_of_memory.test_rerun import Short
 from tests.strategies.fitted import QUIET, numbers
-from tests.strategies.test_smaller_plans import Elsewhere
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
@@ -56,7 +56,7 @@ def _fit(
         default_root_dir=root,
         **{"max_epochs": 2, **QUIET, **options},
     )
-    with patch("lightning_autopar.strategies.elastic.saver.SAVE_SECONDS", 0.0) if soon else nullcontext():
+    with patch("lightning_autopar.strategies.elastic.snapshot_schedule.SAVE_SECONDS", 0.0) if soon else nullcontext():
         trainer.fit(module, DataLoader(numbers(), batch_size=8, shuffle=True), DataLoader(numbers(), batch_size=8))
     found = None if devices == 1 else strategy.plan
     return {name: value.cpu() for name, value in module.state_dict().items()}, getattr(module, "begun", None), found

@@ -28,8 +28,8 @@ from lightning_autopar.strategies.elastic.kept_leases import ParkedPlace, Promis
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest, Watcher
 from lightning_autopar.strategies.elastic.preemption import Preemption
 from lightning_autopar.strategies.elastic.run_state import RunState
-from lightning_autopar.strategies.elastic.running import RunningGeneration
-from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
+from lightning_autopar.strategies.elastic.running_generation import RunningGeneration
+from lightning_autopar.strategies.elastic.snapshot_schedule import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.learning import learn_shortage

@@ -30,8 +30,8 @@ from lightning_autopar.strategies.elastic.agent import Agent
 from lightning_autopar.strategies.elastic.kept_leases import Promises
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest, Watcher
 from lightning_autopar.strategies.elastic.preemption import Preemption
-from lightning_autopar.strategies.elastic.running import RunningGeneration, own_bytes
-from lightning_autopar.strategies.elastic.saver import SnapshotSettings
+from lightning_autopar.strategies.elastic.running_generation import RunningGeneration, own_bytes
+from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore, run_key
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
+from lightning_autopar.strategies.elastic.snapshot_schedule import Saver, SnapshotSettings
 from lightning_autopar.strategies.processes.agent_protocol import SnapshotRendezvous
 
 
@@ -68,7 +68,7 @@ class Run:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("lightning_autopar.strategies.elastic.saver.time", clock)
+    monkeypatch.setattr("lightning_autopar.strategies.elastic.snapshot_schedule.time", clock)
     return clock
 
 
