@@ -45,13 +45,13 @@ from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapsho
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
 from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
 from lightning_autopar.strategies.out_of_memory_restart import SmallerPlans
-from lightning_autopar.strategies.preparation.batch_size import find_batch_size
+from lightning_autopar.strategies.preparation.batch_size_finder import find_batch_size
+from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.decide import decide, decide_again, find_prospect, has_several
 from lightning_autopar.strategies.preparation.decision import Decision
-from lightning_autopar.strategies.preparation.learning import announce_measured, learn, learn_shortage
-from lightning_autopar.strategies.preparation.prospect import Prospect
+from lightning_autopar.strategies.preparation.finished_run import announce_measured, learn, learn_shortage
+from lightning_autopar.strategies.preparation.plan_trial import tried
 from lightning_autopar.strategies.preparation.trainer_options import finder_of
-from lightning_autopar.strategies.preparation.trial import tried
 from lightning_autopar.strategies.processes.external_launcher import Peers, rerun_script, under_external_launcher
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.worker import WorkerJob, make_job

@@ -33,10 +33,10 @@ from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.state.snapshot_folder import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.calibration.calibration import calibrate, calibrated, is_calibrated, things_of
+from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
 from lightning_autopar.strategies.preparation.findings import Findings, Questions, drawn_by_rank, find_out
 from lightning_autopar.strategies.preparation.longest_footprint import without_margin
-from lightning_autopar.strategies.preparation.prospect import Prospect
 from lightning_autopar.strategies.preparation.trainer_options import exclusions
 from lightning_autopar.strategies.processes.users_script import NO_WORKERS, runs_script
 from lightning_autopar.timing.measured_rates import MeasuredRates

@@ -43,9 +43,9 @@ from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.sharing_probe import with_shared_network
 from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
-from lightning_autopar.strategies.preparation.divisible import made_of_samples, whole_of
+from lightning_autopar.strategies.preparation.divisible_batch import made_of_samples, whole_of
+from lightning_autopar.strategies.preparation.engine_looks import begin_trials, looks
 from lightning_autopar.strategies.preparation.longest_footprint import Seen, at_lengths, seen_sizes, step_bytes
-from lightning_autopar.strategies.preparation.looks import begin_trials, looks
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 
 log = logging.getLogger(__name__)

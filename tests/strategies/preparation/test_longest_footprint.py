@@ -209,7 +209,7 @@ def test_a_batch_longer_than_planned_for_is_told_once(
 def test_bytes_of_another_batch_than_the_measured_ones_teach_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("lightning_autopar.strategies.preparation.learning.add_record", lambda key, record: kept.append(record))
+    monkeypatch.setattr("lightning_autopar.strategies.preparation.finished_run.add_record", lambda key, record: kept.append(record))
     trainer(tmp_path, AutoParallelStrategy(devices="1xcpu:1GiB"), max_epochs=2).fit(Reader(), fixed(LONG), fixed(SHORT))
     assert len(kept) == 1
     trainer(tmp_path, AutoParallelStrategy(devices="1xcpu:1GiB"), max_epochs=2).fit(Reader(), texts(), fixed(SHORT))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar._fork import ChildFailed
-from lightning_autopar.strategies.preparation import batch_size
+from lightning_autopar.strategies.preparation import batch_size_finder
 from tests.strategies.modules import QUIET
 
 SAMPLES = 3000
@@ -55,17 +55,17 @@ def trainer(root: Path, strategy: Any, **options: Any) -> pl.Trainer:
 def test_the_search_is_lightnings(most: int, mode: str, tmp_path: Path) -> None:
     finder = BatchSizeFinder(mode=mode, steps_per_trial=1)
     theirs = Tuner(trainer(tmp_path, "auto", max_steps=1)).scale_batch_size(Sized(most), mode=mode, steps_per_trial=1)
-    assert batch_size.searched(finder, lambda size: size <= most, SAMPLES) == theirs
+    assert batch_size_finder.searched(finder, lambda size: size <= most, SAMPLES) == theirs
 
 
 def test_the_search_ends_at_the_data_and_never_with_a_size_that_does_not_fit() -> None:
     power, halves = (BatchSizeFinder(mode=mode, margin=0.0, max_val=512) for mode in ("power", "binsearch"))
     for finder in (power, halves):
-        assert batch_size.searched(finder, lambda size: True, 100) == 100
-        assert batch_size.searched(finder, lambda size: True, None) == 512
-    assert batch_size.searched(power, lambda size: size <= 300, None) == 256
-    assert batch_size.searched(halves, lambda size: size <= 300, None) == 300
-    assert batch_size.searched(halves, lambda size: size <= 2, None) == 2
+        assert batch_size_finder.searched(finder, lambda size: True, 100) == 100
+        assert batch_size_finder.searched(finder, lambda size: True, None) == 512
+    assert batch_size_finder.searched(power, lambda size: size <= 300, None) == 256
+    assert batch_size_finder.searched(halves, lambda size: size <= 300, None) == 300
+    assert batch_size_finder.searched(halves, lambda size: size <= 2, None) == 2
 
 
 def test_the_size_is_the_global_batchs_on_all_devices(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_size_that_fails_its_trial_is_not_taken(
             raise ChildFailed("OutOfMemoryError: so said a rank")
         return 0.1
 
-    monkeypatch.setattr(batch_size, "run_forked", run_forked)
+    monkeypatch.setattr(batch_size_finder, "run_forked", run_forked)
     strategy = AutoParallelStrategy(devices="2xcpu:1GiB", calibrate="off")
     with caplog.at_level("INFO"):
         size = Tuner(trainer(tmp_path, strategy, max_steps=2)).scale_batch_size(Sized(), max_val=64)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_autopar import NothingFits
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.preparation import prospect
+from lightning_autopar.strategies.preparation import confirmed_plan
 from lightning_autopar.strategies.preparation.decide import Settings, find_prospect
 from tests.strategies.preparation.test_decide import Dataset, Net, trainer_for
 
@@ -25,7 +25,7 @@ def test_what_failed_its_trial_is_not_tried_again(tmp_path: Path, monkeypatch: p
         tries.append(plan.engine)
         return replace(look.constraints, excluded={**look.constraints.excluded, plan.engine: "it fails"})
 
-    monkeypatch.setattr(prospect, "after_trial", fail)
+    monkeypatch.setattr(confirmed_plan, "after_trial", fail)
     trainer = trainer_for(Net(), DataLoader(Dataset(), batch_size=4), tmp_path)
     inventory = parse_spec("2xcpu:1GiB")
     found = find_prospect(trainer, Settings(allow=("single", "ddp")), (inventory, None))

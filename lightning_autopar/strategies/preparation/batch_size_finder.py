@@ -17,9 +17,9 @@ from lightning_autopar._lightning import Trainer, lightning_setattr, rank_zero_i
 from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.report.report import Candidate, NothingFits
+from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
-from lightning_autopar.strategies.preparation.prospect import Prospect
-from lightning_autopar.strategies.preparation.trial import assigned, run_steps
+from lightning_autopar.strategies.preparation.plan_trial import assigned, run_steps
 
 log = logging.getLogger(__name__)
 

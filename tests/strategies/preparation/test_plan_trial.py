@@ -21,9 +21,9 @@ from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.preparation import decide as deciding
-from lightning_autopar.strategies.preparation import trial
+from lightning_autopar.strategies.preparation import plan_trial
 from lightning_autopar.strategies.preparation.decision import Decision
-from lightning_autopar.strategies.preparation.trial import Outcome, choose
+from lightning_autopar.strategies.preparation.plan_trial import Outcome, choose
 from lightning_autopar.timing.data_sheet import DataSheet
 from lightning_autopar.timing.measured_curves import Calibration
 from lightning_autopar.timing.measured_rates import MeasuredRates
@@ -62,10 +62,10 @@ def decision(**seconds: float) -> Decision:
     return Decision(report=report, run_plan=RunPlan(plan=best.plan, devices=devices, candidate=best))
 
 
-def run_of(times: dict[str, float | None], tried: list[str] | None = None) -> trial.Run:
+def run_of(times: dict[str, float | None], tried: list[str] | None = None) -> plan_trial.Run:
     def run(run_plan: RunPlan, steps: int, timeout_seconds: float) -> Outcome:
         name = next(name for name, plan in PLANS.items() if plan == run_plan.plan)
-        assert steps > trial._WARM_UP
+        assert steps > plan_trial._WARM_UP
         assert timeout_seconds > 0
         assert [device.id for device in run_plan.devices] == list(run_plan.plan.devices)
         if tried is not None:
@@ -128,7 +128,7 @@ def test_a_plan_that_fails_is_out() -> None:
 
 def test_short_steps_are_tried_more_often() -> None:
     candidates = decision(single=1e-3, ddp=0.5, fsdp=100.0).report.candidates
-    assert [trial._steps(candidate) for candidate in candidates] == [40, 8, 4]
+    assert [plan_trial._steps(candidate) for candidate in candidates] == [40, 8, 4]
 
 
 # -- really --------------------------------------------------------------------------------------------------------------------------
@@ -163,16 +163,16 @@ class Module(L.LightningModule):
 def tried_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float | None]]:
     """What was tried, and the time that it took; of two plans, the times being ours."""
     found: list[tuple[str, float | None]] = []
-    real = trial.run_forked
+    real = plan_trial.run_forked
 
     def noting(function: Callable[..., Any], run_plan: RunPlan, *args: Any, timeout_seconds: float, gpus: bool) -> float:
         seconds = real(function, run_plan, *args, timeout_seconds=timeout_seconds)
         found.append((run_plan.plan.engine, seconds))
         return {"single": 0.1, "ddp": 0.2}[run_plan.plan.engine]
 
-    monkeypatch.setattr(trial, "run_forked", noting)
-    monkeypatch.setattr(trial, "_MOST_TIMES", math.inf)
-    monkeypatch.setattr(trial, "_MOST_STEPS", 4)
+    monkeypatch.setattr(plan_trial, "run_forked", noting)
+    monkeypatch.setattr(plan_trial, "_MOST_TIMES", math.inf)
+    monkeypatch.setattr(plan_trial, "_MOST_STEPS", 4)
     monkeypatch.setattr(deciding, "calibrate", lambda _, **__: MeasuredRates(Calibration(), DataSheet()))
     return found
 

@@ -16,7 +16,7 @@ from lightning_autopar.memory.learned.step_times import LEAST, MOST, load_step_t
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.base.out_of_memory.running_step import RunningStep
 from lightning_autopar.strategies.base.worker_exception import LACKED
-from lightning_autopar.strategies.preparation import learning as account
+from lightning_autopar.strategies.preparation import finished_run as account
 
 
 class Module(L.LightningModule):
