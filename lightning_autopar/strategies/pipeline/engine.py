@@ -97,8 +97,8 @@ class Pipeline(Engine):
 
     def sample_value(self, module: Any, batch: Any, blocks: Sequence[str]) -> Any:
         """Records its step."""
-        from lightning_autopar.strategies.pipeline.stages.record import record
-        from lightning_autopar.strategies.pipeline.stages.recording import Staging
+        from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
+        from lightning_autopar.strategies.pipeline.stages.possible_cuts import record
 
         return Staging(hooks={"training_step": record(module, None, "training_step", batch, list(blocks), rows=2)})
 

@@ -33,8 +33,8 @@ from lightning_autopar.strategies.base.new_parameters import refuse_new
 from lightning_autopar.strategies.base.out_of_memory.running_step import BOTH
 from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.pipeline.run.agreement import agree_on_overflow
 from lightning_autopar.strategies.pipeline.run.replicas import Replicas
+from lightning_autopar.strategies.pipeline.run.stage_agreement import agree_on_overflow
 from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
 from lightning_autopar.strategies.pipeline.run.staged_step import StagedStep
 from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage

@@ -26,8 +26,8 @@ from lightning_autopar.memory.fakes.fakes import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep, Silent, default_dtype
 from lightning_autopar.memory.trace.no_writes import no_effects
 from lightning_autopar.strategies.pipeline.run.stage_draws import in_short, python_states
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
 from lightning_autopar.strategies.pipeline.stages.module_state import StageParameters, take_stages
-from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 
 #: Hooks after an epoch's or a run's last step, and the names by which code asks for parameters.

@@ -36,8 +36,8 @@ from lightning_autopar.strategies.pipeline.rehearsal.difference import (
     tensor_distance,
 )
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision, Together, rehearse
-from lightning_autopar.strategies.pipeline.stages.record import record
-from lightning_autopar.strategies.pipeline.stages.recording import Staging, StepRecording
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging, StepRecording
+from lightning_autopar.strategies.pipeline.stages.possible_cuts import record
 from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)

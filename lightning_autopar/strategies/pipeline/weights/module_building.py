@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.step.initial_weights import random_states, set_random_states
 from lightning_autopar.state.scratch_files import hand_back_pages
-from lightning_autopar.strategies.pipeline.weights.transfers import Pipeline
+from lightning_autopar.strategies.pipeline.weights.tensor_transfers import Pipeline
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_map
 
-from lightning_autopar.strategies.pipeline.stages.recording import Leaf, Output
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Leaf, Output
 
 #: Keys and positions that lead from ``(args, kwargs)`` to a leaf.
 Place: TypeAlias = tuple[Any, ...]

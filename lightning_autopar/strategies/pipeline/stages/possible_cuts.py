@@ -20,8 +20,8 @@ from lightning_autopar.memory.trace.bare_step import STEPS, BareStep
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.strategies.parity.undone_step import undone
 from lightning_autopar.strategies.pipeline.stages.block_router import unseen
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import StepRecording
 from lightning_autopar.strategies.pipeline.stages.module_state import ModuleState, attributes, changes, counters
-from lightning_autopar.strategies.pipeline.stages.recording import StepRecording
 from lightning_autopar.strategies.pipeline.stages.step_recorder import StepRecorder
 
 _HOOKS = frozenset(f"_forward_{kind}{suffix}" for kind in ("hooks", "pre_hooks") for suffix in ("", "_with_kwargs", "_always_called"))

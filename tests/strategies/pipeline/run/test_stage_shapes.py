@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_autopar.strategies.pipeline.run.shapes import KEPT, TRIALS, Known, Signature, signature_of
+from lightning_autopar.strategies.pipeline.run.stage_shapes import KEPT, TRIALS, Known, Signature, signature_of
 
 
 def told(words: list[str]) -> list[bool]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.state.checkpoint import like
 from lightning_autopar.state.scratch_files import ScratchFile, hand_back_pages
-from lightning_autopar.strategies.pipeline.weights.transfers import Pipeline
+from lightning_autopar.strategies.pipeline.weights.tensor_transfers import Pipeline
 
 #: Smaller tensors (an optimizer's step counters) are sent together with the descriptions of the others.
 _TINY_BYTES = 256
