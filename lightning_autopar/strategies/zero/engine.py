@@ -138,7 +138,7 @@ class Zero(Engine):
 
     def look(self, first: FirstStep) -> Finding:
         """Looks at the module, its optimizer and hooks, the submodules that the samples call, and the disk."""
-        from lightning_autopar.strategies.zero.disk import disk_folder, no_disk
+        from lightning_autopar.strategies.zero.optimizer_on_disk import disk_folder, no_disk
         from lightning_autopar.strategies.zero.refusals import routed, unpartitioned, unseen_gradients
 
         trainer, footprint, whole, disk = first.trainer, first.footprint, None, None
@@ -165,7 +165,7 @@ class Zero(Engine):
     def before_fork(self, devices: Sequence[Device]) -> None:
         """Import DeepSpeed once, rather than in each worker; not for GPUs, where it calls CUDA, which mustn't happen before a fork."""
         if devices[0].kind == "cpu":
-            from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
+            from lightning_autopar.strategies.zero.deepspeed_compat import import_deepspeed
 
             import_deepspeed("cpu")
 

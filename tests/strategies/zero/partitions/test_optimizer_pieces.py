@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_autopar.state.flat_parts import NUMBERS
 from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
-from lightning_autopar.strategies.zero.partitions.pieces import Edits, OptimizerBridge
+from lightning_autopar.strategies.zero.partitions.optimizer_pieces import Edits, OptimizerBridge
 
 #: Where this rank's part begins and ends, in the flat tensor of all parameters.
 PART = slice(5, 17)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 pytest.importorskip("deepspeed")
 
-from lightning_autopar.strategies.zero import deepspeed as doorway
+from lightning_autopar.strategies.zero import deepspeed_compat as doorway
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_autopar.strategies.base.host_optimizers import on_host
-from lightning_autopar.strategies.zero import disk as disk_states
-from lightning_autopar.strategies.zero.disk import DiskStates, disk_folder, no_disk
+from lightning_autopar.strategies.zero import optimizer_on_disk as disk_states
+from lightning_autopar.strategies.zero.optimizer_on_disk import DiskStates, disk_folder, no_disk
 from tests.strategies.base.test_host_optimizers import CASES, groups, parameters, tensors, train
 from tests.strategies.fitted import Fitted, fit, numbers, plan
 
