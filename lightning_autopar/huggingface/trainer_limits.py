@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_autopar import engines
-from lightning_autopar.huggingface.arguments import told_by
 from lightning_autopar.huggingface.settings import Batch
-from lightning_autopar.huggingface.step import Look, checkpointing_field, has_own
+from lightning_autopar.huggingface.trainer_step import Look, checkpointing_field, has_own
+from lightning_autopar.huggingface.training_arguments import told_by
 from lightning_autopar.plans import Plan, all_engines
 
 #: Methods that make up the loop or its batches: with others, nobody knows what a step is without running it.
