@@ -3,8 +3,8 @@
     python benchmarks/kernels_gpu.py --json OUT [--seconds 60]
 
 First convolutions and recurrent layers: for each operation of a forward and a backward the bytes that are held during it alone, beside what
-is predicted for it (``memory.kernels.cuda_workspace``). Then whole models: wall seconds of forward, backward and optimizer, with the batch and with
-one row of it (which shows what the host needs), and the GPU's seconds by operation.
+is predicted for it (``memory.kernels.cuda_workspace``). Then whole models: wall seconds of forward, backward and optimizer, with the batch
+and with one row of it (which shows what the host needs), and the GPU's seconds by operation.
 """
 
 from __future__ import annotations

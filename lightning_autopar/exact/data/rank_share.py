@@ -1,7 +1,7 @@
 """A rank's share of a global batch: which samples are its own, and how to take them out of anything that can be sliced.
 
-A plan deals samples out in turns, evenly or not. :mod:`.batch_structure` knows the structure of batches; this module knows numbers, tensors and
-sequences.
+A plan deals samples out in turns, evenly or not. :mod:`.batch_structure` knows the structure of batches; this module knows numbers, tensors
+and sequences.
 """
 
 from __future__ import annotations

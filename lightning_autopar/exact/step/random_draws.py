@@ -6,7 +6,7 @@ step in the same state, makes the draws that one device would make, and so ends 
 Knows shapes, generators and a batch's share. It doesn't know which operators draw (``random_ops`` does), nor modules, trainers or
 processes.
 
-On a GPU most of a large draw can be left out, as ``own_rows`` says: the rank's rows are drawn by themselves, the same numbers.
+On a GPU most of a large draw can be left out, as ``rows_of_gpu_draws`` says: the rank's rows are drawn by themselves, the same numbers.
 
 What can't be reproduced is listed in :attr:`GlobalDraws.unreproducible`: dropout inside fused attention, rejection sampling (gamma,
 Poisson), a permutation over the samples. Not seen at all are cuDNN's recurrent dropout and the draws of compiled graphs (inductor has

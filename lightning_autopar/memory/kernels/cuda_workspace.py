@@ -1,7 +1,7 @@
 """What CUDA's kernels allocate inside one operation, where the trace can't see it. Knows torch's operations; no ledger, no module, no plan.
 
-The figures were read from torch's sources (2.13), named at each. cuDNN's workspaces are estimated, and the report says so. :mod:`.cpu_workspace` is
-the same for the CPU.
+The figures were read from torch's sources (2.13), named at each. cuDNN's workspaces are estimated, and the report says so.
+:mod:`.cpu_workspace` is the same for the CPU.
 """
 
 from __future__ import annotations

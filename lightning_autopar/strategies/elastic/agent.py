@@ -1,8 +1,8 @@
 """The agent of an elastic run: it keeps one generation of workers at work, and takes the run from plan to plan by snapshots.
 
 It lives in the main process, which stays as it was before the run, so that each generation is forked from the same state. After a failure
-it decides with which plan and which memory the run goes on. The callbacks (:mod:`.watcher`) decide what to move to and whether; how a rank
-saves and resumes is :mod:`lightning_autopar.strategies.processes.between_batches`'s matter.
+it decides with which plan and which memory the run goes on. Callbacks (:class:`.move_requests.Watcher`) decide what to move to and whether;
+how a rank saves and resumes is :mod:`lightning_autopar.strategies.processes.between_batches`'s matter.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Modules, in reading order:
     part_weights       what the parts of a batch weigh, where it isn't their samples
     nudged_weights     weights away from where they start, while a step is tried
     draw_probe         how random draws relate to samples
-    undone_step        runs a step and undoes what it did
+    undo               runs a step and undoes what it did
     engine_rehearsal   runs an engine on two forked ranks and compares
     check_outcome      what came of a check that a plan needs
     recorded_backward  the losses of a step that is tried

@@ -44,7 +44,7 @@ from lightning_autopar.strategies.parity.draw_probe import DrawObserver, everyth
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
 from lightning_autopar.strategies.parity.split_probe import _Probe
-from lightning_autopar.strategies.parity.undone_step import put_back, undone
+from lightning_autopar.strategies.parity.undo import put_back, undone
 
 _LOG = logging.getLogger(__name__)
 #: Relative differences that are rounding, in double precision and in single precision.

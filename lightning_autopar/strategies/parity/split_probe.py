@@ -33,7 +33,7 @@ from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
-from lightning_autopar.strategies.parity import undone_step
+from lightning_autopar.strategies.parity import undo
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
@@ -179,7 +179,7 @@ class _Probe:
         self.backward = False  # whether the gradient of a loss that the step returns is compared as well
         self.logs: list[dict[str, Logged]] = []
         self.moved: list[dict[str, Tensor]] = []
-        self.effects: list[undone_step.StepEffects] = []
+        self.effects: list[undo.StepEffects] = []
         #: The generators' states after each run, and the names of those that a part of the batch leaves in another state than the whole.
         self.ends: list[rng.RngState] = []
         self.drawn_apart: tuple[str, ...] = ()
@@ -246,13 +246,9 @@ class _Probe:
         return self._with_kept(SplitFinding(log_rules=found.matching, notes=found.notes), hook, step, 2)
 
     @contextmanager
-    def _harmless(self) -> Iterator[undone_step.StepEffects]:
+    def _harmless(self) -> Iterator[undo.StepEffects]:
         """The context of a run; afterwards the module is as before."""
-        with (
-            nullcontext(undone_step.StepEffects())
-            if self.lasting
-            else undone_step.undone(self.module, self.writes, self.variables) as effects
-        ):
+        with nullcontext(undo.StepEffects()) if self.lasting else undo.undone(self.module, self.writes, self.variables) as effects:
             yield effects
             self.left.append(self._watched())
             self.ends.append(rng.capture(rng.find_generators(self.module.named_modules())))
@@ -300,7 +296,7 @@ class _Probe:
                 evidence.see(before, left[0], left[1:], shares)
 
         see(size)
-        with undone_step.undone(self.module, self.writes, self.variables):
+        with undo.undone(self.module, self.writes, self.variables):
             self.lasting = True
             try:
                 # On the whole batch: then the least of all losses is changed by one part and not by another, and is no mean of theirs.
@@ -399,9 +395,9 @@ class _Probe:
                 output = loss = recorded = None  # type: ignore[assignment]  # and with them the step's graph
             for name, buffer in self.module.named_buffers() if self._prepared else ():
                 before = self.buffers.get(name)
-                if before is None or buffer.shape != before.shape or not undone_step.same_values(buffer, before):
+                if before is None or buffer.shape != before.shape or not undo.same_values(buffer, before):
                     moved[name] = buffer.detach().double()
-        undone_step.put_back(self.module, self.buffers)
+        undo.put_back(self.module, self.buffers)
         self.logs.append(logged)
         self.moved.append(moved)
         return losses
@@ -496,14 +492,14 @@ class _Probe:
         observed = self._observed(self.losses, shares, groups_first=groups_first)
         if not self.batches.double:
             self.logged = self._logs_compared("training_step", shares)
-            self.drifting = undone_step.changing_buffers(self.moved)
+            self.drifting = undo.changing_buffers(self.moved)
             same_shape = (name for name, value in self.moved[0].items() if name in self.buffers and value.shape == self.buffers[name].shape)
             self.counted = tuple(sorted(same_shape))
-            self.written = undone_step.changing_buffers([effects.written for effects in self.effects])
+            self.written = undo.changing_buffers([effects.written for effects in self.effects])
             if self.writes is None and self.effects[0].written:  # else the trace tells
                 name = next(iter(self.effects[0].written))
                 self.part_reason = f"the step writes to the parameter {name!r}, which each part of a batch would do"
-            self.uneven_calls = undone_step.uneven([effects.calls for effects in self.effects])
+            self.uneven_calls = undo.uneven([effects.calls for effects in self.effects])
             # Seen by the states, not by the loss: a draw for each sample may change nothing in the first batch.
             differing = [name for end in self.ends[1:] for name in rng.changed(self.ends[0], end)]
             # It is known already that these draw alone.
@@ -596,7 +592,7 @@ class _Probe:
     def _in_double(self) -> Iterator[None]:
         """While open, the module and its batches are in double precision."""
         before = self.buffers
-        with undone_step.in_double(self.module):
+        with undo.in_double(self.module):
             try:
                 self.batches.double, self.buffers = True, {name: tensor.clone() for name, tensor in self.module.named_buffers()}
                 yield

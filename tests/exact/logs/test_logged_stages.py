@@ -11,7 +11,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from tests.exact.logs.test_global_logging import MemoryLogger, Module, Recorder, assert_same, loader
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -22,6 +21,7 @@ from lightning_autopar.exact.logs.combined_values import OPTIONS, Combiner, Entr
 from lightning_autopar.exact.logs.rank_exchange import Exchange
 from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step.micro_batches import take_part
+from tests.exact.logs.test_self_log import MemoryLogger, Module, Recorder, assert_same, loader
 from tests.ranks import run_ranks
 
 

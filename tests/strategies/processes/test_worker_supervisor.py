@@ -224,7 +224,7 @@ def test_an_exception_that_follows_a_death_is_its_cause_in_the_report_and_not_th
 
     error, _, _ = _fails(Regression({"training_step": step}), WorkerFailed, tmp_path)
     assert str(error).startswith("the worker of rank 1 on cpu:1 ended without a word: killed by SIGKILL")
-    assert re.search(r"; rank 0 on cpu:0 failed in _unwell \(test_worker_generation.py:\d+\)$", str(error))
+    assert re.search(r"; rank 0 on cpu:0 failed in _unwell \(test_worker_supervisor.py:\d+\)$", str(error))
     assert isinstance(error.__cause__, Unwell)
 
 

@@ -14,8 +14,8 @@ change is put back. Then DDP gets these gradients as from the backward pass that
 The number of parts stays. A batch can't be run again where its module can't be split, where its forward has exchanged something with other
 ranks, where gradients of several batches can't be told apart, where ``LightningModule.backward`` is overridden, and in one sample: then the
 exception is raised, with a note that says why. FSDP's and a pipeline's ranks, which exchange parameters or activations all the time, leave
-their step together instead (``strategies.processes.out_of_memory_exit``). An optimizer's step, a validation, or a step of manual optimization isn't
-run again.
+their step together instead (``strategies.processes.out_of_memory_exit``). An optimizer's step, a validation, or a step of manual
+optimization isn't run again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """An elastic run in processes that torchrun or Slurm started: it leaves with a snapshot, and resumes from it when it is started again.
 
 Such processes can't move by themselves: whoever started them decides how many there are. All ranks save at one boundary now and then, and
-when a process is told to leave; the next start of the same script, with whatever number of processes, resumes there. ``processes/boundary``
-knows what happens at a boundary, ``store_rendezvous`` where ranks meet, ``elastic/snapshot_store`` where snapshots lie.
+when a process is told to leave; the next start of the same script, with whatever number of processes, resumes there.
+``processes/between_batches`` knows what happens at a boundary, ``store_rendezvous`` where ranks meet, ``elastic/snapshot_store`` where
+snapshots lie.
 """
 
 from __future__ import annotations

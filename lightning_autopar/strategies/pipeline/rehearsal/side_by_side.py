@@ -25,7 +25,7 @@ from lightning_autopar.memory.fakes.fakes import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import mapped
-from lightning_autopar.strategies.parity.undone_step import same_values
+from lightning_autopar.strategies.parity.undo import same_values
 from lightning_autopar.strategies.pipeline.rehearsal.difference import (
     EQUAL,
     Outcome,
@@ -326,7 +326,7 @@ def ways_to_cut(possible: Sequence[str]) -> list[tuple[str, ...]]:
 @contextmanager
 def norms_aside() -> Iterator[None]:
     """While open, nothing clips gradients and every norm of them is 1: over several stages the engine takes norms. The functions' code is
-    replaced, as their names may have been imported anywhere (:mod:`.gradient_norms` does the same).
+    replaced, as their names may have been imported anywhere (``pipeline/weights/gradient_norms`` does the same).
     """
     exchanged = [
         (getattr(clip_grad, name), _one) for name in ("_get_total_norm", "clip_grad_norm_", "_clip_grads_with_norm_", "clip_grad_value_")

@@ -1,9 +1,9 @@
 """A rank's stages under the schedules of ``torch.distributed.pipelining``, with micro-batches of any shapes.
 
 The order of a step, its communication and its backward passes are torch's. What a stage receives is allocated when it is asked for, in
-the shapes that the stage before has told (:mod:`.stage_shapes`): torch's own buffers have the first micro-batch's shapes for good, and lie there
-for all micro-batches at once (torch 2.13, ``stage.py``, ``_setup_forward_recv_info``). Knows stages that are modules; neither Lightning nor
-how a batch is cut.
+the shapes that the stage before has told (:mod:`.stage_shapes`): torch's own buffers have the first micro-batch's shapes for good, and lie
+there for all micro-batches at once (torch 2.13, ``stage.py``, ``_setup_forward_recv_info``). Knows stages that are modules; neither
+Lightning nor how a batch is cut.
 """
 
 from __future__ import annotations

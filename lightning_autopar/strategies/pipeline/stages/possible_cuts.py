@@ -18,7 +18,7 @@ from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.memory.trace.bare_step import STEPS, BareStep
 from lightning_autopar.memory.trace.first_batch import copied
-from lightning_autopar.strategies.parity.undone_step import undone
+from lightning_autopar.strategies.parity.undo import undone
 from lightning_autopar.strategies.pipeline.stages.block_router import unseen
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import StepRecording
 from lightning_autopar.strategies.pipeline.stages.module_state import ModuleState, attributes, changes, counters

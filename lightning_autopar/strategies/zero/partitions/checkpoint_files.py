@@ -1,7 +1,8 @@
 """What a Lightning strategy does about weights, optimizer states and files where ZeRO has partitioned them.
 
-A mixin that comes after :class:`~lightning_autopar.strategies.base.engine_mixin.EngineMixin` in an engine's bases. It joins :mod:`.gathered_state` and
-:mod:`.partitioned_module` to Lightning's interface, and to that of snapshots. Knows the trainer, ranks and parts; not how a step runs.
+A mixin that comes after :class:`~lightning_autopar.strategies.base.engine_mixin.EngineMixin` in an engine's bases. It joins
+:mod:`.gathered_state` and :mod:`.partitioned_module` to Lightning's interface, and to that of snapshots. Knows the trainer, ranks and
+parts; not how a step runs.
 """
 
 from __future__ import annotations

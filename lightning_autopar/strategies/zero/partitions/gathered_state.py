@@ -1,8 +1,8 @@
 """Weights and optimizer states of a module that ZeRO has partitioned: gathered whole for a file, and loaded by each rank in part.
 
-A rank has a range of each parameter's elements (:class:`lightning_autopar.state.flat_parts.FlatPart`), and the optimizer's states for those.
-At stage 3 that holds for the weights as well; at lower stages every rank has all weights. One tensor at a time is whole, on rank 0, in the
-pages of a file. Knows ranks, parts and tensors; no plan, no trainer, and of DeepSpeed only the parts.
+A rank has a range of each parameter's elements (:class:`lightning_autopar.state.flat_parts.FlatPart`), and the optimizer's states for
+those. At stage 3 that holds for the weights as well; at lower stages every rank has all weights. One tensor at a time is whole, on rank 0,
+in the pages of a file. Knows ranks, parts and tensors; no plan, no trainer, and of DeepSpeed only the parts.
 """
 
 from __future__ import annotations

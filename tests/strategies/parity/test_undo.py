@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.parity.split_probe import probe_split
-from lightning_autopar.strategies.parity.undone_step import same_values, undone
+from lightning_autopar.strategies.parity.undo import same_values, undone
 from tests.strategies.parity.test_split_probe import Base, first_of, samples
 
 

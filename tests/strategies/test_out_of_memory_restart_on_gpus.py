@@ -12,7 +12,6 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from tests.strategies.test_smaller_plans import Elsewhere
 from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy, Plan
@@ -20,6 +19,7 @@ from lightning_autopar.devices.discover import probe
 from tests.fresh import fresh
 from tests.strategies.base.out_of_memory.test_rerun import Short
 from tests.strategies.fitted import QUIET, numbers
+from tests.strategies.test_out_of_memory_restart import Elsewhere
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
