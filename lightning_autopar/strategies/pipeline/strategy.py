@@ -29,9 +29,9 @@ from lightning_autopar.exact.step.micro_batches import PartGradients, several_lo
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.state.checkpoint import own_optimizer_state, own_state_dict
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
-from lightning_autopar.strategies.base.new_parameters import refuse_new
 from lightning_autopar.strategies.base.out_of_memory.running_step import BOTH
 from lightning_autopar.strategies.base.process_group import join_group
+from lightning_autopar.strategies.base.refused_parameters import refuse_new
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.pipeline.run.replicas import Replicas
 from lightning_autopar.strategies.pipeline.run.stage_agreement import agree_on_overflow
