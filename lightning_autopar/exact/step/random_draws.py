@@ -160,7 +160,7 @@ class GlobalDraws:
             states += [cuda.initial_seed(), cuda.get_offset()]
         return _mix(*states) >> 1
 
-    # -- for random_operators and the probe ------------------------------------------------------------------------------------------------------
+    # -- for random_operators and the probe ------------------------------------------------------------------------------------------------
 
     @property
     def share(self) -> BatchShare | None:

@@ -15,6 +15,6 @@ Modules, in reading order:
     host_optimizers     the user's optimizer on host memory
     trainer_loaders     the trainer's loaders under a plan; predictions in order
     process_group       joins the process group; waits for all ranks outside of a step
-    refused_parameters  refuses parameters that come when the run has begun
+    refused_parameters  refuses sparse gradients, and parameters that come when the run has begun
     batch_rule          what the user's batch is to several devices
 """

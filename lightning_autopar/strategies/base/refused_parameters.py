@@ -1,5 +1,5 @@
-"""Parameters that begin to be trained after the run has begun, new ones or ones that were frozen, where an engine doesn't reduce their
-gradients. Knows modules; no engine.
+"""Parameters that engines refuse: those with sparse gradients, and those that begin to be trained after the run has begun, new ones or ones
+that were frozen. Knows modules; no engine.
 """
 
 from __future__ import annotations
@@ -7,6 +7,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from torch import nn
+
+
+def sparse_gradients(module: nn.Module, why: str) -> str | None:
+    """A sentence on the first trained embedding with sparse gradients; None if there is none. A frozen one has no gradients.
+
+    Args:
+        why: the engine can't take them, such as ``"which NCCL can't reduce"``.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
+            return f"{name!r} has sparse gradients, {why}; build it with sparse=False"
+    return None
 
 
 def refuse_new(module: nn.Module, is_known: Callable[[str, nn.Parameter], bool], engine: str, frozen: Collection[int] = ()) -> None:

@@ -148,16 +148,12 @@ class DDP(Engine):
 
     def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
         """Refuse sparse gradients on GPUs, which exchange gradients by NCCL."""
-        from torch import nn
-
         from lightning_autopar._lightning_compat import TrainerFn
+        from lightning_autopar.strategies.base.refused_parameters import sparse_gradients
 
         if trainer.state.fn != TrainerFn.FITTING or trainer.strategy.root_device.type != "cuda":
             return None
-        for name, child in trainer.lightning_module.named_modules():
-            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
-                return f"{name!r} has sparse gradients, which NCCL can't reduce; build it with sparse=False"
-        return None
+        return sparse_gradients(trainer.lightning_module, "which NCCL can't reduce")
 
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
         """All of the state and of the step; DDP's buckets hold the gradients."""

@@ -258,8 +258,11 @@ def test_nothing_is_run_for_rounding_where_nothing_differs() -> None:
     assert failing.swings == rehearse.Swings(), "steps that fail give no tolerance"
 
 
-def test_unshardable_passes_an_ordinary_module() -> None:
+def test_unshardable_passes_an_ordinary_module_and_a_frozen_table() -> None:
+    frozen = Sparse()
+    frozen.table.requires_grad_(False)
     assert unshardable(Fitted()) is None
+    assert unshardable(frozen) is None, "it has no gradients, sparse or not"
 
 
 class Shifted(Fitted):
