@@ -26,12 +26,7 @@ from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.findings import stage_of
 from lightning_autopar.strategies.preparation.finished_run import learn_shortage
-from lightning_autopar.strategies.preparation.more_micro_batches import (
-    in_more_evaluation_parts,
-    in_more_parts,
-    in_parts_of,
-    samples_at_once,
-)
+from lightning_autopar.strategies.preparation.more_parts import in_more_evaluation_parts, in_more_parts, in_parts_of, samples_at_once
 from lightning_autopar.strategies.processes.agent_protocol import BEGIN, GenerationFiles, ShortageRendezvous, SnapshotRendezvous
 from lightning_autopar.strategies.processes.between_batches import CheckpointJournal
 from lightning_autopar.strategies.processes.out_of_memory_exit import left_step

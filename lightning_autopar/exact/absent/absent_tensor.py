@@ -14,16 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lightning_autopar.exact.absent.operator_rules import (
-    DESCRIBING,
-    READING,
-    RULES,
-    first_line,
-    indices_for_masks,
-    leaves_of,
-    map_leaves,
-    title,
-)
+from lightning_autopar.exact.absent.rules import DESCRIBING, READING, RULES, first_line, indices_for_masks, leaves_of, map_leaves, title
 
 _META = torch.device("meta")
 

@@ -1,7 +1,6 @@
 """One pass over an exact loader: the iterator that loads the batches.
 
-The record of the pass (``pass_record``) outlives the iterator: the loader keeps the record, while Lightning drops the iterator and its
-workers.
+Its record (``pass_record``) outlives the iterator: the loader keeps the record, while Lightning drops the iterator and its workers.
 
 The user's data code runs as on one device: ``torch.distributed`` tells it that there is no process group. Batches are cut for the ranks
 after they are made. A sampler or dataset that dealt samples out by rank itself would deal them out twice.

@@ -35,7 +35,7 @@ from lightning_autopar.memory.trace.bare_step import BareStep, announced
 from lightning_autopar.memory.trace.blocks import BlockWatcher, CallCounter, batch_norms, find_blocks, find_layers, tied_groups
 from lightning_autopar.memory.trace.extra_tensors import fill_history, held_by_callbacks, in_attributes, keep_searching
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch_size_of, tensors_of
-from lightning_autopar.memory.trace.guess import guess
+from lightning_autopar.memory.trace.guessed_footprint import guess
 from lightning_autopar.memory.trace.layers import forward_bytes, layers
 from lightning_autopar.memory.trace.parameter_use import ConductWatch
 from lightning_autopar.memory.trace.tracker import MemoryTracker, Phase

@@ -33,7 +33,7 @@ from lightning_autopar.strategies.elastic.snapshot_schedule import Saver, Snapsh
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.finished_run import learn_shortage
-from lightning_autopar.strategies.preparation.more_micro_batches import in_more_evaluation_parts, samples_at_once
+from lightning_autopar.strategies.preparation.more_parts import in_more_evaluation_parts, samples_at_once
 from lightning_autopar.strategies.processes.agent_protocol import GenerationFiles, SnapshotRendezvous
 from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_supervisor import Generation, Outcome

@@ -37,7 +37,7 @@ from lightning_autopar.memory import batch_scaling
 from lightning_autopar.memory.cuda_overhead import Target
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, first_batch, fresh, tensors_of
-from lightning_autopar.memory.trace.guess import guess
+from lightning_autopar.memory.trace.guessed_footprint import guess
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made

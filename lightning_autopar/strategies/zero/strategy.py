@@ -46,8 +46,8 @@ from lightning_autopar.strategies.zero import deepspeed_compat as doorway
 from lightning_autopar.strategies.zero.gradient_reduction import Clipping, Reduction
 from lightning_autopar.strategies.zero.optimizer_on_disk import DiskStates, disk_folder
 from lightning_autopar.strategies.zero.partitions.checkpoint_files import ZeroFiles
+from lightning_autopar.strategies.zero.partitions.module import held_by_zero, host_held_by_zero
 from lightning_autopar.strategies.zero.partitions.optimizer_pieces import Edits, OptimizerBridge, ParameterPart
-from lightning_autopar.strategies.zero.partitions.partitioned_module import held_by_zero, host_held_by_zero
 from lightning_autopar.strategies.zero.settings import deepspeed_config, zero_settings
 
 

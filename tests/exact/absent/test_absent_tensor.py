@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autopar.exact.absent.absent_tensor import AbsentMode, MissingValue, absent_like, hole_of, hole_parameter, is_absent, provide
-from lightning_autopar.exact.absent.operator_rules import recording_absence, set_strict
+from lightning_autopar.exact.absent.rules import recording_absence, set_strict
 
 CPU = torch.device("cpu")
 

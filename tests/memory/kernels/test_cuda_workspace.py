@@ -13,14 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_autopar.memory.kernels.cuda_workspace import CUDA_HIDDEN, CUDA_SCRATCH, cuda_scratch, reduction
 from lightning_autopar.memory.kernels.measured_workspace import Rounds
-from tests.memory.cuda import (
-    BF16,
-    FLOAT,
-    Seen,
-    aten,
-    attend,
-    on_cuda,
-)
+from tests.memory.cuda import BF16, FLOAT, Seen, aten, attend, on_cuda
 
 
 def scratch_of(operation: Any, seen: Seen) -> Any:

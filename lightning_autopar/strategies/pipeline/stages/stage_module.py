@@ -25,7 +25,7 @@ from lightning_autopar.exact.absent.absent_tensor import (
     provide,
     resolved,
 )
-from lightning_autopar.exact.absent.operator_rules import recording_absence, set_strict
+from lightning_autopar.exact.absent.rules import recording_absence, set_strict
 from lightning_autopar.strategies.pipeline.stages.block_router import Router
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import EXTRA, CutTensor, Staging, StepRecording
 from lightning_autopar.strategies.pipeline.stages.skipped_blocks import BlockResults

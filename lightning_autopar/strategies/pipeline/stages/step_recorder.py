@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.exact.absent.absent_tensor import AbsentMode, MissingValue, absent_like
-from lightning_autopar.exact.absent.operator_rules import READING
+from lightning_autopar.exact.absent.rules import READING
 from lightning_autopar.strategies.pipeline.stages.block_outputs import EscapedOutputs, describe, flattened, places
 from lightning_autopar.strategies.pipeline.stages.block_router import find_block, opaque_methods
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import EXTRA, CutTensor, Output, StepRecording

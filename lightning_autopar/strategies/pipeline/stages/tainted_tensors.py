@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _pop_mode_temporarily,
 from torch.utils import checkpoint as checkpointing
 
 from lightning_autopar.exact.absent.absent_tensor import AbsentTensor, OverwrittenTensor, filled
-from lightning_autopar.exact.absent.operator_rules import DESCRIBING
+from lightning_autopar.exact.absent.rules import DESCRIBING
 
 _MARK = "_autopar_tainted"
 

@@ -1,8 +1,7 @@
 """What a Lightning strategy does about weights, gradients and files where the module's stages lie on several ranks.
 
-A mixin that comes after :class:`~lightning_autopar.strategies.base.engine_mixin.EngineMixin` in an engine's bases. It joins
-:mod:`.gathered_weights`, :mod:`.gradient_norms` and :mod:`.module_building` to Lightning's interface. Knows the trainer, ranks and absent
-tensors; not how stages run.
+A mixin that comes after :class:`.EngineMixin` in an engine's bases. It joins :mod:`.gathered_weights`, :mod:`.gradient_norms` and
+:mod:`.module_building` to Lightning's interface. Knows the trainer, ranks and absent tensors; not how stages run.
 """
 
 from __future__ import annotations

@@ -40,9 +40,7 @@ from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.data.loader import unwrapped
 from lightning_autopar.exact.logs.metrics_over_ranks import sync_states
 from lightning_autopar.exact.reached_variables import Reached, Variables
-from lightning_autopar.state.checkpoint import (
-    load_whole_optimizer_state,
-)
+from lightning_autopar.state.checkpoint import load_whole_optimizer_state
 from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, Survey, is_under, merged
 from lightning_autopar.state.pretrained import move_tensors
 from lightning_autopar.state.scratch_files import save_without_copies

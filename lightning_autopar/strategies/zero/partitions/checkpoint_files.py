@@ -1,8 +1,7 @@
 """What a Lightning strategy does about weights, optimizer states and files where ZeRO has partitioned them.
 
-A mixin that comes after :class:`~lightning_autopar.strategies.base.engine_mixin.EngineMixin` in an engine's bases. It joins
-:mod:`.gathered_state` and :mod:`.partitioned_module` to Lightning's interface, and to that of snapshots. Knows the trainer, ranks and
-parts; not how a step runs.
+A mixin that comes after :class:`.EngineMixin` in an engine's bases. It joins :mod:`.gathered_state` and :mod:`.module` to Lightning's
+interface, and to that of snapshots. Knows the trainer, ranks and parts; not how a step runs.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.zero import deepspeed_compat as doorway
 from lightning_autopar.strategies.zero.optimizer_on_disk import DiskStates
 from lightning_autopar.strategies.zero.partitions import gathered_state as partitioned
+from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, make_whole, parts
 from lightning_autopar.strategies.zero.partitions.optimizer_pieces import ParameterPart, fragment_parts
 from lightning_autopar.strategies.zero.partitions.parameter_views import ParameterViews
-from lightning_autopar.strategies.zero.partitions.partitioned_module import Traces, gather_again, make_whole, parts
 
 
 class ZeroFiles(OneFile):

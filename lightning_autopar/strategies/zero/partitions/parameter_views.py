@@ -18,13 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar.state.flat_parts import FlatPart
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
-from lightning_autopar.strategies.zero.partitions.partitioned_module import (
-    is_partitioned,
-    is_whole,
-    part_of,
-    register_external,
-    running_modules,
-)
+from lightning_autopar.strategies.zero.partitions.module import is_partitioned, is_whole, part_of, register_external, running_modules
 
 #: Functions that need only the whole parameter's shape.
 _SHAPES = frozenset(
