@@ -22,7 +22,7 @@ import torch  # noqa: E402
 
 from benchmarks.machine import machine  # noqa: E402
 from lightning_autopar._fork import ChildFailed, run_forked  # noqa: E402
-from lightning_autopar.memory.kernels import measured as scratch_convolution  # noqa: E402
+from lightning_autopar.memory.kernels import measured_workspace as scratch_convolution  # noqa: E402
 
 aten = torch.ops.aten
 RESULTS = HERE / "results" / "convolutions.json"

@@ -38,9 +38,9 @@ from decisions.verdict import RULES, Measured, judge, summary, taken_by, within
 from machine import machine
 
 from lightning_autopar import Plan, Report
-from lightning_autopar.planning.memory import predict
+from lightning_autopar.planning.plan_bytes import predict
+from lightning_autopar.planning.plan_seconds import predict_seconds
 from lightning_autopar.planning.refusals import cannot_run
-from lightning_autopar.planning.timing import predict_seconds
 
 RESULTS = Path(__file__).resolve().parent / "results" / "decisions.json"
 #: Measured steps of the first round, and of each further one.

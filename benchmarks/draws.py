@@ -31,8 +31,8 @@ from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.step.random_draws import Draw, DrawPlan, GlobalDraws, Rows
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.strategies.calibration.device_curves import measure_device
-from lightning_autopar.timing.curves import Calibration
 from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.measured_curves import Calibration
 from lightning_autopar.timing.measured_rates import MeasuredRates, device_key
 from lightning_autopar.timing.roofline import DRAW, drawn_seconds
 

@@ -32,8 +32,8 @@ from search_against_all import GOAL  # noqa: E402
 from lightning_autopar.constraints import Constraints  # noqa: E402
 from lightning_autopar.devices.inventory import Inventory  # noqa: E402
 from lightning_autopar.devices.spec import parse_spec  # noqa: E402
+from lightning_autopar.memory.batch_scaling import scaled  # noqa: E402
 from lightning_autopar.memory.footprint import Footprint  # noqa: E402
-from lightning_autopar.memory.scaling import scaled  # noqa: E402
 from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 from lightning_autopar.planning.planner import make_report  # noqa: E402
 from lightning_autopar.planning.what_if import more_devices, with_host  # noqa: E402

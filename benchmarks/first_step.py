@@ -57,7 +57,7 @@ PARTS = {
     "split": ("lightning_autopar.strategies.preparation.findings", "_split_as_made"),
     "engines look": ("lightning_autopar.strategies.preparation.findings", "looks"),
     "report": ("lightning_autopar.strategies.preparation.decision", "make_report"),
-    "trial of the chosen plan": ("lightning_autopar.strategies.preparation.prospect", "rehearse"),
+    "trial of the chosen plan": ("lightning_autopar.strategies.preparation.confirmed_plan", "rehearse"),
     "to workers' end": ("lightning_autopar.strategies.launcher", "run_generation"),
 }
 

@@ -49,7 +49,7 @@ _TESTS = (
     "tests/test_gpu.py",
     "tests/test_fork.py",
     "tests/strategies/processes/test_waits.py",
-    "tests/strategies/processes/test_stalls.py",
+    "tests/strategies/processes/test_stalled_workers.py",
     "tests/memory/fakes/test_saved_on_device.py",
     "tests/nullgpu/test_stub.py",
     "tests/nullgpu/test_random.py",

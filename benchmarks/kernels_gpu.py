@@ -3,8 +3,8 @@
     python benchmarks/kernels_gpu.py --json OUT [--seconds 60]
 
 First convolutions and recurrent layers: for each operation of a forward and a backward the bytes that are held during it alone, beside what
-is predicted for it (``memory.kernels.cuda``). Then whole models: wall seconds of forward, backward and optimizer, with the batch and with
-one row of it (which shows what the host needs), and the GPU's seconds by operation.
+is predicted for it (``memory.kernels.cuda_workspace``). Then whole models: wall seconds of forward, backward and optimizer, with the batch
+and with one row of it (which shows what the host needs), and the GPU's seconds by operation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from lightning_autopar.memory.kernels.cuda import CUDA_SCRATCH
+from lightning_autopar.memory.kernels.cuda_workspace import CUDA_SCRATCH
 
 aten = torch.ops.aten
 WATCHED = (aten.convolution, aten.convolution_backward, aten._cudnn_rnn, aten._cudnn_rnn_backward)

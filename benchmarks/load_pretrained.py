@@ -69,7 +69,7 @@ def run(way: str, folder: Path, ranks: int, layers: int) -> None:
 
     import lightning_autopar
     from lightning_autopar.state import pretrained
-    from lightning_autopar.strategies.preparation import prospect
+    from lightning_autopar.strategies.preparation import confirmed_plan
 
     def load() -> Any:
         if way != "load_pretrained":
@@ -113,7 +113,7 @@ def run(way: str, folder: Path, ranks: int, layers: int) -> None:
         sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend="gloo")
         options = {"devices": ranks, "strategy": sharded}
     else:
-        prospect.LARGE_BYTES = 1  # at its real size a model counts as large from 1 GiB on
+        confirmed_plan.LARGE_BYTES = 1  # at its real size a model counts as large from 1 GiB on
         blocks = tuple(f"model.model.layers.{index}" for index in range(layers))
         devices = tuple(f"cpu:{rank}" for rank in range(ranks))
         plan = lightning_autopar.Plan(engine="fsdp", devices=devices, shard=blocks, reshard_after_forward=True)

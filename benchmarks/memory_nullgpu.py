@@ -140,7 +140,7 @@ def _single(task: Task) -> dict[str, Any]:
 
 def _without_replay(said: dict[str, int]) -> float:
     """What would be said to be reserved without a replay: allocated, and a share of it for rounding."""
-    from lightning_autopar.planning.memory import ROUNDING_BYTES, ROUNDING_SHARE
+    from lightning_autopar.planning.plan_bytes import ROUNDING_BYTES, ROUNDING_SHARE
 
     return said["allocated"] * (1 + ROUNDING_SHARE) + ROUNDING_BYTES
 

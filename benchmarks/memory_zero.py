@@ -41,7 +41,7 @@ from benchmarks.machine import machine  # noqa: E402
 from benchmarks.memory.job import Batches, Learner, adamw, hugging_face, own_loss  # noqa: E402
 from benchmarks.memory.stage_rank import GPT  # noqa: E402
 from lightning_autopar import AutoParallelStrategy, Plan  # noqa: E402
-from lightning_autopar.planning.memory import host_bytes  # noqa: E402
+from lightning_autopar.planning.plan_bytes import host_bytes  # noqa: E402
 
 RESULTS = HERE / "results" / "memory_zero.json"
 #: What the fullest rank's device may differ from its prediction.

@@ -50,7 +50,7 @@ from lightning_autopar.strategies import launcher
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration.calibration import calibrate
 from lightning_autopar.strategies.preparation.decision import Decision
-from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
+from lightning_autopar.strategies.zero.deepspeed_compat import import_deepspeed
 from lightning_autopar.text import format_bytes
 
 GIB, MIB = 1 << 30, 1 << 20

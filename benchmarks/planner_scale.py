@@ -31,8 +31,8 @@ from benchmarks.memory.stage_rank import GPT  # noqa: E402
 from lightning_autopar.constraints import Constraints  # noqa: E402
 from lightning_autopar.devices.inventory import Inventory  # noqa: E402
 from lightning_autopar.devices.spec import parse_spec  # noqa: E402
+from lightning_autopar.memory.batch_scaling import scaled  # noqa: E402
 from lightning_autopar.memory.footprint import Footprint  # noqa: E402
-from lightning_autopar.memory.scaling import scaled  # noqa: E402
 from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 from lightning_autopar.planning.planner import make_report  # noqa: E402
 from lightning_autopar.report.report import NothingFits  # noqa: E402

@@ -23,11 +23,11 @@ from memory.gpu_job import adamw, model_of
 
 from lightning_autopar import Plan
 from lightning_autopar.devices.discover import probe
+from lightning_autopar.memory.cuda_overhead import workspaces
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.memory.workspace import workspaces
 from lightning_autopar.planning.block_units import recomputable_order, shardable
-from lightning_autopar.planning.memory import replay
+from lightning_autopar.planning.plan_bytes import replay
 from lightning_autopar.plans import OFFLOADS
 
 RESULTS = Path(__file__).resolve().parent / "results"

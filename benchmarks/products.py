@@ -26,8 +26,8 @@ from benchmarks.machine import machine  # noqa: E402
 from lightning_autopar.devices.inventory import Device  # noqa: E402
 from lightning_autopar.memory.work.work import Work  # noqa: E402
 from lightning_autopar.strategies.calibration.device_curves import cold_product  # noqa: E402
-from lightning_autopar.timing.curves import Calibration, Curve  # noqa: E402
 from lightning_autopar.timing.data_sheet import DATA_SHEET  # noqa: E402
+from lightning_autopar.timing.measured_curves import Calibration, Curve  # noqa: E402
 from lightning_autopar.timing.measured_rates import SMALLEST_DIMENSIONS, MeasuredRates, device_key  # noqa: E402
 
 RESULTS = HERE / "results" / "products.json"

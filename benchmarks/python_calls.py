@@ -120,7 +120,7 @@ def _answer(writer: Any, shape: tuple[int, int, bool, bool, bool], plan: Plan) -
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
+    from lightning_autopar.strategies.zero.deepspeed_compat import import_deepspeed
 
     import_deepspeed("cpu")
     alone = {shape: count(shape, plans(shape)["single"]) for shape in (*SHAPES, WIDE, FLAT)}

@@ -215,7 +215,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from machine import machine
 
-    from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
+    from lightning_autopar.strategies.zero.deepspeed_compat import import_deepspeed
 
     begun = time.monotonic()
     import_deepspeed("cpu")  # once, for all children

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from lightning_autopar._version import __version__ as __version__
     from lightning_autopar.api import plan
-    from lightning_autopar.callbacks.elastic import ElasticReplan
-    from lightning_autopar.callbacks.migrate import CheckpointMigrate
-    from lightning_autopar.callbacks.monitor import PlanMonitor
+    from lightning_autopar.callbacks.checkpoint_migrate import CheckpointMigrate
+    from lightning_autopar.callbacks.elastic_replan import ElasticReplan
+    from lightning_autopar.callbacks.plan_monitor import PlanMonitor
     from lightning_autopar.plans import Plan
     from lightning_autopar.report.report import NothingFits, Report
     from lightning_autopar.sharing.runs.requests import yield_run
@@ -41,11 +41,11 @@ __all__ = [
 _HOMES = {
     "AutoParallelStrategy": "lightning_autopar.strategies.auto",
     "Batch": "lightning_autopar.strategies.base.batch_rule",
-    "CheckpointMigrate": "lightning_autopar.callbacks.migrate",
-    "ElasticReplan": "lightning_autopar.callbacks.elastic",
+    "CheckpointMigrate": "lightning_autopar.callbacks.checkpoint_migrate",
+    "ElasticReplan": "lightning_autopar.callbacks.elastic_replan",
     "NothingFits": "lightning_autopar.report.report",
     "Plan": "lightning_autopar.plans",
-    "PlanMonitor": "lightning_autopar.callbacks.monitor",
+    "PlanMonitor": "lightning_autopar.callbacks.plan_monitor",
     "Report": "lightning_autopar.report.report",
     "Turn": "lightning_autopar.sharing.turn",
     "__version__": "lightning_autopar._version",

@@ -612,7 +612,7 @@ def without_word_of_signals(trainer: Trainer) -> Iterator[None]:
         del loop.__dict__["_broadcast_sigterm_tensor"]
 
 
-# -- for strategies/processes/boundary.py and strategies/base/resume.py --------------------
+# -- for strategies/processes/between_batches.py and strategies/base/resume.py --------------------
 
 
 def mute_hooks(names: Collection[str], *, heard_by: type) -> Callable[[], None]:

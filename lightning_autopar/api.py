@@ -12,11 +12,11 @@ from lightning_autopar._root import check
 from lightning_autopar.constraints import Constraints, check_allow, check_memory_limit
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.memory.allocator.options import options_from_environment
+from lightning_autopar.memory.cuda_overhead import Target, target_of
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.learned.records import load_residuals
+from lightning_autopar.memory.learned.memory_records import load_residuals
 from lightning_autopar.memory.trace.first_batch import FirstBatch, batch_size_of
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.memory.workspace import Target, target_of
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import missing_packages
 from lightning_autopar.plans import Plan, offered_engines

@@ -14,15 +14,15 @@ from typing import Any
 
 from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.memory.allocator.device import PlayedDevice
-from lightning_autopar.memory.allocator.play import Player
+from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeParts
+from lightning_autopar.memory.allocator.tape_player import Player
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.moments import Moments
 from lightning_autopar.plans import Plan, loaded
 from lightning_autopar.timing.rates import COLLECTIVES, Rates
-from lightning_autopar.timing.step import Step
+from lightning_autopar.timing.step_seconds import Step
 
 
 @dataclass(frozen=True, kw_only=True)

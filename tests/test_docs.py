@@ -29,8 +29,8 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_autopar
 from lightning_autopar import AutoParallelStrategy, plans
-from lightning_autopar.callbacks.elastic import ElasticReplan
-from lightning_autopar.callbacks.migrate import CheckpointMigrate
+from lightning_autopar.callbacks.checkpoint_migrate import CheckpointMigrate
+from lightning_autopar.callbacks.elastic_replan import ElasticReplan
 from lightning_autopar.cli import program
 from lightning_autopar.plans import Plan
 from tests.doc_blocks import (

@@ -32,15 +32,15 @@ from lightning_autopar import engines  # noqa: E402
 from lightning_autopar.constraints import Constraints, SplitFinding  # noqa: E402
 from lightning_autopar.devices.inventory import Inventory  # noqa: E402
 from lightning_autopar.devices.spec import parse_spec  # noqa: E402
+from lightning_autopar.memory.batch_scaling import scaled  # noqa: E402
 from lightning_autopar.memory.footprint import Footprint  # noqa: E402
-from lightning_autopar.memory.scaling import scaled  # noqa: E402
 from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 from lightning_autopar.planning import advice  # noqa: E402
-from lightning_autopar.planning import memory as planning_memory  # noqa: E402
+from lightning_autopar.planning import plan_bytes as planning_memory  # noqa: E402
 from lightning_autopar.planning.appraisal import host_need  # noqa: E402
 from lightning_autopar.planning.block_units import cuttable, recomputable, shardable  # noqa: E402
+from lightning_autopar.planning.plan_seconds import predict_seconds  # noqa: E402
 from lightning_autopar.planning.planner import make_report  # noqa: E402
-from lightning_autopar.planning.timing import predict_seconds  # noqa: E402
 from lightning_autopar.plans import OFFLOADS, SCHEDULES, Plan  # noqa: E402
 from lightning_autopar.report.page.step import timeline  # noqa: E402
 from lightning_autopar.report.report import NothingFits  # noqa: E402

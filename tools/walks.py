@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.callbacks.migrate import CheckpointMigrate
+from lightning_autopar.callbacks.checkpoint_migrate import CheckpointMigrate
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.preparation.decide import decide_again

@@ -1,4 +1,4 @@
-"""Where prediction and reality part: each operation's real scratch beside what ``memory/kernels/cpu.py`` says of it.
+"""Where prediction and reality part: each operation's real scratch beside what ``memory/kernels/cpu_workspace.py`` says of it.
 
     PYTHONPATH=benchmarks python -m memory.explain "U-Net"
 
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_autopar._fork import run_forked
-from lightning_autopar.memory.kernels.cpu import CPU_HIDDEN, CPU_SCRATCH
+from lightning_autopar.memory.kernels.cpu_workspace import CPU_HIDDEN, CPU_SCRATCH
 from memory.job import Batches
 from memory.measure import RealPeak, make_trainer
 from memory.zoo import JOBS

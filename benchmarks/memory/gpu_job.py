@@ -22,9 +22,9 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.exact.step.recompute import recomputed
+from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.block_units import recomputable_order
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map
 
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.discover import probe
+from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.block_units import shardable
-from lightning_autopar.planning.memory import predict
+from lightning_autopar.planning.plan_bytes import predict
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits

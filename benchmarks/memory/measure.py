@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.planning.memory import predict
+from lightning_autopar.planning.plan_bytes import predict
 from lightning_autopar.plans import Plan
 from memory.job import Batches, Job
 

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from lightning_autopar.engines import recomputed
-from lightning_autopar.memory.allocator.device import PlayedDevice
-from lightning_autopar.memory.allocator.play import Player
+from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
+from lightning_autopar.memory.allocator.tape_player import Player
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.parts import Size, parts_of
+from lightning_autopar.memory.step_parts import Size, parts_of
 from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.pipeline.engine import Pipeline
 from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions

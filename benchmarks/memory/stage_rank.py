@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.pipeline.run.replicas import Replicas
-from lightning_autopar.strategies.pipeline.run.shapes import Meta, Signature
+from lightning_autopar.strategies.pipeline.run.stage_shapes import Meta, Signature
 from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage, make_schedule
 
 

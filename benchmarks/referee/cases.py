@@ -16,8 +16,8 @@ from rows.tracing import sources
 
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.trace.trace import trace
 
 #: Blocks, width, heads, heads of keys and values, width of the MLP, words and length of Llamas from 0.2 to 13 billion parameters.

@@ -10,12 +10,12 @@ from memory.play_stages import PlayedPipeline
 
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
-from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.work.work import Work
-from lightning_autopar.planning.memory import predict, replay
-from lightning_autopar.planning.timing import step_of
+from lightning_autopar.planning.plan_bytes import predict, replay
+from lightning_autopar.planning.plan_seconds import step_of
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.engine import FSDP
 from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths
@@ -24,9 +24,9 @@ from lightning_autopar.strategies.zero.engine import Zero
 from lightning_autopar.strategies.zero.settings import ZeroSettings
 from lightning_autopar.timing.collectives import known_model
 from lightning_autopar.timing.data_sheet import DataSheet
-from lightning_autopar.timing.rank import RankWork
+from lightning_autopar.timing.rank_compute import RankWork
 from lightning_autopar.timing.rates import Phase, Rates
-from lightning_autopar.timing.step import Seconds, Step
+from lightning_autopar.timing.step_seconds import Seconds, Step
 from rows.kept_gradients import played
 from rows.planned import Layout
 from rows.question import Question

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, OutOfDeviceMemory
-from lightning_autopar.memory.allocator.device import PlayedDevice
-from lightning_autopar.memory.allocator.play import Player, parts_of
+from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeChange, read_script
+from lightning_autopar.memory.allocator.tape_player import Player, parts_of
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
 

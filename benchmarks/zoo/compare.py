@@ -19,8 +19,8 @@ from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Together
 from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import probe_stages
-from lightning_autopar.strategies.pipeline.stages.record import record
-from lightning_autopar.strategies.pipeline.stages.recording import Staging
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
+from lightning_autopar.strategies.pipeline.stages.possible_cuts import record
 
 STEPS = 3
 MICRO_BATCHES = 4

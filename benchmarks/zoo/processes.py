@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.zoo.compare import STEPS, Gradients
 from benchmarks.zoo.member import Member
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.plans import Plan
 
 

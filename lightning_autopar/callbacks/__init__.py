@@ -2,8 +2,8 @@
 
 Modules, in reading order:
 
-    elastic       ElasticReplan
-    device_watch  what it makes of the devices
-    migrate       CheckpointMigrate
-    monitor       PlanMonitor
+    elastic_replan      ElasticReplan: watches the devices, and says when another plan is worth moving to
+    device_watch        what it makes of the devices
+    checkpoint_migrate  CheckpointMigrate: makes a run movable; it survives its workers by snapshots
+    plan_monitor        PlanMonitor: predicted and measured figures, shown and logged
 """

@@ -17,7 +17,6 @@ from typing import Any, Literal
 from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.devices.changes import DeviceEvent, device_events, usable
 from lightning_autopar.devices.inventory import Inventory
-from lightning_autopar.planning.memory import host_bytes
 from lightning_autopar.planning.move_verdict import (
     MoveHistory,
     Rules,
@@ -31,6 +30,7 @@ from lightning_autopar.planning.move_verdict import (
     raw_batch_seconds,
     same_plan,
 )
+from lightning_autopar.planning.plan_bytes import host_bytes
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, NothingFits
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest, RunView
@@ -225,7 +225,7 @@ class Watch:
         self._rules, self._max_overhead = Rules(), 0.0
 
     def look(self, run: RunView, now: float, rules: Rules, max_overhead: float) -> MoveRequest | None:
-        """Like :meth:`lightning_autopar.callbacks.elastic.ElasticReplan.look`, by its rules."""
+        """Like :meth:`lightning_autopar.callbacks.elastic_replan.ElasticReplan.look`, by its rules."""
         self._rules, self._max_overhead = rules, max_overhead
         self._notice(run, now)
         inventory = self._felt(run, _without_own_work(run.inventory(), run), now)

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_autopar.constraints import check_allow, check_memory_limit
 from lightning_autopar.devices.discover import DEVICES_VARIABLE
 from lightning_autopar.devices.spec import parse_spec
-from lightning_autopar.strategies.processes.script import Script
+from lightning_autopar.strategies.processes.users_script import Script
 
 #: Values that Lightning's Trainer takes as devices, and that aren't a spec.
 _TRAINER_DEVICES = re.compile(r"auto|-1|\d+|\d+(,\d+)*,?")

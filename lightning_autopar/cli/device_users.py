@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from lightning_autopar.devices.inventory import Device, DeviceProcess
-from lightning_autopar.sharing.processes import inner_pid, is_drivers
+from lightning_autopar.sharing.process_ids import inner_pid, is_drivers
 from lightning_autopar.sharing.runs.folders import user_name
 from lightning_autopar.sharing.runs.requests import is_here
 from lightning_autopar.sharing.runs.status import RunStatus

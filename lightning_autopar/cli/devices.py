@@ -26,7 +26,7 @@ from lightning_autopar.sharing.ledger import is_leased, live, without_leased
 from lightning_autopar.sharing.runs.folders import user_name
 from lightning_autopar.sharing.runs.requests import everyones_runs
 from lightning_autopar.text import format_bytes, format_seconds, printable
-from lightning_autopar.timing.curves import Calibration, Curve, load_calibration
+from lightning_autopar.timing.measured_curves import Calibration, Curve, load_calibration
 from lightning_autopar.timing.measured_rates import device_key, group_key
 from lightning_autopar.timing.rates import COLLECTIVES
 

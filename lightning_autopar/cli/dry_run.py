@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_autopar.cli.first_trainer import Wanted, at_first_trainer
-from lightning_autopar.huggingface.watch import trainers_planned
-from lightning_autopar.strategies.processes.script import Script
+from lightning_autopar.huggingface.train_calls import trainers_planned
+from lightning_autopar.strategies.processes.users_script import Script
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -28,8 +28,8 @@ from lightning_autopar.cli.arguments import strategy_options as chosen_options
 from lightning_autopar.cli.first_trainer import Wanted, at_first_trainer
 from lightning_autopar.huggingface.relaunch import promised, relaunch
 from lightning_autopar.huggingface.settings import handed_over
-from lightning_autopar.huggingface.watch import trainers_planned, trainers_set
-from lightning_autopar.strategies.processes.script import Script, own_traceback, started_by
+from lightning_autopar.huggingface.train_calls import trainers_planned, trainers_set
+from lightning_autopar.strategies.processes.users_script import Script, own_traceback, started_by
 
 if TYPE_CHECKING:
     from lightning_autopar.cli.replace_strategy import Replacement

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_autopar.cli.device_users import DeviceUser, users_of
 from lightning_autopar.devices import nvml
-from lightning_autopar.sharing.processes import is_stopped
+from lightning_autopar.sharing.process_ids import is_stopped
 from lightning_autopar.sharing.runs.folders import user_name
 from lightning_autopar.sharing.runs.leftovers import Leftover, leftovers
 from lightning_autopar.sharing.runs.requests import everyones_runs, is_here

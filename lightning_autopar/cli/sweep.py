@@ -67,7 +67,7 @@ def sweep_scripts(options: argparse.Namespace) -> int:
     Raises:
         ValueError: if the sweep isn't valid, or runs already.
     """
-    from lightning_autopar.sharing.sweep.children import Children, noted_signals
+    from lightning_autopar.sharing.sweep.child_processes import Children, noted_signals
     from lightning_autopar.sharing.sweep.controller import Controller, first_schedule, prospects
     from lightning_autopar.sharing.sweep.dry_runs import Stopped, look_at
     from lightning_autopar.sharing.sweep.folder import sweep_folder

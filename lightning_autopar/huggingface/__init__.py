@@ -4,11 +4,11 @@ Its loop stays transformers' own: nothing here trains. A plan becomes TrainingAr
 
 Modules, in reading order:
 
-    settings   Settings: the plan as TrainingArguments, handed to the processes that run it
-    arguments  each TrainingArguments that the script makes
-    watch      the script's calls of ``train``
-    step       a training step of its Trainer as a LightningModule's, and its footprint
-    terms      what this Trainer can and can't run, and what a reader should know
-    planning   every plan that it can run, as a report
-    relaunch   the script again, in the plan's processes
+    settings            Settings: the plan as TrainingArguments, handed to the processes that run it
+    training_arguments  each TrainingArguments that the script makes
+    train_calls         the script's calls of ``train``
+    trainer_step        a training step of its Trainer as a LightningModule's, and its footprint
+    trainer_limits      what this Trainer can and can't run, and what a reader should know
+    planning            every plan that it can run, as a report
+    relaunch            the script again, in the plan's processes
 """

@@ -15,21 +15,21 @@ from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.engines import Question
-from lightning_autopar.huggingface import terms
-from lightning_autopar.huggingface.arguments import told_by
+from lightning_autopar.huggingface import trainer_limits
 from lightning_autopar.huggingface.relaunch import launched_by_others
 from lightning_autopar.huggingface.settings import Batch, Settings
-from lightning_autopar.huggingface.step import Look, look
+from lightning_autopar.huggingface.trainer_step import Look, look
+from lightning_autopar.huggingface.training_arguments import told_by
 from lightning_autopar.memory.allocator.options import options_from_environment
+from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.workspace import target_of
 from lightning_autopar.planning.block_units import recomputable, with_recompute
 from lightning_autopar.planning.device_sets import device_sets, single_sets
-from lightning_autopar.planning.memory import predict
+from lightning_autopar.planning.plan_bytes import predict
+from lightning_autopar.planning.plan_seconds import device_speeds
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import micro_batch_refusal, missing_packages, multi_refusal, own_refusal
-from lightning_autopar.planning.timing import device_speeds
 from lightning_autopar.plans import Plan, all_engines
 from lightning_autopar.report.report import Candidate, NothingFits, Report
 from lightning_autopar.sharing.leases import Leases
@@ -83,7 +83,7 @@ def plan_for(trainer: Any, asked: Asked) -> Planned:
             f"a launcher has started this process ({variable} is set), but for transformers' Trainer lightning-autopar starts processes "
             "itself, as many as the plan needs; start it without the launcher"
         )
-    terms.refuse(trainer)
+    trainer_limits.refuse(trainer)
     settings = AutoParallelStrategy(**asked.options).settings
     if settings.batch != "global":
         raise ValueError(
@@ -106,8 +106,8 @@ def plan_for(trainer: Any, asked: Asked) -> Planned:
         objective="memory" if settings.objective == "memory" else "speed",
         exact=settings.exact,
         precision=precision,
-        excluded={**missing_packages(inventory), **terms.excluded(trainer, found, on_cpu=on_cpu)},
-        notes=dict.fromkeys(all_engines(), terms.notes(trainer)),
+        excluded={**missing_packages(inventory), **trainer_limits.excluded(trainer, found, on_cpu=on_cpu)},
+        notes=dict.fromkeys(all_engines(), trainer_limits.notes(trainer)),
         split=_split(trainer, found),
         allocator=options_from_environment(os.environ),
     )
@@ -126,8 +126,8 @@ def plan_for(trainer: Any, asked: Asked) -> Planned:
     return Planned(
         report=report,
         settings=None if best is None else _settings(trainer, best, found, batch, on_cpu=on_cpu),
-        steps=terms.optimizer_steps(trainer, batch),
-        said=terms.said_of(trainer.args),
+        steps=trainer_limits.optimizer_steps(trainer, batch),
+        said=trainer_limits.said_of(trainer.args),
     )
 
 
@@ -165,7 +165,7 @@ def _looked_at(trainer: Any, rows: int, precision: str, inventory: Inventory) ->
 
 def _split(trainer: Any, found: Look) -> SplitFinding | None:
     """What a batch in parts changes, by transformers' own account."""
-    reason = terms.differences(trainer, found)
+    reason = trainer_limits.differences(trainer, found)
     apart = tuple(sorted(name.removeprefix("aten.") for name in found.footprint.random_draws))
     if reason is None and not apart:
         return None
@@ -191,7 +191,7 @@ class _Space:
 
     def __init__(self, trainer: Any, question: Question, found: Look, batch: Batch) -> None:
         self._trainer, self._question, self._found, self._batch = trainer, question, found, batch
-        self._samples = terms.samples_of(trainer)
+        self._samples = trainer_limits.samples_of(trainer)
         can = {block.fqn for block in recomputable(question.footprint)}
         self._layers = found.layers if found.layers and can.issuperset(found.layers) else ()
 
@@ -222,7 +222,7 @@ class _Space:
 
     def _recomputing(self, plan: Plan) -> Iterator[Plan]:
         """The plan without and with recomputation, if its samples are the script's."""
-        if terms.last_batch(self._trainer, plan, self._batch, self._samples)[1]:
+        if trainer_limits.last_batch(self._trainer, plan, self._batch, self._samples)[1]:
             return
         if self._question.constraints.exact and self._told(plan):
             return
@@ -250,8 +250,8 @@ class _Space:
         return replace(candidate, notes=(*candidate.notes, *self._told(candidate.plan)))
 
     def _told(self, plan: Plan) -> list[str]:
-        last = terms.last_batch(self._trainer, plan, self._batch, self._samples)[0]
-        return [words for words in (last, terms.grouped(self._trainer, plan)) if words is not None]
+        last = trainer_limits.last_batch(self._trainer, plan, self._batch, self._samples)[0]
+        return [words for words in (last, trainer_limits.grouped(self._trainer, plan)) if words is not None]
 
 
 def _settings(trainer: Any, best: Candidate, found: Look, batch: Batch, *, on_cpu: bool) -> Settings:

@@ -4,12 +4,12 @@ Modules, in reading order:
 
     footprint            what one step needs, as data; results that are kept by footprint
     tape                 the allocations of a traced step, in order
-    parts                what each part of a step takes by itself
+    step_parts           what each part of a step takes by itself
     moments              the fullest moments of a step for a share of the batch
     device_bytes         bytes on a device and on the host, by category
-    workspace            CUDA context, cuBLAS, NCCL
-    scaling              the footprint at another batch size
-    lengths              how the sizes of a run's batches vary, and bytes with them
+    cuda_overhead        CUDA context, cuBLAS, NCCL
+    batch_scaling        the footprint at another batch size
+    length_spread        how the sizes of a run's batches vary, and bytes with them
     allocation_recorder  allocations of this process while it is open
     storages             storages of tensors and their bytes
     allocator/           torch's caching allocator, and a step played on it

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from lightning_autopar.memory.lengths import Lengths
+from lightning_autopar.memory.length_spread import Lengths
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Plan

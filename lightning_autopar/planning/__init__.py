@@ -10,8 +10,8 @@ Modules, in reading order:
     remedies      fewer samples, micro-batches, recomputation where memory is short
     finalists     replays the best candidates' allocations
     advice        which one change would help
-    memory        bytes by device and on the host: asks the engine for each rank
-    timing        seconds of a step: asks the engine; seconds of single parts
+    plan_bytes    bytes by device and on the host: asks the engine for each rank
+    plan_seconds  seconds of a step: asks the engine; seconds of single parts
     device_sets   sets of devices worth a look
     block_units   which blocks can be sharded or recomputed
     move_verdict  whether a running job stays, moves or parks

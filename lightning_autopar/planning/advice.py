@@ -18,8 +18,8 @@ from lightning_autopar import engines
 from lightning_autopar.devices.inventory import device_label
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.engines import Question
+from lightning_autopar.memory.batch_scaling import drawn_by_rank, draws_whole, scaled
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.scaling import drawn_by_rank, draws_whole, scaled
 from lightning_autopar.planning import what_if
 from lightning_autopar.planning.block_units import recomputable_order
 from lightning_autopar.planning.refusals import lacks_package_alone, split_refusal

@@ -16,20 +16,20 @@ from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory, busy_share, device_label
 from lightning_autopar.engines import Question
+from lightning_autopar.memory.batch_scaling import for_rank, scaled
 from lightning_autopar.memory.device_bytes import DeviceBytes, HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.step_times import TimeFactors
-from lightning_autopar.memory.scaling import for_rank, scaled
-from lightning_autopar.planning import memory
+from lightning_autopar.planning import plan_bytes
 from lightning_autopar.planning.candidates import notes_of
-from lightning_autopar.planning.memory import host_bytes
+from lightning_autopar.planning.plan_bytes import host_bytes
+from lightning_autopar.planning.plan_seconds import predict_seconds
 from lightning_autopar.planning.refusals import cannot_run
-from lightning_autopar.planning.timing import predict_seconds
 from lightning_autopar.plans import Plan, order_of
 from lightning_autopar.report.report import Candidate, DeviceNeed
 from lightning_autopar.text import format_bytes, format_seconds
 from lightning_autopar.timing.rates import Rates
-from lightning_autopar.timing.step import Seconds
+from lightning_autopar.timing.step_seconds import Seconds
 
 #: By how much a plan must be faster than a simpler one to be taken instead: predictions miss by more than a smaller share from run to run.
 WORTHWHILE = 0.01
@@ -93,7 +93,7 @@ class Appraiser:
     Args:
         footprint: what one step needs.
         constraints: what a plan must keep to.
-        predict: bytes of a plan; :func:`lightning_autopar.planning.memory.predict` unless given.
+        predict: bytes of a plan; :func:`lightning_autopar.planning.plan_bytes.predict` unless given.
         rates: rates of devices, for the seconds; data sheets' unless given.
         predictions: what is known from other questions, to the same ``predict`` and ``rates``.
     """
@@ -111,7 +111,7 @@ class Appraiser:
         self.inventory = inventory
         self.constraints = constraints
         self.question = Question(footprint=footprint, inventory=inventory, constraints=constraints)
-        self.predict = predict or partial(memory.predict, precision=constraints.precision)
+        self.predict = predict or partial(plan_bytes.predict, precision=constraints.precision)
         self.rates = rates
         self.device = {device.id: device for device in inventory.devices}
         self.budget = {device.id: constraints.budget_bytes(device) for device in inventory.devices}

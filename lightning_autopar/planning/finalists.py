@@ -17,15 +17,15 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.allocator.tape_parts import script_of
+from lightning_autopar.memory.cuda_overhead import workspaces
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.workspace import workspaces
 from lightning_autopar.planning.appraisal import kind_of
-from lightning_autopar.planning.memory import replay
+from lightning_autopar.planning.plan_bytes import replay
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.text import format_bytes, format_seconds
-from lightning_autopar.timing.step import Seconds
+from lightning_autopar.timing.step_seconds import Seconds
 
 #: How many allocations one search may replay, three microseconds each, while it still hopes that plans lose nothing to the allocator.
 _MOST_ALLOCATIONS = 60_000

@@ -16,8 +16,8 @@ from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory, busy_share, device_label
 from lightning_autopar.engines import Question
+from lightning_autopar.memory.batch_scaling import longer
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.scaling import longer
 from lightning_autopar.planning.advice import advise
 from lightning_autopar.planning.appraisal import Appraiser, Predict, Predictions, first_of_each_configuration
 from lightning_autopar.planning.candidates import ruled_out
@@ -157,7 +157,7 @@ def make_report(
         footprint: what one step needs.
         inventory: the devices; at least one.
         constraints: what a plan must keep to.
-        predict: bytes of a plan; :func:`lightning_autopar.planning.memory.predict` unless given.
+        predict: bytes of a plan; :func:`lightning_autopar.planning.plan_bytes.predict` unless given.
         rates: rates of devices, for the seconds; data sheets' unless given.
         plans: what runs the step can take no others; unless given, the search finds them.
 

@@ -2,9 +2,9 @@
 
 Modules, in reading order:
 
-    report       Report with its views, NothingFits
-    table        the report as text
-    comparison   predicted against measured
-    run_history  a run over time as a page
-    page/        the HTML page
+    report                  Report with its views, NothingFits
+    table                   the report as text
+    predicted_and_measured  predicted against measured
+    run_history             a run over time as a page
+    page/                   the HTML page
 """

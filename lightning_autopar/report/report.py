@@ -22,7 +22,7 @@ from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.plans import Plan
 from lightning_autopar.text import format_bytes
 from lightning_autopar.timing.rates import Rates
-from lightning_autopar.timing.step import Seconds
+from lightning_autopar.timing.step_seconds import Seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,7 +34,7 @@ _WIDTH, _LEAST_WIDTH = 110, 60
 
 
 class DeviceNeed(Protocol):
-    """Predicted bytes on one device, as :class:`lightning_autopar.planning.memory.DeviceBytes` has them."""
+    """Predicted bytes on one device, as :class:`lightning_autopar.planning.plan_bytes.DeviceBytes` has them."""
 
     @property
     def allocated(self) -> int:

@@ -22,7 +22,7 @@ from lightning_autopar.text import format_bytes, format_of, format_seconds, form
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from lightning_autopar.timing.step import Seconds
+    from lightning_autopar.timing.step_seconds import Seconds
 
 
 #: From the first width on, the parts of the time and the headroom have columns; below the second, the reasons are under the plans.

@@ -3,7 +3,7 @@
 Modules, in reading order:
 
     live_files   files that live as long as their process; its locks
-    processes    which process is meant by a number
+    process_ids  which process is meant by a number
     lease_files  one run's promised memory, as a file
     ledger       all promises of this host; an inventory less what is promised
     leases       what this process was promised

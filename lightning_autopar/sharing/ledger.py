@@ -24,7 +24,7 @@ import psutil
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.sharing.lease_files import Lease, LeaseFile, live_leases
-from lightning_autopar.sharing.processes import is_drivers
+from lightning_autopar.sharing.process_ids import is_drivers
 
 #: The variable that names the folder that all runs of the host share; "off": there are no leases.
 LEDGER_VARIABLE = "AUTOPAR_LEDGER"

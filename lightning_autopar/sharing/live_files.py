@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lightning_autopar.sharing.processes import lives, pid_namespace, started_ticks
+from lightning_autopar.sharing.process_ids import lives, pid_namespace, started_ticks
 
 _own: set[int] = set()
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning import CheckpointIO, Strategy, TorchCheckpointIO
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.data.loader import is_loader_state
 from lightning_autopar.state import scratch_files as scratch
 

@@ -35,9 +35,9 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning import Trainer
 from lightning_autopar._lightning_compat import bare_optimizer
-from lightning_autopar.exact.absent.tensor import is_absent
-from lightning_autopar.state import placed
-from lightning_autopar.state.fragments import FlatPart, Fragment
+from lightning_autopar.exact.absent.absent_tensor import is_absent
+from lightning_autopar.state import gpu_pickles
+from lightning_autopar.state.flat_parts import FlatPart, Fragment
 from lightning_autopar.state.snapshot_folder import REST, SPARE
 
 _TENSORS = "tensors"
@@ -80,7 +80,7 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
     if strategy.is_global_zero:
         partial = folder / f"{REST}.part"
         try:
-            partial.write_bytes(placed.dumps(rest))
+            partial.write_bytes(gpu_pickles.dumps(rest))
             partial.replace(folder / REST)  # the snapshot is complete once this file exists
         except Exception as error:  # a full disk, or a value that can't be pickled: the others mustn't wait for ever
             problem = error
@@ -101,7 +101,7 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
     """
     folder = Path(str(path))
     module, optimizers = strategy.lightning_module, [bare_optimizer(optimizer) for optimizer in strategy.optimizers]
-    rest: dict[str, Any] = placed.loads((folder / REST).read_bytes(), strategy.root_device)
+    rest: dict[str, Any] = gpu_pickles.loads((folder / REST).read_bytes(), strategy.root_device)
     saved = rest.pop(_OPTIMIZERS)
     if optimizers and len(saved) != len(optimizers):
         raise ValueError(

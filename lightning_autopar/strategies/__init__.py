@@ -2,17 +2,17 @@
 
 Modules, in reading order:
 
-    auto           AutoParallelStrategy
-    launcher       from `fit` to a running plan
-    smaller_plans  after memory ran out: the run's next plan
-    base/          What every engine shares; knows no engine
-    calibration/   measuring this machine
-    ddp/           engine: DDP and single
-    elastic/       the agent and its snapshots
-    fsdp/          engine: FSDP2
-    parity/        the first batch, probed; engines rehearsed
-    pipeline/      engine: stages
-    preparation/   from a call of the trainer to a plan
-    processes/     workers, and what passes between processes
-    zero/          engine: DeepSpeed's ZeRO
+    auto                   AutoParallelStrategy
+    launcher               from `fit` to a running plan
+    out_of_memory_restart  after memory ran out: the run's next plan
+    base/                  What every engine shares; knows no engine
+    calibration/           measuring this machine
+    ddp/                   engine: DDP and single
+    elastic/               the agent and its snapshots
+    fsdp/                  engine: FSDP2
+    parity/                the first batch, probed; engines rehearsed
+    pipeline/              engine: stages
+    preparation/           from a call of the trainer to a plan
+    processes/             workers, and what passes between processes
+    zero/                  engine: DeepSpeed's ZeRO
 """

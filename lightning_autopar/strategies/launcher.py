@@ -35,31 +35,31 @@ from lightning_autopar.sharing.leases import words
 from lightning_autopar.sharing.runs.display import RunDisplay, showing
 from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.sharing.waiting import Waiting
-from lightning_autopar.strategies.base.loaders import put_together
-from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.base.trainer_loaders import put_together
 from lightning_autopar.strategies.base.users_traceback import users_part
 from lightning_autopar.strategies.base.worker_exception import WHERE
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
-from lightning_autopar.strategies.elastic.saver import SnapshotSettings
-from lightning_autopar.strategies.preparation.batch_size import find_batch_size
+from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
+from lightning_autopar.strategies.out_of_memory_restart import SmallerPlans
+from lightning_autopar.strategies.preparation.batch_size_finder import find_batch_size
+from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.decide import decide, decide_again, find_prospect, has_several
 from lightning_autopar.strategies.preparation.decision import Decision
-from lightning_autopar.strategies.preparation.learning import announce_measured, learn, learn_shortage
-from lightning_autopar.strategies.preparation.prospect import Prospect
+from lightning_autopar.strategies.preparation.finished_run import announce_measured, learn, learn_shortage
+from lightning_autopar.strategies.preparation.plan_trial import tried
 from lightning_autopar.strategies.preparation.trainer_options import finder_of
-from lightning_autopar.strategies.preparation.trial import tried
 from lightning_autopar.strategies.processes.external_launcher import Peers, rerun_script, under_external_launcher
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.worker import WorkerJob, make_job
-from lightning_autopar.strategies.processes.worker_generation import Outcome, run_folder, run_generation
-from lightning_autopar.strategies.smaller_plans import SmallerPlans
+from lightning_autopar.strategies.processes.worker_supervisor import Outcome, run_folder, run_generation
 
 if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Inventory
-    from lightning_autopar.strategies.base.run_host import RunHost
+    from lightning_autopar.strategies.base.users_strategy import RunHost
 
 log = logging.getLogger(__name__)
 

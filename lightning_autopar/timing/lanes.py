@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.memory.allocator.play import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from lightning_autopar.memory.allocator.tape_player import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from lightning_autopar.memory.work.work import Work
-from lightning_autopar.timing.rank import LaneSpan, RankWork
+from lightning_autopar.timing.rank_compute import LaneSpan, RankWork
 from lightning_autopar.timing.rates import Collective, Rates
 from lightning_autopar.timing.roofline import Layout
 

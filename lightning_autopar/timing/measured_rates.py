@@ -17,7 +17,7 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Engine, loaded
 from lightning_autopar.timing.collectives import topology
-from lightning_autopar.timing.curves import Calibration, Curve
+from lightning_autopar.timing.measured_curves import Calibration, Curve
 from lightning_autopar.timing.rates import Collective, Phase, Rates
 
 #: The subject of curves that belong to no device.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_autopar.callbacks import device_watch as watching
-from lightning_autopar.callbacks.elastic import ElasticReplan
+from lightning_autopar.callbacks.elastic_replan import ElasticReplan
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.planning.move_verdict import fits, must_leave
 from lightning_autopar.plans import Plan
@@ -362,7 +362,7 @@ def test_it_can_be_written_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPat
           accelerator: cpu
           logger: false
           callbacks:
-            - class_path: lightning_autopar.callbacks.elastic.ElasticReplan
+            - class_path: lightning_autopar.callbacks.elastic_replan.ElasticReplan
               init_args: {min_gain: 0.2, patience: 5}
         """
     )

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.callbacks.migrate import CheckpointMigrate
+from lightning_autopar.callbacks.checkpoint_migrate import CheckpointMigrate
 from lightning_autopar.plans import ENGINES, Plan
 from lightning_autopar.strategies.preparation.decision import Decision
 from tests.chaos.chaos_modules import Chaotic, MeanWeights, Variant, loaders, make_trainer

@@ -24,14 +24,14 @@ import torch
 
 from lightning_autopar.plans import Plan
 from lightning_autopar.state import snapshot
-from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
-from lightning_autopar.strategies.processes import boundary
-from lightning_autopar.strategies.processes.protocol import SnapshotRendezvous
+from lightning_autopar.strategies.processes import between_batches
+from lightning_autopar.strategies.processes.agent_protocol import SnapshotRendezvous
 
 #: Where a worker may be killed. ``outside``: by its agent's process, some time after the batch.
 KILLED = (
@@ -338,7 +338,9 @@ def _at(name: str, function: Callable[..., Any], *, after: bool = False) -> Call
 def on_stage(stage: Stage) -> Iterator[None]:
     """While open, this stage's actions happen to the run of this process."""
     global current
-    patched: list[tuple[Any, str, Any]] = [(boundary, "write_objects", _at("no_space", _at("before_carrying", boundary.write_objects)))]
+    patched: list[tuple[Any, str, Any]] = [
+        (between_batches, "write_objects", _at("no_space", _at("before_carrying", between_batches.write_objects)))
+    ]
     patched.append((snapshot, "save_snapshot", _at("saved", _at("before_saving", snapshot.save_snapshot), after=True)))
     patched.append((snapshot.dcp, "save", _at("tensors_saved", snapshot.dcp.save, after=True)))
     patched.append((EngineMixin, "prepare", _at("preparing", EngineMixin.prepare)))

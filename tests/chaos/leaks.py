@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.callbacks.migrate import CheckpointMigrate
+from lightning_autopar.callbacks.checkpoint_migrate import CheckpointMigrate
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest

@@ -18,7 +18,7 @@ from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.strategies.calibration import calibration
 from lightning_autopar.strategies.calibration.calibration import Measurement
 from lightning_autopar.strategies.launcher import AutoLauncher
-from lightning_autopar.timing.curves import Curve
+from lightning_autopar.timing.measured_curves import Curve
 from lightning_autopar.timing.measured_rates import device_key
 from tests.processes import lean_path
 

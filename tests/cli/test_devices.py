@@ -17,10 +17,10 @@ from lightning_autopar.devices.inventory import Device, DeviceProcess, Inventory
 from lightning_autopar.sharing import ledger as promised
 from lightning_autopar.sharing.lease_files import Lease
 from lightning_autopar.sharing.ledger import Ledger
-from lightning_autopar.sharing.processes import is_drivers
+from lightning_autopar.sharing.process_ids import is_drivers
 from lightning_autopar.sharing.runs.folders import user_name
 from lightning_autopar.sharing.runs.status import open_run
-from lightning_autopar.timing.curves import Calibration, Curve
+from lightning_autopar.timing.measured_curves import Calibration, Curve
 
 GIB = 1 << 30
 UUIDS = ("GPU-7c1e9b04-1111-2222-3333-444455556666", "GPU-90aa77b1-1111-2222-3333-444455556666")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.huggingface.arguments import told_by, watch_arguments
 from lightning_autopar.huggingface.relaunch import command_of, environment_of
 from lightning_autopar.huggingface.settings import VARIABLE, Batch, Settings, handed_over
+from lightning_autopar.huggingface.training_arguments import told_by, watch_arguments
 from lightning_autopar.plans import Plan
 
 _TWO = ("cuda:0", "cuda:1")

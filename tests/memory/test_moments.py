@@ -9,7 +9,7 @@ import pytest
 
 from lightning_autopar.memory.footprint import Moment
 from lightning_autopar.memory.moments import moments_of
-from tests.planning.test_memory import FOOTPRINT, one, plan
+from tests.planning.test_plan_bytes import FOOTPRINT, one, plan
 
 
 def backward(held: int, **values: int | bool) -> Moment:

@@ -21,7 +21,7 @@ from lightning_autopar.memory.fakes.fakes import as_if_real, fake_copy, fake_mod
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.planning.memory import predict
+from lightning_autopar.planning.plan_bytes import predict
 from lightning_autopar.plans import Engine, Plan
 from tests.memory.measured import Copies, make_trainer, peak_bytes, real_peak_bytes
 from tests.memory.trace.test_trace import GPT, Module, mlp, tokens, vectors

@@ -19,7 +19,7 @@ import json, os, sys, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 from torch import nn
-from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
+from lightning_autopar.strategies.zero.deepspeed_compat import import_deepspeed
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)

@@ -6,8 +6,8 @@ import pytest
 from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.memory.batch_scaling import drawn_by_rank, scaled
 from lightning_autopar.memory.footprint import Footprint, Moment
-from lightning_autopar.memory.scaling import drawn_by_rank, scaled
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.planning import advice as subject
 from lightning_autopar.planning import refusals

@@ -6,11 +6,11 @@ import pytest
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.device_bytes import HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.corrections import Corrections, plan_shape
 from lightning_autopar.memory.learned.step_times import StepTime, StepTimes
-from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.planning import refusals as runnable
 from lightning_autopar.planning.appraisal import (
     WORTHWHILE,
@@ -21,7 +21,7 @@ from lightning_autopar.planning.appraisal import (
     links_seconds,
     simplicity,
 )
-from lightning_autopar.planning.memory import host_bytes
+from lightning_autopar.planning.plan_bytes import host_bytes
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.report.report import Candidate, NothingFits

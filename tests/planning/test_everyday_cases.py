@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.spec import parse_spec
-from lightning_autopar.memory.scaling import scaled
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan

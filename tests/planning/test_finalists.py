@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.allocator.options import AllocatorOptions
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, Moment
-from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning import finalists
-from lightning_autopar.planning.memory import predict, replay
+from lightning_autopar.planning.plan_bytes import predict, replay
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.report.report import Candidate, NothingFits, Report

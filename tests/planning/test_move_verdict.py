@@ -30,11 +30,11 @@ from lightning_autopar.planning.move_verdict import (
     raw_batch_seconds,
     same_plan,
 )
+from lightning_autopar.planning.plan_seconds import predict_seconds
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.timing import predict_seconds
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, Report
-from lightning_autopar.timing.step import Seconds
+from lightning_autopar.timing.step_seconds import Seconds
 from tests.fakes.rates import PlainRates
 from tests.fakes.traced import traced
 from tests.fakes.values import GIB, MIB, cpu, gpu, inventory

@@ -19,17 +19,17 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.engines import Engine, Searching
 from lightning_autopar.memory.allocator.replay import Replayed
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.memory.learned.step_times import StepTime, StepTimes
-from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import with_recompute
+from lightning_autopar.planning.plan_seconds import predict_seconds
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.remedies import in_parts, without_recompute
 from lightning_autopar.planning.search import Search, _Prospect
-from lightning_autopar.planning.timing import predict_seconds
 from lightning_autopar.plans import SCHEDULES, Plan, Schedule
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.strategies.pipeline.plans import PipelineMaker

@@ -15,8 +15,8 @@ from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.work.work import moved_bytes
-from lightning_autopar.planning.memory import predict
-from lightning_autopar.planning.timing import predict_seconds
+from lightning_autopar.planning.plan_bytes import predict
+from lightning_autopar.planning.plan_seconds import predict_seconds
 from lightning_autopar.planning.what_if import eight_bit, fused, more_devices, validated, with_host
 from lightning_autopar.plans import Plan
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory

@@ -20,7 +20,7 @@ from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Engine, Plan, offered_engines
 from lightning_autopar.report.report import Candidate, NothingFits, Report
 from lightning_autopar.report.table import by_category, by_part, time_words
-from lightning_autopar.timing.step import Seconds
+from lightning_autopar.timing.step_seconds import Seconds
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
 

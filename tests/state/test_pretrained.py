@@ -25,7 +25,7 @@ from transformers import (
 from lightning_autopar import AutoParallelStrategy, Plan, load_pretrained
 from lightning_autopar.state import pretrained
 from lightning_autopar.state.pretrained import shapes_only, without_values
-from lightning_autopar.strategies.preparation import prospect
+from lightning_autopar.strategies.preparation import confirmed_plan
 
 MIB = 1024**2
 
@@ -188,7 +188,7 @@ def reference(folders: dict[str, Path]) -> tuple[Classifier, float]:
 def test_a_large_model_loads_in_configure_model_under_every_engine(
     folders: dict[str, Path], reference: tuple[Classifier, float], engine: str, load: Any, on_meta: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prospect, "LARGE_BYTES", 1)
+    monkeypatch.setattr(confirmed_plan, "LARGE_BYTES", 1)
     devices = ("cpu:0", "cpu:1")
     pinned = Plan(engine="zero", devices=devices, zero_stage=3) if engine == "zero" else None
     strategy = AutoParallelStrategy(allow=[engine], plan=pinned, devices="2xcpu:2GiB", calibrate=False)

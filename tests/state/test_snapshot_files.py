@@ -117,7 +117,7 @@ def test_no_room_is_said_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_tensor_is_read_from_the_whole(tmp_path: Path) -> None:
-    from lightning_autopar.state.fragments import Fragment
+    from lightning_autopar.state.flat_parts import Fragment
 
     whole = torch.arange(12.0).view(4, 3)
     save({"w": whole}, tmp_path / "s", tmp_path / "spare")

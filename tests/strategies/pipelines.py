@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.pipeline.stages.record import record
-from lightning_autopar.strategies.pipeline.stages.recording import Staging
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
+from lightning_autopar.strategies.pipeline.stages.possible_cuts import record
 from tests.strategies.fitted import QUIET, _decided
 
 

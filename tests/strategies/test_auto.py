@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, Plan
-from lightning_autopar.strategies.processes import worker_generation
+from lightning_autopar.strategies.processes import worker_supervisor
 
 
 class Net(pl.LightningModule):
@@ -74,7 +74,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(worker_generation, "run_generation", refuse)
+    monkeypatch.setattr(worker_supervisor, "run_generation", refuse)
 
 
 PINNED = Plan(engine="ddp", devices=("cpu:0", "cpu:7"))

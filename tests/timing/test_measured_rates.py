@@ -18,8 +18,8 @@ from lightning_autopar.devices.inventory import Device, Inventory, Link
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.work.work import Work, WorkKind
 from lightning_autopar.plans import Engine
-from lightning_autopar.timing.curves import Calibration, Curve
 from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.measured_curves import Calibration, Curve
 from lightning_autopar.timing.measured_rates import HOST, MeasuredRates, device_key, group_key
 from lightning_autopar.timing.rates import Collective, Phase, Rates
 from tests.fakes.values import gpu, inventory

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from lightning_autopar.devices.inventory import Device, idle_share
-from lightning_autopar.memory.scaling import drawn_by_rank
+from lightning_autopar.memory.batch_scaling import drawn_by_rank
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.timing.data_sheet import DataSheet
 from lightning_autopar.timing.roofline import DRAW, computing_dtype, layout_of, part_load, update_load

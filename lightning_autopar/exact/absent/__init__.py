@@ -2,6 +2,6 @@
 
 Modules, in reading order:
 
-    tensor  a tensor whose values another rank has
-    rules   what may be done with one; its operators and words
+    absent_tensor  a tensor whose values another rank has
+    rules          what may be done with one; its operators and words
 """

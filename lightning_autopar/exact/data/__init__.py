@@ -2,16 +2,16 @@
 
 Modules, in reading order:
 
-    loader         the exact loader: the user's batches cut for one rank, resumable
-    loader_pass    one pass over it; the user's data code as one device would run it
-    order          the order of the batches
-    rank_share     a rank's rows of a batch, and who gets which
-    counting       what a loss may be a mean over, other than samples: entries that a batch counts
-    track          the record of a pass, for checkpoints
-    worker_random  random states of loader workers
-    collate        what a rank's loader collates: its own samples, or the whole batch
-    rows           the rows of a collated batch
-    fingerprint    a number that tells batches apart, equal in every process
-    batch_making   whether ranks may collate their own samples, found out on some batches
-    longest        the longest batch of a loader, as samples picked at random show it
+    loader           the exact loader: the user's batches cut for one rank, resumable
+    loader_pass      one pass over it; the user's data code as one device would run it
+    batch_order      the order of the batches
+    rank_share       a rank's rows of a batch, and who gets which
+    counted_entries  what a loss may be a mean over, other than samples: entries that a batch counts
+    pass_record      the record of a pass, for checkpoints
+    worker_random    random states of loader workers
+    collate          what a rank's loader collates: its own samples, or the whole batch
+    batch_structure  the rows of a collated batch
+    fingerprint      a number that tells batches apart, equal in every process
+    collate_trial    whether ranks may collate their own samples, found out on some batches
+    longest_batch    the longest batch of a loader, as samples picked at random show it
 """

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lightning_autopar.exact.data.batch_structure import count_rows, take_rows
 from lightning_autopar.exact.data.rank_share import Dealing, cut
-from lightning_autopar.exact.data.rows import count_rows, take_rows
 from lightning_autopar.memory.trace.first_batch import fresh
 
 _REMEDY = (

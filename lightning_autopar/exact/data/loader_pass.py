@@ -1,6 +1,6 @@
 """One pass over an exact loader: the iterator that loads the batches.
 
-The record of the pass (``track``) outlives the iterator: the loader keeps the record, while Lightning drops the iterator and its workers.
+Its record (``pass_record``) outlives the iterator: the loader keeps the record, while Lightning drops the iterator and its workers.
 
 The user's data code runs as on one device: ``torch.distributed`` tells it that there is no process group. Batches are cut for the ranks
 after they are made. A sampler or dataset that dealt samples out by rank itself would deal them out twice.
@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from lightning_autopar._lightning import sized_len
 from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.batch_order import DrawLog, Order
+from lightning_autopar.exact.data.batch_structure import part_number
 from lightning_autopar.exact.data.collate import CollateRows, WithParts
-from lightning_autopar.exact.data.order import DrawLog, Order
+from lightning_autopar.exact.data.pass_record import EpochProgress, PassRecord, load_sampler_states
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
-from lightning_autopar.exact.data.rows import part_number
-from lightning_autopar.exact.data.track import EpochProgress, PassRecord, load_sampler_states
 from lightning_autopar.exact.data.worker_random import WorkerStates, states_of
 
 if TYPE_CHECKING:

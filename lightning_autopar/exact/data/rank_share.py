@@ -1,7 +1,7 @@
 """A rank's share of a global batch: which samples are its own, and how to take them out of anything that can be sliced.
 
-A plan deals samples out in turns, evenly or not. :mod:`.rows` knows the structure of batches; this module knows numbers, tensors and
-sequences.
+A plan deals samples out in turns, evenly or not. :mod:`.batch_structure` knows the structure of batches; this module knows numbers, tensors
+and sequences.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _indices(turns: tuple[int, ...], of: int, holder: int) -> range | tuple[int,
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """How many of a batch's entries that count (:mod:`.counting`) a share holds.
+    """How many of a batch's entries that count (:mod:`.counted_entries`) a share holds.
 
     Args:
         own: how many.

@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_autopar.exact import random_state as rng
 
-#: The most batches that may be handed out and not yet finished, as in ``track``.
+#: The most batches that may be handed out and not yet finished, as in ``pass_record``.
 _AHEAD = 8
 
 

@@ -2,10 +2,10 @@
 
 Modules, in reading order:
 
-    global_logging      `self.log` of the whole batch, the same on every rank
-    logged_values       logged values and how parts make a whole; Lightning's result collections
+    self_log            `self.log` of the whole batch, the same on every rank
+    combined_values     logged values and how parts make a whole; Lightning's result collections
     log_rules           found by comparison: how parts make a whole
-    hooks               hooks around steps in which something may read a logged value
+    logging_hooks       hooks around steps in which something may read a logged value
     rank_exchange       one small collective for all logged values
     metrics_over_ranks  torchmetrics over ranks, parts and stages
     metrics_over_parts  torchmetrics over the parts of a batch and over stages

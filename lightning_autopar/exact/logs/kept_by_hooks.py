@@ -15,7 +15,7 @@ from typing import Any
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import LightningModule, Trainer
-from lightning_autopar.exact.logs.hooks import overridden, reached
+from lightning_autopar.exact.logs.logging_hooks import overridden, reached
 
 _HOOKS = tuple(f"on_{stage}_batch_{point}" for stage in ("train", "validation", "test") for point in ("start", "end"))
 #: Of a prediction, which returns what it finds: nobody has tried what it keeps.

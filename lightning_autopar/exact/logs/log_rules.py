@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_autopar._lightning import LightningModule
-from lightning_autopar.exact.data.counting import Count, Rule
+from lightning_autopar.exact.data.counted_entries import Count, Rule
 
 #: Hook and name of a logged value → ``"mean"`` (over samples), ``"sum"``, ``"max"``, ``"min"``, or what it is a mean over. The loss of
 #: ``training_step`` has the name ``""``; without a rule it is a mean over samples.

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import Metric, MetricCollection
 
-from lightning_autopar.exact.absent.tensor import hole_of
+from lightning_autopar.exact.absent.absent_tensor import hole_of
 
 #: Relative difference up to which the mean of parts equals the whole's value, in single precision; other types round by some units in the
 #: last place.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_autopar._lightning import rank_zero_warn
-from lightning_autopar.exact.logs.logged_values import Combiner, Entry
+from lightning_autopar.exact.logs.combined_values import Combiner, Entry
 
 #: How many numbers an exchange sends without first exchanging their count: this many, or up to the most if the last one needed more.
 _NUMBERS, _MOST_NUMBERS = 192, 2**14

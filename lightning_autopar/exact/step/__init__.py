@@ -2,19 +2,19 @@
 
 Modules, in reading order:
 
-    random_draws      random draws of the whole batch, own rows kept
-    random_operators  the operators that draw, replaced
-    micro_batches     a batch in parts, gradients added up
-    batch_norm        batch norm over the whole batch
-    recompute         activation checkpointing of blocks
-    initial_weights   initial weights drawn on the device, as plain Lightning draws them
-    attribute_rules   how what a step keeps on its module grows with the samples
-    attributes        what steps keep on their module, held to what one device would keep
-    whole_output      a batch's output, made of its parts'
-    step_state        what a step changes, put back where it fails half-way
-    own_backward      backward passes that the user's code begins itself
-    gradient_scaler   the scale of half precision's gradients in a part of a batch
-    gradient_hooks    the user's hooks on parameters, called with the whole batch's gradient
-    shared_network    a step whose network ranks share by rows, and whose rest each runs whole
-    own_rows          a rank's rows of a GPU's random draw, bit for bit
+    random_draws       random draws of the whole batch, own rows kept
+    random_operators   the operators that draw, replaced
+    micro_batches      a batch in parts, gradients added up
+    batch_norm         batch norm over the whole batch
+    recompute          activation checkpointing of blocks
+    initial_weights    initial weights drawn on the device, as plain Lightning draws them
+    attribute_rules    how what a step keeps on its module grows with the samples
+    kept_attributes    what steps keep on their module, held to what one device would keep
+    whole_output       a batch's output, made of its parts'
+    step_rollback      what a step changes, put back where it fails half-way
+    users_backward     backward passes that the user's code begins itself
+    gradient_scaler    the scale of half precision's gradients in a part of a batch
+    gradient_hooks     the user's hooks on parameters, called with the whole batch's gradient
+    shared_network     a step whose network ranks share by rows, and whose rest each runs whole
+    rows_of_gpu_draws  a rank's rows of a GPU's random draw, bit for bit
 """

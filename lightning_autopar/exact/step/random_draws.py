@@ -3,10 +3,10 @@
 Dropout, a VAE's noise, random masks and diffusion steps would otherwise differ from those of one device. Every rank's generator starts a
 step in the same state, makes the draws that one device would make, and so ends it in the same state too.
 
-Knows shapes, generators and a batch's share. It doesn't know which operators draw (``random_ops`` does), nor modules, trainers or
+Knows shapes, generators and a batch's share. It doesn't know which operators draw (``random_operators`` does), nor modules, trainers or
 processes.
 
-On a GPU most of a large draw can be left out, as ``own_rows`` says: the rank's rows are drawn by themselves, the same numbers.
+On a GPU most of a large draw can be left out, as ``rows_of_gpu_draws`` says: the rank's rows are drawn by themselves, the same numbers.
 
 What can't be reproduced is listed in :attr:`GlobalDraws.unreproducible`: dropout inside fused attention, rejection sampling (gamma,
 Poisson), a permutation over the samples. Not seen at all are cuDNN's recurrent dropout and the draws of compiled graphs (inductor has
@@ -160,7 +160,7 @@ class GlobalDraws:
             states += [cuda.initial_seed(), cuda.get_offset()]
         return _mix(*states) >> 1
 
-    # -- for random_ops and the probe ------------------------------------------------------------------------------------------------------
+    # -- for random_operators and the probe ------------------------------------------------------------------------------------------------
 
     @property
     def share(self) -> BatchShare | None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_autopar.exact.data.rank_share import index_of
-from lightning_autopar.exact.step.own_rows import drop_own, fill_own
 from lightning_autopar.exact.step.random_draws import Choice, GlobalDraws, Rows, pick_rows, scatter_rows, whole_like
+from lightning_autopar.exact.step.rows_of_gpu_draws import drop_own, fill_own
 
 _Call: TypeAlias = Callable[..., Any]
 _Generator: TypeAlias = torch.Generator | None

@@ -4,8 +4,8 @@ Modules, in reading order:
 
     caching_allocator  torch's caching allocator, modelled; the only implementation
     options            `PYTORCH_CUDA_ALLOC_CONF`
-    device             one device while a step is played on it
+    played_device      one device while a step is played on it
     tape_parts         the tape taken apart for a replay
-    play               a rank plays the tape
+    tape_player        a rank plays the tape
     replay             a rank's first two steps on the modelled allocator; the engine gives the player
 """

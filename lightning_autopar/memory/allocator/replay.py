@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, OutOfDeviceMemory
-from lightning_autopar.memory.allocator.device import Category, PlayedDevice
 from lightning_autopar.memory.allocator.options import AllocatorOptions
-from lightning_autopar.memory.allocator.play import Player
+from lightning_autopar.memory.allocator.played_device import Category, PlayedDevice
+from lightning_autopar.memory.allocator.tape_player import Player
 
 #: The most steps to play. The first finds no optimizer state, and scattered free blocks may force a later step to reserve one more segment.
 #: So steps are played until one leaves the allocator as it found it.

@@ -25,12 +25,12 @@ from torch.utils._device import _device_constructors
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_autopar._temporary import patched
+from lightning_autopar.memory.cuda_overhead import Target
 from lightning_autopar.memory.fakes.as_cuda import as_cuda
 from lightning_autopar.memory.fakes.composites import composites_as_real
 from lightning_autopar.memory.fakes.dynamic_shapes import padded
 from lightning_autopar.memory.fakes.fake_mode import FastFakeMode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
-from lightning_autopar.memory.workspace import Target
 
 log = logging.getLogger(__name__)
 

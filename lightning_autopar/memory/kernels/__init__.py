@@ -2,7 +2,7 @@
 
 Modules, in reading order:
 
-    cpu             what CPU kernels allocate inside one operation
-    cuda            what CUDA kernels allocate inside one operation
-    measured        convolutions, half-precision products and LSTMs: the kernel is run once and measured
+    cpu_workspace       what CPU kernels allocate inside one operation
+    cuda_workspace      what CUDA kernels allocate inside one operation
+    measured_workspace  convolutions, half-precision products and LSTMs: the kernel is run once and measured
 """

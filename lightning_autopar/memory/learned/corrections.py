@@ -1,6 +1,6 @@
 """What earlier runs of a module took beside what was predicted, and how that corrects the next prediction.
 
-Values and arithmetic: it reads no file and knows no run. :mod:`lightning_autopar.memory.learned.records` keeps the records.
+Values and arithmetic: it reads no file and knows no run. :mod:`lightning_autopar.memory.learned.memory_records` keeps the records.
 """
 
 from __future__ import annotations

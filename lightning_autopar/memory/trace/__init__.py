@@ -2,15 +2,15 @@
 
 Modules, in reading order:
 
-    trace           a module's step under fake tensors gives its footprint
-    tracker         counts live storages operation by operation; where gradients are added in place
-    layers          what was tracked, by block
-    attribution     a tape gives bytes of each part
-    blocks          finds a module's repeated blocks
-    guess           a coarse footprint where tracing fails
-    first_batch     the first batch, drawn without worker processes
-    bare_step       one step called without Lightning's loops; the trainer as the module sees it there
-    no_writes       a trial's steps and hooks change no file
-    parameter_use   what a step does with parameters besides calling the modules that hold them
-    extras          tensors held by callbacks, attributes and optimizers
+    trace              a module's step under fake tensors gives its footprint
+    tracker            counts live storages operation by operation; where gradients are added in place
+    layers             what was tracked, by block
+    attribution        a tape gives bytes of each part
+    blocks             finds a module's repeated blocks
+    guessed_footprint  a coarse footprint where tracing fails
+    first_batch        the first batch, drawn without worker processes
+    bare_step          one step called without Lightning's loops; the trainer as the module sees it there
+    no_writes          a trial's steps and hooks change no file
+    parameter_use      what a step does with parameters besides calling the modules that hold them
+    extra_tensors      tensors held by callbacks, attributes and optimizers
 """

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from lightning_autopar.memory.footprint import LayerFootprint, Moment
-from lightning_autopar.memory.parts import parts_of
+from lightning_autopar.memory.step_parts import parts_of
 from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.trace.attribution import Account, Places, account

@@ -23,22 +23,22 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar.memory.cuda_overhead import Target
 from lightning_autopar.memory.fakes.fakes import UNCOMPILED, as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.kernels.cpu import CPU_HIDDEN, UNREAD, cpu_scratch
-from lightning_autopar.memory.kernels.cuda import CUDA_HIDDEN, cuda_scratch
+from lightning_autopar.memory.kernels.cpu_workspace import CPU_HIDDEN, UNREAD, cpu_scratch
+from lightning_autopar.memory.kernels.cuda_workspace import CUDA_HIDDEN, cuda_scratch
 from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.tape import Kind, Tape
 from lightning_autopar.memory.trace.bare_step import BareStep, announced
 from lightning_autopar.memory.trace.blocks import BlockWatcher, CallCounter, batch_norms, find_blocks, find_layers, tied_groups
-from lightning_autopar.memory.trace.extras import fill_history, held_by_callbacks, in_attributes, keep_searching
+from lightning_autopar.memory.trace.extra_tensors import fill_history, held_by_callbacks, in_attributes, keep_searching
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch_size_of, tensors_of
-from lightning_autopar.memory.trace.guess import guess
+from lightning_autopar.memory.trace.guessed_footprint import guess
 from lightning_autopar.memory.trace.layers import forward_bytes, layers
 from lightning_autopar.memory.trace.parameter_use import ConductWatch
 from lightning_autopar.memory.trace.tracker import MemoryTracker, Phase
-from lightning_autopar.memory.workspace import Target
 from lightning_autopar.text import error_line
 
 

@@ -22,8 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_autopar.memory.fakes.fake_mode import another, device_of
-from lightning_autopar.memory.kernels.cpu import HiddenOf, ScratchOf
-from lightning_autopar.memory.kernels.measured import KernelBytes, Rounds
+from lightning_autopar.memory.kernels.cpu_workspace import HiddenOf, ScratchOf
+from lightning_autopar.memory.kernels.measured_workspace import KernelBytes, Rounds
 from lightning_autopar.memory.storages import seen_storages, tensor_bytes
 from lightning_autopar.memory.tape import KINDS, Action, Kind, Tape
 from lightning_autopar.memory.work.batch_dependence import Dependence, Input, may_hook_saving, recomputes

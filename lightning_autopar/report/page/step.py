@@ -21,7 +21,7 @@ from lightning_autopar.report.page.style import color_class
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.text import format_bytes, format_seconds
 from lightning_autopar.timing.data_sheet import DATA_SHEET
-from lightning_autopar.timing.rank import LaneSpan
+from lightning_autopar.timing.rank_compute import LaneSpan
 from lightning_autopar.timing.rates import Rates
 
 Lane = Literal["compute", "communication"]
@@ -62,7 +62,7 @@ def timeline(
     """The spans of one step by rank, in the order of their beginning on each lane.
 
     Args:
-        footprint: as for :func:`lightning_autopar.planning.timing.predict_seconds`; so are ``plan``, ``inventory``, ``precision``
+        footprint: as for :func:`lightning_autopar.planning.plan_seconds.predict_seconds`; so are ``plan``, ``inventory``, ``precision``
             and ``rates``.
         ranks: the first so many ranks only; all of them by default.
 

@@ -1,6 +1,6 @@
 """Figures as one self-contained SVG file in the colours of a light page, for documents, talks and notebooks.
 
-What is drawn comes from :mod:`.figure`, as on the page; this module knows no report. SVG neither wraps text nor makes room for it, so
+What is drawn comes from :mod:`.drawing`, as on the page; this module knows no report. SVG neither wraps text nor makes room for it, so
 places are computed here from a generous guess at the width of words.
 """
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_autopar.sharing.processes import ignores, is_stopped, lives, owner_uid, pid_namespace, started_ticks
+from lightning_autopar.sharing.process_ids import ignores, is_stopped, lives, owner_uid, pid_namespace, started_ticks
 from lightning_autopar.sharing.runs.folders import (
     folders_in,
     is_abandoned,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_autopar.sharing.live_files import let_go
-from lightning_autopar.sharing.processes import pid_namespace, started_ticks
+from lightning_autopar.sharing.process_ids import pid_namespace, started_ticks
 from lightning_autopar.sharing.runs.folders import (
     PUBLIC,
     RUNS_VARIABLE,

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from lightning_autopar.devices.allowed import ALLOWED_VARIABLE, write_allowed
 from lightning_autopar.sharing.runs.requests import runs as runs_of_user
 from lightning_autopar.sharing.runs.status import RunStatus
-from lightning_autopar.sharing.sweep.children import Child, Children, Signals, wait
+from lightning_autopar.sharing.sweep.child_processes import Child, Children, Signals, wait
 from lightning_autopar.sharing.sweep.dry_runs import DryRunResult, last_words
 from lightning_autopar.sharing.sweep.folder import SweepFolder
 from lightning_autopar.sharing.sweep.jobs import Job, Placed, RunOption, Schedule, SweepDevice, devices_of, options_of, scaled

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_autopar.sharing.sweep.children import Child, Children, Signals, wait
+from lightning_autopar.sharing.sweep.child_processes import Child, Children, Signals, wait
 from lightning_autopar.sharing.sweep.folder import SweepFolder
 from lightning_autopar.sharing.sweep.runs_file import ListedRun
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, get_items, is_plain
 from lightning_autopar.state.objects.pickles import Pickler
 from lightning_autopar.state.objects.survey import ITEMS, LIMIT_BYTES, Survey

@@ -16,18 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.memory.trace.first_batch import GENERATORS
-from lightning_autopar.state.objects.contents import (
-    ATOMS,
-    CONTAINERS,
-    dispensable,
-    fingerprint,
-    get_items,
-    is_array,
-    kind_of,
-    set_items,
-)
+from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, dispensable, fingerprint, get_items, is_array, kind_of, set_items
 from lightning_autopar.state.objects.pickles import Pickler, Sink, TooLarge, Unpickler
 
 #: A part (an attribute, a container's items) whose pickle is larger than this isn't brought back; a warning names it.

@@ -2,19 +2,19 @@
 
 Modules, in reading order:
 
-    mixin             EngineMixin: what every engine adds to Lightning's strategy
-    split_mixin       SplitMixin: ranks with parts of a batch, or with a shared network
-    run_plan          RunPlan: all that a worker is told
-    run_host          what those that run a plan need of the user's strategy
-    measure           seconds and bytes that a rank really used
-    out_of_memory/    how much a rank may take, and what becomes of a batch for which it isn't enough
-    resume            goes on exactly where a checkpoint was saved
-    plan_log          what loggers hear of plans and their changes
-    worker_exception  a worker's exception on its way to the parent
-    users_traceback   the user's part of a traceback
-    host_optimizers   the user's optimizer on host memory
-    loaders           the trainer's loaders under a plan; predictions in order
-    process_group     joins the process group; waits for all ranks outside of a step
-    new_parameters    refuses parameters that come when the run has begun
-    batch_rule        what the user's batch is to several devices
+    engine_mixin        EngineMixin: what every engine adds to Lightning's strategy
+    split_mixin         SplitMixin: ranks with parts of a batch, or with a shared network
+    run_plan            RunPlan: all that a worker is told
+    users_strategy      what those that run a plan need of the user's strategy
+    rank_measurement    seconds and bytes that a rank really used
+    out_of_memory/      how much a rank may take, and what becomes of a batch for which it isn't enough
+    resume              goes on exactly where a checkpoint was saved
+    plan_log            what loggers hear of plans and their changes
+    worker_exception    a worker's exception on its way to the parent
+    users_traceback     the user's part of a traceback
+    host_optimizers     the user's optimizer on host memory
+    trainer_loaders     the trainer's loaders under a plan; predictions in order
+    process_group       joins the process group; waits for all ranks outside of a step
+    refused_parameters  refuses sparse gradients, and parameters that come when the run has begun
+    batch_rule          what the user's batch is to several devices
 """

@@ -1,8 +1,8 @@
 """What loggers get of a run's plans: hyperparameters, numbers for those who ask, and how the run came from plan to plan.
 
 Hyperparameters name the first plan, once, as some loggers refuse one that changes; later plans are logged as numbers
-(``callbacks/monitor.py``). The agent says from which plan to which and why. At which step a change was over only the new workers know; rank
-0 writes it in the run's folder, which outlives them. Calls no logger.
+(``callbacks/plan_monitor.py``). The agent says from which plan to which and why. At which step a change was over only the new workers know;
+rank 0 writes it in the run's folder, which outlives them. Calls no logger.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 
 from lightning_autopar.devices.inventory import Device
-from lightning_autopar.exact.data.batch_making import Loading
+from lightning_autopar.exact.data.collate_trial import Loading
 from lightning_autopar.exact.logs.log_rules import LogRules
 from lightning_autopar.exact.step.attribute_rules import KeptRules
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.exact.step.shared_network import SharedModules
-from lightning_autopar.memory.lengths import Lengths
+from lightning_autopar.memory.length_spread import Lengths
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 

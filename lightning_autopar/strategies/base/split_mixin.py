@@ -11,10 +11,10 @@ from typing import Any
 
 from lightning_autopar._lightning import Trainer
 from lightning_autopar._temporary import patched
-from lightning_autopar.exact.logs.logged_values import already_global
+from lightning_autopar.exact.logs.combined_values import already_global
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.exact.step.shared_network import SharedNetwork
-from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 
 
 class SplitMixin(EngineMixin):

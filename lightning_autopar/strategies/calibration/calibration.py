@@ -34,9 +34,9 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.cache_files import VARIABLE, cache_folder
 from lightning_autopar.planning.device_sets import one_of_each_gpu
 from lightning_autopar.plans import Engine, all_engines
-from lightning_autopar.strategies.calibration.devices import came_meanwhile, leased, may_be_measured
-from lightning_autopar.timing.curves import Calibration, Curve, keep_calibration, load_calibration
+from lightning_autopar.strategies.calibration.idle_devices import came_meanwhile, leased, may_be_measured
 from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.measured_curves import Calibration, Curve, keep_calibration, load_calibration
 from lightning_autopar.timing.measured_rates import HOST, RARE, MeasuredRates, device_key, group_key, is_of
 from lightning_autopar.timing.rates import COLLECTIVES, Collective
 
@@ -307,8 +307,8 @@ def be_silent() -> None:
 
 
 def _device(device: Device, seconds: float, common: bool, rare: Collection[str], known: Calibration) -> list[Curve]:
+    from lightning_autopar.strategies.calibration.between_ranks import adam_curve, torch_device
     from lightning_autopar.strategies.calibration.device_curves import measure_device
-    from lightning_autopar.strategies.calibration.ranks import adam_curve, torch_device
 
     where, key = torch_device(device), device_key(device)
     curves = measure_device(where, key, seconds=seconds, common=common, rare=rare)
@@ -318,14 +318,14 @@ def _device(device: Device, seconds: float, common: bool, rare: Collection[str],
 def _ranks(
     devices: Sequence[Device], groups: Mapping[int, str], share: float, collectives: Collection[Collective], known: Calibration
 ) -> list[Curve]:
-    from lightning_autopar.strategies.calibration.ranks import Asked, measure_ranks
+    from lightning_autopar.strategies.calibration.between_ranks import Asked, measure_ranks
 
     return measure_ranks(Asked(devices=devices, groups=groups, share=share, timeout_seconds=_LIMIT_SECONDS, collectives=collectives))
 
 
 def of_host(inventory: Inventory, known: Calibration) -> list[Curve]:
     """The speeds of copies between devices and the host, and of updates there."""
-    from lightning_autopar.strategies.calibration.ranks import measure_host
+    from lightning_autopar.strategies.calibration.between_ranks import measure_host
 
     return measure_host(HOST, inventory.host_threads, cache_folder("rates") or Path(tempfile.gettempdir()))
 
@@ -339,7 +339,7 @@ def _host_loop(known: Calibration) -> list[Curve]:
 
 def _engines(devices: Sequence[Device], inventory: Inventory, loops: Collection[str], known: Calibration) -> list[Curve]:
     """The seconds of the trainer's loop, and what two ranks of an engine add to these loops."""
-    from lightning_autopar.strategies.calibration.steps import TINY_BLOCKS, TINY_BYTES, TINY_UNITS, plain_step, step_taken
+    from lightning_autopar.strategies.calibration.engine_overhead import TINY_BLOCKS, TINY_BYTES, TINY_UNITS, plain_step, step_taken
 
     rates = MeasuredRates(known, DataSheet()).among(devices[:2], inventory)
     plain = run_forked(plain_step, devices[0], timeout_seconds=_LIMIT_SECONDS, gpus=True)
@@ -366,7 +366,7 @@ def _engines(devices: Sequence[Device], inventory: Inventory, loops: Collection[
 
 def _stages(devices: Sequence[Device], inventory: Inventory, known: Calibration) -> list[Curve]:
     """The seconds that two ranks of a pipeline add, to a step and to each micro-batch's forward and backward."""
-    from lightning_autopar.strategies.calibration.steps import TINY_BLOCKS, TINY_BYTES, plain_step, step_taken
+    from lightning_autopar.strategies.calibration.engine_overhead import TINY_BLOCKS, TINY_BYTES, plain_step, step_taken
 
     chosen = devices[:2]
     rates = MeasuredRates(known, DataSheet()).among(chosen, inventory)

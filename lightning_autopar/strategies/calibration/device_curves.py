@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_autopar.timing.curves import Curve
+from lightning_autopar.timing.measured_curves import Curve
 from lightning_autopar.timing.measured_rates import RARE, SMALLEST_DIMENSIONS
 
 #: The quantile of the runs' times that counts: others' work on the machine makes some runs longer, none shorter.

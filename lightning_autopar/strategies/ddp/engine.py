@@ -10,18 +10,18 @@ import numpy as np
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.engines import Engine, Question, Rank, recomputed
-from lightning_autopar.memory.allocator.device import PlayedDevice
 from lightning_autopar.memory.allocator.options import MIB
-from lightning_autopar.memory.allocator.play import DDPPlayer, Player
+from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeParts
+from lightning_autopar.memory.allocator.tape_player import DDPPlayer, Player
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.candidates import build_plan
 from lightning_autopar.plans import Plan
 from lightning_autopar.timing.lanes import LaneSeconds, Links, play_replicas
-from lightning_autopar.timing.rank import LaneSpan, RankWork
+from lightning_autopar.timing.rank_compute import LaneSpan, RankWork
 from lightning_autopar.timing.rates import Rates
-from lightning_autopar.timing.step import Step
+from lightning_autopar.timing.step_seconds import Step
 
 
 class DDPStep(Step):
@@ -148,16 +148,12 @@ class DDP(Engine):
 
     def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
         """Refuse sparse gradients on GPUs, which exchange gradients by NCCL."""
-        from torch import nn
-
         from lightning_autopar._lightning_compat import TrainerFn
+        from lightning_autopar.strategies.base.refused_parameters import sparse_gradients
 
         if trainer.state.fn != TrainerFn.FITTING or trainer.strategy.root_device.type != "cuda":
             return None
-        for name, child in trainer.lightning_module.named_modules():
-            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
-                return f"{name!r} has sparse gradients, which NCCL can't reduce; build it with sparse=False"
-        return None
+        return sparse_gradients(trainer.lightning_module, "which NCCL can't reduce")
 
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
         """All of the state and of the step; DDP's buckets hold the gradients."""

@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_autopar._lightning import DDPStrategy, SingleDeviceStrategy
 from lightning_autopar._temporary import Exits, without_noise
-from lightning_autopar.exact.logs.hooks import sees_gradients
+from lightning_autopar.exact.logs.logging_hooks import sees_gradients
 from lightning_autopar.exact.step.gradient_hooks import OurHook
-from lightning_autopar.exact.step.own_backward import average
-from lightning_autopar.strategies.base.mixin import EngineMixin
-from lightning_autopar.strategies.base.new_parameters import refuse_new
+from lightning_autopar.exact.step.users_backward import average
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.optimizer_step import FirstStep, is_guarded
 from lightning_autopar.strategies.base.process_group import join_group
+from lightning_autopar.strategies.base.refused_parameters import refuse_new
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.split_mixin import SplitMixin
 

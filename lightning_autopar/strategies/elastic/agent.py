@@ -1,8 +1,8 @@
 """The agent of an elastic run: it keeps one generation of workers at work, and takes the run from plan to plan by snapshots.
 
 It lives in the main process, which stays as it was before the run, so that each generation is forked from the same state. After a failure
-it decides with which plan and which memory the run goes on. The callbacks (:mod:`.watcher`) decide what to move to and whether; how a rank
-saves and resumes is :mod:`lightning_autopar.strategies.processes.boundary`'s matter.
+it decides with which plan and which memory the run goes on. Callbacks (:class:`.move_requests.Watcher`) decide what to move to and whether;
+how a rank saves and resumes is :mod:`lightning_autopar.strategies.processes.between_batches`'s matter.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from lightning_autopar.strategies.elastic.kept_leases import ParkedPlace, Promis
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest, Watcher
 from lightning_autopar.strategies.elastic.preemption import Preemption
 from lightning_autopar.strategies.elastic.run_state import RunState
-from lightning_autopar.strategies.elastic.running import RunningGeneration
-from lightning_autopar.strategies.elastic.saver import Saver, SnapshotSettings
+from lightning_autopar.strategies.elastic.running_generation import RunningGeneration
+from lightning_autopar.strategies.elastic.snapshot_schedule import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
 from lightning_autopar.strategies.preparation.decision import Decision
-from lightning_autopar.strategies.preparation.learning import learn_shortage
-from lightning_autopar.strategies.preparation.smaller import in_more_evaluation_parts, samples_at_once
-from lightning_autopar.strategies.processes.protocol import GenerationFiles, SnapshotRendezvous
+from lightning_autopar.strategies.preparation.finished_run import learn_shortage
+from lightning_autopar.strategies.preparation.more_parts import in_more_evaluation_parts, samples_at_once
+from lightning_autopar.strategies.processes.agent_protocol import GenerationFiles, SnapshotRendezvous
 from lightning_autopar.strategies.processes.worker import WorkerJob
-from lightning_autopar.strategies.processes.worker_generation import Generation, Outcome
+from lightning_autopar.strategies.processes.worker_supervisor import Generation, Outcome
 from lightning_autopar.text import format_bytes, format_seconds
 
 

@@ -30,19 +30,19 @@ from lightning_autopar.strategies.elastic.agent import Agent
 from lightning_autopar.strategies.elastic.kept_leases import Promises
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest, Watcher
 from lightning_autopar.strategies.elastic.preemption import Preemption
-from lightning_autopar.strategies.elastic.running import RunningGeneration, own_bytes
-from lightning_autopar.strategies.elastic.saver import SnapshotSettings
+from lightning_autopar.strategies.elastic.running_generation import RunningGeneration, own_bytes
+from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore, run_key
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
-from lightning_autopar.strategies.preparation.smaller import in_more_parts, in_parts_of
+from lightning_autopar.strategies.preparation.more_parts import in_more_parts, in_parts_of
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.worker import WorkerJob
-from lightning_autopar.strategies.processes.worker_generation import Outcome, noted_interrupts, run_folder
+from lightning_autopar.strategies.processes.worker_supervisor import Outcome, noted_interrupts, run_folder
 
 if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Inventory
-    from lightning_autopar.strategies.base.run_host import RunHost
+    from lightning_autopar.strategies.base.users_strategy import RunHost
 
 #: How long a run stays off a device that it was asked to leave, unless it is told otherwise.
 YIELD_SECONDS = 600.0

@@ -17,7 +17,7 @@ from lightning_autopar.sharing.queue import PlaceFile
 from lightning_autopar.sharing.reservation import Need
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.elastic.running import RunningGeneration
+    from lightning_autopar.strategies.elastic.running_generation import RunningGeneration
 from lightning_autopar.sharing.leases import Leases, words
 
 if TYPE_CHECKING:

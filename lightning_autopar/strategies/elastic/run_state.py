@@ -20,8 +20,8 @@ from lightning_autopar.report.run_history import LossPoint, MemorySample, Memory
 from lightning_autopar.strategies.base.plan_log import PlanChange
 from lightning_autopar.strategies.elastic.kept_leases import Promises
 from lightning_autopar.strategies.elastic.preemption import Preemption
-from lightning_autopar.strategies.elastic.running import RunningGeneration
-from lightning_autopar.strategies.elastic.saver import COPY_BYTES_PER_SECOND, Saver
+from lightning_autopar.strategies.elastic.running_generation import RunningGeneration
+from lightning_autopar.strategies.elastic.snapshot_schedule import COPY_BYTES_PER_SECOND, Saver
 from lightning_autopar.text import format_bytes
 
 if TYPE_CHECKING:

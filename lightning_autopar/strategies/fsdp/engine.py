@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank, recomputed
-from lightning_autopar.memory.allocator.device import PlayedDevice
-from lightning_autopar.memory.allocator.play import Player
+from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeParts
+from lightning_autopar.memory.allocator.tape_player import Player
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import shardable
@@ -20,10 +20,10 @@ from lightning_autopar.planning.device_sets import islands
 from lightning_autopar.planning.refusals import feature_refusal
 from lightning_autopar.plans import OFFLOADS, Offload, Plan
 from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths, offloaded_bytes, rank_bytes, sharding_of
-from lightning_autopar.strategies.fsdp.replay import FSDPPlayer
+from lightning_autopar.strategies.fsdp.tape_player import FSDPPlayer
 from lightning_autopar.strategies.fsdp.timing import FSDPStep
 from lightning_autopar.timing.rates import Rates
-from lightning_autopar.timing.step import Step
+from lightning_autopar.timing.step_seconds import Step
 
 #: Up to this number of devices, every number of copies of the model is tried.
 _FEW_DEVICES = 16

@@ -30,11 +30,12 @@ from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.state.checkpoint import whole_state_dict
+from lightning_autopar.strategies.base.refused_parameters import sparse_gradients
 from lightning_autopar.strategies.fsdp.strategy import BEFORE_BACKWARD, onto_shards, shard
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, whole_results
 from lightning_autopar.strategies.parity.check_outcome import Check, failed, not_made
+from lightning_autopar.strategies.parity.engine_rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 from lightning_autopar.strategies.parity.optimizer_trial import optimizers_run
-from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 
 #: Whether a block's parameters are freed between forward and backward, for each step.
 _RESHARD = (True, False, False)
@@ -121,10 +122,7 @@ def unshardable(module: nn.Module) -> str | None:
             return f"the parameter {name!r} is a scalar, which FSDP2 can't shard; make it a tensor of one element, torch.ones(1)"
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return f"the parameter {name!r} has a hook of its own (register_hook), which is lost when FSDP2 replaces it by a shard"
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            return f"{name!r} has sparse gradients, which FSDP2 can't reduce; build it with sparse=False"
-    return None
+    return sparse_gradients(module, "which FSDP2 can't reduce")
 
 
 def _traced(module: nn.Module, conduct: Conduct) -> str | None:

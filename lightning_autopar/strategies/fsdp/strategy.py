@@ -39,8 +39,8 @@ from lightning_autopar.memory.fakes.fakes import is_compiled
 from lightning_autopar.state import checkpoint as whole
 from lightning_autopar.state.pretrained import check_values, shapes_only
 from lightning_autopar.strategies.base.host_optimizers import on_host, why_not
-from lightning_autopar.strategies.base.new_parameters import refuse_new
 from lightning_autopar.strategies.base.process_group import join_group
+from lightning_autopar.strategies.base.refused_parameters import refuse_new
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.split_mixin import SplitMixin
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, groups_of, whole_results

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._lightning_compat import DummyExperiment
-from lightning_autopar.exact.step.step_state import GRAD, own_gradient
+from lightning_autopar.exact.step.step_rollback import GRAD, own_gradient
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 
 

@@ -2,17 +2,17 @@
 
 Modules, in reading order:
 
-    split_probe    does the loss survive a split batch
-    sharing_probe  which submodules ranks can share by rows, where it doesn't
-    fewer_blocks   a module with few of its repeated blocks, for steps that are too long
-    batch_parts    the first batch and its parts, made anew each time
-    weighing       what the parts of a batch weigh, where it isn't their samples
-    nudge          weights away from where they start, while a step is tried
-    draw_probe     how random draws relate to samples
-    undo           runs a step and undoes what it did
-    rehearsal      runs an engine on two forked ranks and compares
-    check_outcome  what came of a check that a plan needs
-    losses         the losses of a step that is tried
-    metric_trial   a module's metrics while the parts of a batch are tried
-    optimizer_trial   an optimizer that has shards, or some parameters only, on small ones
+    split_probe        does the loss survive a split batch
+    sharing_probe      which submodules ranks can share by rows, where it doesn't
+    fewer_blocks       a module with few of its repeated blocks, for steps that are too long
+    first_batch_parts  the first batch and its parts, made anew each time
+    part_weights       what the parts of a batch weigh, where it isn't their samples
+    nudged_weights     weights away from where they start, while a step is tried
+    draw_probe         how random draws relate to samples
+    undo               runs a step and undoes what it did
+    engine_rehearsal   runs an engine on two forked ranks and compares
+    check_outcome      what came of a check that a plan needs
+    recorded_backward  the losses of a step that is tried
+    metric_trial       a module's metrics while the parts of a batch are tried
+    optimizer_trial    an optimizer that has shards, or some parameters only, on small ones
 """

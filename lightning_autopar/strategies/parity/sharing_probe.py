@@ -40,9 +40,9 @@ from lightning_autopar.exact.step.shared_network import Call, SharedModule, Shar
 from lightning_autopar.memory.footprint import Conduct, Footprint, Sharing
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.work.operations import operation
-from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import DrawObserver, everything
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
+from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
 from lightning_autopar.strategies.parity.split_probe import _Probe
 from lightning_autopar.strategies.parity.undo import put_back, undone
 

@@ -23,24 +23,24 @@ from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar.constraints import LOSS, SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.counting import Count
+from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, taken
-from lightning_autopar.exact.step.attributes import Place, attributes, settled, title, variables
+from lightning_autopar.exact.step.kept_attributes import Place, attributes, settled, title, variables
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
 from lightning_autopar.strategies.parity import undo
-from lightning_autopar.strategies.parity.batch_parts import BatchParts
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
-from lightning_autopar.strategies.parity.losses import Backwards, difference_of, groups_first_of
+from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
-from lightning_autopar.strategies.parity.nudge import nudged
-from lightning_autopar.strategies.parity.weighing import Weighing
+from lightning_autopar.strategies.parity.nudged_weights import nudged
+from lightning_autopar.strategies.parity.part_weights import Weighing
+from lightning_autopar.strategies.parity.recorded_backward import Backwards, difference_of, groups_first_of
 from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import is_fake
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.step.attribute_rules import MISSING
-from lightning_autopar.exact.step.attributes import Place
+from lightning_autopar.exact.step.kept_attributes import Place
 from lightning_autopar.text import format_bytes
 
 #: Relative difference up to which written values count as equal: rounding of float32 sums taken in another order, and some cancellation.

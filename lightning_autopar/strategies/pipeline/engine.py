@@ -19,7 +19,7 @@ from lightning_autopar.strategies.pipeline.memory import rank_bytes
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
 from lightning_autopar.strategies.pipeline.timing import PipelineStep
 from lightning_autopar.timing.rates import COLLECTIVES, Rates
-from lightning_autopar.timing.step import Step
+from lightning_autopar.timing.step_seconds import Step
 
 
 class Pipeline(Engine):
@@ -97,8 +97,8 @@ class Pipeline(Engine):
 
     def sample_value(self, module: Any, batch: Any, blocks: Sequence[str]) -> Any:
         """Records its step."""
-        from lightning_autopar.strategies.pipeline.stages.record import record
-        from lightning_autopar.strategies.pipeline.stages.recording import Staging
+        from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
+        from lightning_autopar.strategies.pipeline.stages.possible_cuts import record
 
         return Staging(hooks={"training_step": record(module, None, "training_step", batch, list(blocks), rows=2)})
 

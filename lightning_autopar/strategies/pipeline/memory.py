@@ -26,7 +26,7 @@ from lightning_autopar.engines import Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
 from lightning_autopar.memory.moments import RNG_STATE_BYTES
-from lightning_autopar.memory.parts import StepPart, parts_of
+from lightning_autopar.memory.step_parts import StepPart, parts_of
 from lightning_autopar.plans import INTERLEAVED, Plan
 from lightning_autopar.strategies.pipeline.schedules import rank_actions
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.parts import StepPart, parts_of
+from lightning_autopar.memory.step_parts import StepPart, parts_of
 from lightning_autopar.plans import INTERLEAVED, Schedule
 
 Table = npt.NDArray[np.float64]

@@ -20,21 +20,21 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_autopar._lightning import ParallelStrategy, Trainer, rank_zero_only
 from lightning_autopar._lightning_compat import NoLoss, default_backend, let_steps_be_skipped, reduce_over_ranks
-from lightning_autopar.exact.data.counting import BatchCounts
+from lightning_autopar.exact.data.counted_entries import BatchCounts
 from lightning_autopar.exact.data.fingerprint import fingerprint
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.logs.global_logging import GlobalLogging
+from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step.initial_weights import drawn_on
 from lightning_autopar.exact.step.micro_batches import PartGradients, several_loaders, uncut, whole_share
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.state.checkpoint import own_optimizer_state, own_state_dict
-from lightning_autopar.strategies.base.mixin import EngineMixin
-from lightning_autopar.strategies.base.new_parameters import refuse_new
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.running_step import BOTH
 from lightning_autopar.strategies.base.process_group import join_group
+from lightning_autopar.strategies.base.refused_parameters import refuse_new
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.pipeline.run.agreement import agree_on_overflow
 from lightning_autopar.strategies.pipeline.run.replicas import Replicas
+from lightning_autopar.strategies.pipeline.run.stage_agreement import agree_on_overflow
 from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
 from lightning_autopar.strategies.pipeline.run.staged_step import StagedStep
 from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage

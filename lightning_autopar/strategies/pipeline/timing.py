@@ -12,12 +12,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.memory.allocator.play import parts_of
+from lightning_autopar.memory.allocator.tape_player import parts_of
 from lightning_autopar.plans import Schedule
 from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
-from lightning_autopar.timing.rank import LaneSpan, RankWork, work_of
+from lightning_autopar.timing.rank_compute import LaneSpan, RankWork, work_of
 from lightning_autopar.timing.rates import Rates
-from lightning_autopar.timing.step import Seconds, Step
+from lightning_autopar.timing.step_seconds import Seconds, Step
 
 #: With more actions than this, a schedule is played for fewer micro-batches, and extrapolated at its pace.
 _MOST_ACTIONS = 3000

@@ -2,17 +2,17 @@
 
 Modules, in reading order:
 
-    findings         footprint, probe and each engine's finding
-    looks            engines look at the first step, beside other checks
-    divisible        can a batch be run in parts, by how it was made
-    lengths          the first batch's footprint becomes the longest one's
-    trainer_options  which engines the Trainer's options rule out
-    decide           from settings and findings to a plan
-    decision         Decision: the report and the run plan
-    prospect         the best plan for any devices, confirmed by a rehearsal
-    batch_size       the size that BatchSizeFinder looks for
-    smaller          the same plan in more micro-batches, after memory ran out
-    trial            the best plans run some steps
-    learning         figures are said and kept
-    plain_run        does the user's own step fail by itself
+    findings           footprint, probe and each engine's finding
+    engine_looks       engines look at the first step, beside other checks
+    divisible_batch    can a batch be run in parts, by how it was made
+    longest_footprint  the first batch's footprint becomes the longest one's
+    trainer_options    which engines the Trainer's options rule out
+    decide             from settings and findings to a plan
+    decision           Decision: the report and the run plan
+    confirmed_plan     the best plan for any devices, confirmed by a rehearsal
+    batch_size_finder  the size that BatchSizeFinder looks for
+    more_parts         the same plan in more micro-batches, after memory ran out
+    plan_trial         the best plans run some steps
+    finished_run       figures are said and kept
+    plain_run          does the user's own step fail by itself
 """

@@ -21,9 +21,9 @@ from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.memory.allocator.options import options_from_environment
+from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.learned.cache_files import cache_folder
-from lightning_autopar.memory.learned.records import load_residuals
-from lightning_autopar.memory.workspace import target_of
+from lightning_autopar.memory.learned.memory_records import load_residuals
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.planning.refusals import missing_packages, undivided, unknown_split
 from lightning_autopar.plans import Engine, Plan, all_engines
@@ -33,12 +33,12 @@ from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.state.snapshot_folder import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.calibration.calibration import calibrate, calibrated, is_calibrated, things_of
+from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
 from lightning_autopar.strategies.preparation.findings import Findings, Questions, drawn_by_rank, find_out
-from lightning_autopar.strategies.preparation.lengths import without_margin
-from lightning_autopar.strategies.preparation.prospect import Prospect
+from lightning_autopar.strategies.preparation.longest_footprint import without_margin
 from lightning_autopar.strategies.preparation.trainer_options import exclusions
-from lightning_autopar.strategies.processes.script import NO_WORKERS, runs_script
+from lightning_autopar.strategies.processes.users_script import NO_WORKERS, runs_script
 from lightning_autopar.timing.measured_rates import MeasuredRates
 
 log = logging.getLogger(__name__)

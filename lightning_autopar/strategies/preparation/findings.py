@@ -23,9 +23,9 @@ from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_war
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar.constraints import LOSS, SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
-from lightning_autopar.exact.data.batch_making import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.collate import CollateAll
-from lightning_autopar.exact.data.counting import Count
+from lightning_autopar.exact.data.collate_trial import Loading, loader_key, look_at, makes_rows
+from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.exact.logs.kept_by_hooks import keeping_hooks
 from lightning_autopar.exact.logs.log_rules import LogComparison
@@ -33,19 +33,19 @@ from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.exact.step.shared_network import SharedModules
-from lightning_autopar.memory import scaling
+from lightning_autopar.memory import batch_scaling
+from lightning_autopar.memory.cuda_overhead import Target
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, first_batch, fresh, tensors_of
-from lightning_autopar.memory.trace.guess import guess
+from lightning_autopar.memory.trace.guessed_footprint import guess
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.sharing_probe import with_shared_network
 from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
-from lightning_autopar.strategies.preparation.divisible import made_of_samples, whole_of
-from lightning_autopar.strategies.preparation.lengths import Seen, at_lengths, seen_sizes, step_bytes
-from lightning_autopar.strategies.preparation.looks import begin_trials, looks
+from lightning_autopar.strategies.preparation.divisible_batch import made_of_samples, whole_of
+from lightning_autopar.strategies.preparation.engine_looks import begin_trials, looks
+from lightning_autopar.strategies.preparation.longest_footprint import Seen, at_lengths, seen_sizes, step_bytes
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def drawn_by_rank(findings: Findings) -> Findings:
     split = findings.split
     return replace(
         findings,
-        footprint=scaling.drawn_by_rank(findings.footprint),
+        footprint=batch_scaling.drawn_by_rank(findings.footprint),
         draws=replace(findings.draws, seeded=True),
         split=None if split is None else replace(split, notes=(*split.notes, _OWN_DRAWS)),
     )

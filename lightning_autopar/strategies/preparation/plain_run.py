@@ -19,10 +19,10 @@ from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar._lightning import Callback, DummyLogger, SingleDeviceStrategy, Trainer
 from lightning_autopar._lightning_compat import TrainerFn, installed, is_overridden, run_attached
-from lightning_autopar.exact.logs.hooks import overridden
+from lightning_autopar.exact.logs.logging_hooks import overridden
+from lightning_autopar.memory.cuda_overhead import Target
 from lightning_autopar.memory.trace.first_batch import RAISED
 from lightning_autopar.memory.trace.trace import module_bytes
-from lightning_autopar.memory.workspace import Target
 from lightning_autopar.strategies.base.users_traceback import NOT_THE_USERS, is_users, package_of
 from lightning_autopar.strategies.base.worker_exception import Failure, out_of_memory
 from lightning_autopar.strategies.calibration.calibration import be_silent

@@ -35,11 +35,11 @@ from lightning_autopar.devices.nvml import NvmlUnavailable, read_links
 from lightning_autopar.strategies.base.process_group import meet_at
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.processes.peer_watch import watch
-from lightning_autopar.strategies.processes.script import rerun_command
+from lightning_autopar.strategies.processes.users_script import rerun_command
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.base.mixin import EngineMixin
-    from lightning_autopar.strategies.base.run_host import RunHost
+    from lightning_autopar.strategies.base.engine_mixin import EngineMixin
+    from lightning_autopar.strategies.base.users_strategy import RunHost
 
 #: Where the reruns of a script meet the process that started them, as ``host:port``.
 STORE = "AUTOPAR_STORE"

@@ -8,7 +8,7 @@ import torch
 
 from lightning_autopar import engines
 from lightning_autopar._lightning import ParallelStrategy
-from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.processes.external_launcher import is_alone
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 import torch
 
-from lightning_autopar.strategies.processes import stalls
+from lightning_autopar.strategies.processes import stalled_workers
 from lightning_autopar.strategies.processes.whereabouts import GpuQueue, where
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.base.mixin import EngineMixin
+    from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 
 #: Seconds between two looks.
 _LOOK_SECONDS = 1.0
@@ -156,7 +156,7 @@ class Standstill:
     _begun: int = -1
     _moved: float = 0.0
     _longest_seconds: float = 0.0
-    _stand: stalls.Stand = field(default_factory=stalls.Stand)
+    _stand: stalled_workers.Stand = field(default_factory=stalled_workers.Stand)
     _word: str = ""
 
     def look(self) -> str | None:
@@ -164,12 +164,12 @@ class Standstill:
         now, begun = self.clock(), self.begun()
         if begun != self._begun:
             self._longest_seconds = max(self._longest_seconds, now - self._moved) if self._begun > 1 else 0.0  # the first takes longer
-            self._begun, self._moved, self._stand = begun, now, stalls.Stand()
+            self._begun, self._moved, self._stand = begun, now, stalled_workers.Stand()
         if now - max(self._looked, self._moved) < _QUEUE_SECONDS and not self._word:
             return None
         took, self._looked = min(now - self._looked, 2 * _QUEUE_SECONDS), now
         self._stand.see(*self.look_at(), took)
-        word = self._stand.before(stalls.hung_seconds(self._longest_seconds, begun))
+        word = self._stand.before(stalled_workers.hung_seconds(self._longest_seconds, begun))
         if word != self._word:
             self._word = word
             self.tell(word)
@@ -192,7 +192,11 @@ def _state(process: _Process) -> tuple[str | None, float]:
     with suppress(psutil.Error):
         found = psutil.Process(process.pid)
         if found.create_time() == process.created and (status := found.status()) != psutil.STATUS_ZOMBIE:
-            return ("has been stopped by a signal (SIGSTOP)", stalls.STOPPED_SECONDS) if status == psutil.STATUS_STOPPED else (None, 0.0)
+            return (
+                ("has been stopped by a signal (SIGSTOP)", stalled_workers.STOPPED_SECONDS)
+                if status == psutil.STATUS_STOPPED
+                else (None, 0.0)
+            )
     return "has been gone", _GONE_SECONDS
 
 

@@ -38,17 +38,17 @@ from lightning_autopar._lightning_compat import (
 )
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import RunProgress
-from lightning_autopar.state import placed
-from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.state import gpu_pickles
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import gpu_limit_for
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.worker_exception import WHERE, Failure
 from lightning_autopar.strategies.processes import jupyter
-from lightning_autopar.strategies.processes.boundary import Boundary, Paused
+from lightning_autopar.strategies.processes.agent_protocol import GenerationFiles, ShortageRendezvous, StopRendezvous
+from lightning_autopar.strategies.processes.between_batches import Boundary, Paused
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
-from lightning_autopar.strategies.processes.protocol import GenerationFiles, ShortageRendezvous, StopRendezvous
-from lightning_autopar.strategies.processes.shortage import LeavingBoundary
+from lightning_autopar.strategies.processes.out_of_memory_exit import LeavingBoundary
 from lightning_autopar.strategies.processes.whereabouts import tell_when_asked
 
 #: How long leaving the process group may take: NCCL may wait for work of a rank that is gone.
@@ -198,7 +198,7 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
                 _leave(error, rank, job, stop_rendezvous, pipe)
                 return
             left = handover.collect(trainer, value, job.before, job.folder, rank)
-        (job.folder / f"rank{rank}.pkl").write_bytes(placed.dumps(left))
+        (job.folder / f"rank{rank}.pkl").write_bytes(gpu_pickles.dumps(left))
         engine.wait_for_peers()
         pipe.send(word)
     except BaseException as error:
@@ -255,7 +255,7 @@ def _leave_state(rank: int, job: WorkerJob, pipe: connection.Connection, *, toge
         return  # a GPU waits for a rank that is gone, and so would who reads from it
     with suppress(Exception):  # sharded weights can't be gathered when ranks have failed; the parent warns of it
         left = handover.collect(trainer, None, job.before, job.folder, rank, apart=True)
-        (job.folder / f"rank{rank}.pkl").write_bytes(placed.dumps(left))
+        (job.folder / f"rank{rank}.pkl").write_bytes(gpu_pickles.dumps(left))
         if together and dist.is_initialized():
             trainer.strategy.wait_for_peers()  # type: ignore[attr-defined]  # of EngineMixin
         pipe.send("left")

@@ -10,8 +10,8 @@ Modules, in reading order:
     timing              gathers and reductions on the lanes; Python calls
     rehearsal           can DeepSpeed run this module
     strategy            ZeroEngine; its precision plugins
-    deepspeed           the only imports of DeepSpeed's private names
+    deepspeed_compat    the only imports of DeepSpeed's private names
     gradient_reduction  when gradients are reduced, and clipping
-    disk                the optimizer's state in a file
+    optimizer_on_disk   the optimizer's state in a file
     partitions/         weights that DeepSpeed has partitioned
 """

@@ -17,7 +17,7 @@ from lightning_autopar.strategies.zero.memory import rank_bytes, zero_host_bytes
 from lightning_autopar.strategies.zero.settings import ZeroSettings
 from lightning_autopar.strategies.zero.timing import ZeroStep
 from lightning_autopar.timing.rates import Rates
-from lightning_autopar.timing.step import Step
+from lightning_autopar.timing.step_seconds import Step
 
 #: The precisions, by Lightning's names, with which a ZeRO run equals the plain run.
 _PRECISIONS = ("None", "32", "32-true", "bf16", "bf16-mixed", "bf16-true")
@@ -138,7 +138,7 @@ class Zero(Engine):
 
     def look(self, first: FirstStep) -> Finding:
         """Looks at the module, its optimizer and hooks, the submodules that the samples call, and the disk."""
-        from lightning_autopar.strategies.zero.disk import disk_folder, no_disk
+        from lightning_autopar.strategies.zero.optimizer_on_disk import disk_folder, no_disk
         from lightning_autopar.strategies.zero.refusals import routed, unpartitioned, unseen_gradients
 
         trainer, footprint, whole, disk = first.trainer, first.footprint, None, None
@@ -165,7 +165,7 @@ class Zero(Engine):
     def before_fork(self, devices: Sequence[Device]) -> None:
         """Import DeepSpeed once, rather than in each worker; not for GPUs, where it calls CUDA, which mustn't happen before a fork."""
         if devices[0].kind == "cpu":
-            from lightning_autopar.strategies.zero.deepspeed import import_deepspeed
+            from lightning_autopar.strategies.zero.deepspeed_compat import import_deepspeed
 
             import_deepspeed("cpu")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
-from lightning_autopar.memory.parts import parts_of
+from lightning_autopar.memory.step_parts import parts_of
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fa
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.parameter_use import GRADIENT_HOOKS
 from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
-from lightning_autopar.strategies.parity.rehearsal import rehearsed
+from lightning_autopar.strategies.base.refused_parameters import sparse_gradients
+from lightning_autopar.strategies.parity.engine_rehearsal import rehearsed
 
 log = logging.getLogger(__name__)
 
@@ -139,12 +140,9 @@ def unpartitioned_module(module: nn.Module, precision: str) -> str | None:
             return f"the parameter {name!r} is {dtype}, and at precision {precision!r} DeepSpeed keeps float32"
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return f"the parameter {name!r} has a hook of its own, which would see a gradient before DeepSpeed has reduced it"
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            return f"{name!r} has sparse gradients, which DeepSpeed can't partition; build it with sparse=False"
-        if isinstance(child, torch._dynamo.OptimizedModule) or is_compiled(child):
-            return "a part of the module is compiled, and DeepSpeed hooks into the modules as they were written"
-    return None
+    if any(isinstance(child, torch._dynamo.OptimizedModule) or is_compiled(child) for child in module.modules()):
+        return "a part of the module is compiled, and DeepSpeed hooks into the modules as they were written"
+    return sparse_gradients(module, "which DeepSpeed can't partition")
 
 
 def unpartitioned_optimizer(module: LightningModule, optimizers: Iterable[Optimizer]) -> str | None:

@@ -22,8 +22,8 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.parity.check_outcome import Check
-from lightning_autopar.strategies.parity.rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
-from lightning_autopar.strategies.zero import deepspeed as doorway
+from lightning_autopar.strategies.parity.engine_rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
+from lightning_autopar.strategies.zero import deepspeed_compat as doorway
 from lightning_autopar.strategies.zero.strategy import ZeroEngine, plugin
 
 #: The rehearsal runs on CPU devices in 32 bits, whatever the plan's devices and the run's precision are.

@@ -37,17 +37,17 @@ from lightning_autopar.exact.step.initial_weights import drawn_on
 from lightning_autopar.memory.trace.parameter_use import GradientLooks
 from lightning_autopar.state.scratch_files import hand_back_freed
 from lightning_autopar.strategies.base.host_optimizers import on_host
-from lightning_autopar.strategies.base.measure import optimizer_states
-from lightning_autopar.strategies.base.new_parameters import refuse_new
 from lightning_autopar.strategies.base.process_group import join_group
+from lightning_autopar.strategies.base.rank_measurement import optimizer_states
+from lightning_autopar.strategies.base.refused_parameters import refuse_new
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.split_mixin import SplitMixin
-from lightning_autopar.strategies.zero import deepspeed as doorway
-from lightning_autopar.strategies.zero.disk import DiskStates, disk_folder
+from lightning_autopar.strategies.zero import deepspeed_compat as doorway
 from lightning_autopar.strategies.zero.gradient_reduction import Clipping, Reduction
+from lightning_autopar.strategies.zero.optimizer_on_disk import DiskStates, disk_folder
 from lightning_autopar.strategies.zero.partitions.checkpoint_files import ZeroFiles
 from lightning_autopar.strategies.zero.partitions.module import held_by_zero, host_held_by_zero
-from lightning_autopar.strategies.zero.partitions.pieces import Edits, OptimizerBridge, ParameterPart
+from lightning_autopar.strategies.zero.partitions.optimizer_pieces import Edits, OptimizerBridge, ParameterPart
 from lightning_autopar.strategies.zero.settings import deepspeed_config, zero_settings
 
 

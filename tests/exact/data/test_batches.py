@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.plans import Plan
-from tests.exact.data import test_rows as rows
+from tests.exact.data import test_batch_structure as rows
 from tests.strategies.modules import QUIET, TWO
 
 GENERATOR = torch.Generator().manual_seed(1)

@@ -27,10 +27,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_autopar.exact.data import order as order_module
+from lightning_autopar.exact.data import batch_order as order_module
 from lightning_autopar.exact.data.loader import ExactLoader, is_loader_state
+from lightning_autopar.exact.data.pass_record import EpochProgress
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing
-from lightning_autopar.exact.data.track import EpochProgress
 from lightning_autopar.plans import deal
 
 

@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_autopar.exact.data.loader import ExactLoader
-from lightning_autopar.exact.data.track import fit_progress
+from lightning_autopar.exact.data.pass_record import fit_progress
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 

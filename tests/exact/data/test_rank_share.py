@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_autopar.exact.data.batch_structure import take_rows
 from lightning_autopar.exact.data.collate import CollateAll, CollateRows, CollateSamples
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
-from lightning_autopar.exact.data.rows import take_rows
 from lightning_autopar.plans import deal
 
 UNEVEN = Dealing(deal((1, 2)))

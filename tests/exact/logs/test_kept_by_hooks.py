@@ -10,8 +10,8 @@ import pytest
 import torch
 from torchmetrics import MeanMetric
 
-from lightning_autopar.exact.logs.hooks import overridden
 from lightning_autopar.exact.logs.kept_by_hooks import keeping_hooks
+from lightning_autopar.exact.logs.logging_hooks import overridden
 
 
 class Appends(pl.Callback):

@@ -14,14 +14,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_autopar.exact.absent.tensor import hole_of
+from lightning_autopar.exact.absent.absent_tensor import hole_of
+from lightning_autopar.exact.data.batch_structure import take_rows
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
-from lightning_autopar.exact.data.rows import take_rows
-from lightning_autopar.exact.logs.global_logging import GlobalLogging
-from lightning_autopar.exact.logs.logged_values import OPTIONS, Combiner, Entry
+from lightning_autopar.exact.logs.combined_values import OPTIONS, Combiner, Entry
 from lightning_autopar.exact.logs.rank_exchange import Exchange
+from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step.micro_batches import take_part
-from tests.exact.logs.test_global_logging import MemoryLogger, Module, Recorder, assert_same, loader
+from tests.exact.logs.test_self_log import MemoryLogger, Module, Recorder, assert_same, loader
 from tests.ranks import run_ranks
 
 

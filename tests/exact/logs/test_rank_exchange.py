@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autopar.exact.logs.logged_values import OPTIONS, Combiner, Entry
+from lightning_autopar.exact.logs.combined_values import OPTIONS, Combiner, Entry
 from lightning_autopar.exact.logs.rank_exchange import _MOST_NUMBERS, Exchange
 from tests.ranks import run_ranks
 

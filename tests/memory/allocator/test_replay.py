@@ -22,17 +22,17 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.memory.allocator.caching_allocator import Block, CachingAllocator
 from lightning_autopar.memory.allocator.options import AllocatorOptions
-from lightning_autopar.memory.allocator.play import BUCKET_BYTES, FIRST_BUCKET_BYTES, Player, bucket_sizes, parts_of
 from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.allocator.tape_parts import TapePart, read_script
+from lightning_autopar.memory.allocator.tape_player import BUCKET_BYTES, FIRST_BUCKET_BYTES, Player, bucket_sizes, parts_of
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.tape import Action, Kind, Tape
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.planning.memory import predict, replay
+from lightning_autopar.planning.plan_bytes import predict, replay
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.engine import FSDP
 from lightning_autopar.strategies.fsdp.memory import Widths
-from lightning_autopar.strategies.fsdp.replay import split_parameter
+from lightning_autopar.strategies.fsdp.tape_player import split_parameter
 from lightning_autopar.strategies.pipeline.memory import pipeline_bytes
 from tests.memory.measured import make_trainer, real_peak_bytes
 from tests.memory.trace.test_trace import GPT, Module, images, mlp, resnet, tokens, vectors

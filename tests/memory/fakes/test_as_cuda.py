@@ -13,14 +13,7 @@ from torch import Tensor, nn
 
 from lightning_autopar.memory.trace.bare_step import default_dtype
 from lightning_autopar.memory.trace.trace import trace
-from tests.memory.cuda import (
-    BF16,
-    FLOAT,
-    amp,
-    aten,
-    on_cuda,
-    saved_bytes,
-)
+from tests.memory.cuda import BF16, FLOAT, amp, aten, on_cuda, saved_bytes
 from tests.memory.measured import Copies, peak_bytes, real_peak_bytes
 
 

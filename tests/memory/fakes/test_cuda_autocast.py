@@ -16,14 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_autopar.memory.fakes import cuda_autocast
 from lightning_autopar.memory.fakes.as_cuda import as_cuda
-from tests.memory.cuda import (
-    BF16,
-    DOUBLE,
-    FLOAT,
-    HALF,
-    amp,
-    on_cuda,
-)
+from tests.memory.cuda import BF16, DOUBLE, FLOAT, HALF, amp, on_cuda
 
 
 def header_list(macro: str) -> set[str]:

@@ -9,14 +9,7 @@ from torch import nn
 from lightning_autopar.memory.fakes.as_cuda import as_cuda
 from lightning_autopar.memory.fakes.cuda_rnn import reserve_bytes
 from lightning_autopar.memory.fakes.fakes import ShadowValues, fake_copy, fake_mode
-from tests.memory.cuda import (
-    BF16,
-    FLOAT,
-    Seen,
-    amp,
-    aten,
-    on_cuda,
-)
+from tests.memory.cuda import BF16, FLOAT, Seen, amp, aten, on_cuda
 
 
 @pytest.mark.parametrize(("mode", "printed"), [(2, 736_000_000), (3, 864_000_000)])

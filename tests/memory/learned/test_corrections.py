@@ -26,7 +26,7 @@ from lightning_autopar.memory.learned.corrections import (
     make_shortage,
     plan_shape,
 )
-from lightning_autopar.memory.learned.records import add_record, cache_folder, load_records, load_residuals, module_hash
+from lightning_autopar.memory.learned.memory_records import add_record, cache_folder, load_records, load_residuals, module_hash
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits

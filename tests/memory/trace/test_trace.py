@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from lightning_autopar.memory.cuda_overhead import Target
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch, indexed
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.memory.workspace import Target
 from lightning_autopar.planning.block_units import shardable
 from tests.memory.measured import attached, make_trainer, peak_bytes, real_peak_bytes
 

@@ -23,7 +23,7 @@ from lightning_autopar._lightning_compat import TrainerFn, attach_data
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.trace import trace as tracing
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
-from lightning_autopar.memory.trace.guess import guess
+from lightning_autopar.memory.trace.guessed_footprint import guess
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.strategies.preparation.decide import Settings, decide
 from tests.conformance.zoo import ZOO

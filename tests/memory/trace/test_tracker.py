@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_autopar.memory.fakes.as_cuda import as_cuda
 from lightning_autopar.memory.fakes.fake_mode import FastFakeMode
-from lightning_autopar.memory.kernels.measured import KernelBytes
+from lightning_autopar.memory.kernels.measured_workspace import KernelBytes
 from lightning_autopar.memory.tape import KINDS, Tape
 from lightning_autopar.memory.trace.attribution import Places
 from lightning_autopar.memory.trace.tracker import MemoryTracker

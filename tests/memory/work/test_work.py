@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.scaling import scaled
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.memory.work.operations import operation
 from lightning_autopar.memory.work.work import Work, flops, moved_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.planning.timing import predict_seconds
+from lightning_autopar.planning.plan_seconds import predict_seconds
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.page.step import Span, timeline
 from tests.fakes.rates import PlainRates

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.sharing.processes import is_stopped
+from lightning_autopar.sharing.process_ids import is_stopped
 from lightning_autopar.sharing.runs.requests import cancel, runs
 from lightning_autopar.sharing.runs.status import open_run
 from tests.processes import python

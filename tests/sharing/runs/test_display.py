@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_autopar._lightning_compat import TrainerFn
-from lightning_autopar.sharing.processes import pid_namespace, started_ticks
+from lightning_autopar.sharing.process_ids import pid_namespace, started_ticks
 from lightning_autopar.sharing.runs import display as showing
 from lightning_autopar.sharing.runs import progress
 from lightning_autopar.sharing.runs import status as run_files

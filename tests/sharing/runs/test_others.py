@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.sharing.processes import pid_namespace, started_ticks
+from lightning_autopar.sharing.process_ids import pid_namespace, started_ticks
 from lightning_autopar.sharing.runs import folders as run_folders
 from lightning_autopar.sharing.runs import status as run_files
 from lightning_autopar.sharing.runs.requests import cancel, everyones_runs, runs, yield_run

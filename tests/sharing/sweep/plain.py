@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_autopar.sharing.sweep.children import Children, noted_signals
+from lightning_autopar.sharing.sweep.child_processes import Children, noted_signals
 from lightning_autopar.sharing.sweep.controller import Controller, prospects
 from lightning_autopar.sharing.sweep.dry_runs import DryRunResult
 from lightning_autopar.sharing.sweep.folder import sweep_folder

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_autopar.exact.absent.tensor import hole_of
+from lightning_autopar.exact.absent.absent_tensor import hole_of
 from lightning_autopar.state.objects.survey import Changes, Survey, merged
 
 

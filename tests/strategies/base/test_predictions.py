@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.base.loaders import Dropped, interleaved, put_together
+from lightning_autopar.strategies.base.trainer_loaders import Dropped, interleaved, put_together
 
 
 def test_interleaving_leaves_dropped_batches_out() -> None:

@@ -28,13 +28,13 @@ from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.calibration import calibration
 from lightning_autopar.strategies.calibration import device_curves as calibration_cases
-from lightning_autopar.strategies.calibration import steps as calibration_steps
+from lightning_autopar.strategies.calibration import engine_overhead as calibration_steps
+from lightning_autopar.strategies.calibration.between_ranks import measure_host
 from lightning_autopar.strategies.calibration.calibration import Measurement
-from lightning_autopar.strategies.calibration.ranks import measure_host
 from lightning_autopar.strategies.preparation import decide
 from lightning_autopar.strategies.preparation.decide import Settings
-from lightning_autopar.timing.curves import Calibration, Curve, keep_calibration, load_calibration
 from lightning_autopar.timing.data_sheet import DataSheet
+from lightning_autopar.timing.measured_curves import Calibration, Curve, keep_calibration, load_calibration
 from lightning_autopar.timing.measured_rates import HOST, RARE, MeasuredRates
 from lightning_autopar.timing.rates import COLLECTIVES
 

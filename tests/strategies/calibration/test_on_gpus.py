@@ -11,7 +11,7 @@ import torch
 
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.strategies.calibration import calibration
-from lightning_autopar.strategies.calibration.devices import may_be_measured
+from lightning_autopar.strategies.calibration.idle_devices import may_be_measured
 from lightning_autopar.timing.measured_rates import HOST, device_key, group_key
 from tests.nullgpu.control import on_stub
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore, run_key
-from lightning_autopar.strategies.processes.worker_generation import run_folder
+from lightning_autopar.strategies.processes.worker_supervisor import run_folder
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 

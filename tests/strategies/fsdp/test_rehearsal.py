@@ -26,7 +26,7 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import shardable
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.rehearsal import held, rehearse_fsdp, unshardable
-from lightning_autopar.strategies.parity import rehearsal as rehearse
+from lightning_autopar.strategies.parity import engine_rehearsal as rehearse
 from lightning_autopar.strategies.parity.check_outcome import PASSED, Check
 from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
 from tests.strategies.fitted import BLOCKS, Fitted, numbers
@@ -258,8 +258,11 @@ def test_nothing_is_run_for_rounding_where_nothing_differs() -> None:
     assert failing.swings == rehearse.Swings(), "steps that fail give no tolerance"
 
 
-def test_unshardable_passes_an_ordinary_module() -> None:
+def test_unshardable_passes_an_ordinary_module_and_a_frozen_table() -> None:
+    frozen = Sparse()
+    frozen.table.requires_grad_(False)
     assert unshardable(Fitted()) is None
+    assert unshardable(frozen) is None, "it has no gradients, sparse or not"
 
 
 class Shifted(Fitted):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from tqdm import tqdm
 
 from lightning_autopar import AutoParallelStrategy, Plan
-from lightning_autopar.exact.step.attributes import variables
+from lightning_autopar.exact.step.kept_attributes import variables
 from lightning_autopar.strategies.parity.split_probe import probe_split
 from tests.strategies.fitted import QUIET
 from tests.strategies.parity.test_kept_steps import Meter

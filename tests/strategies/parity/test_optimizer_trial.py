@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.fsdp.rehearsal import rehearse_fsdp
-from lightning_autopar.strategies.parity import rehearsal
+from lightning_autopar.strategies.parity import engine_rehearsal
 from lightning_autopar.strategies.parity.optimizer_trial import stand_ins, step_apart
 
 
@@ -126,7 +126,7 @@ def test_whether_a_parameter_steps_as_if_it_were_alone() -> None:
 @pytest.mark.parametrize("large", [False, True])
 def test_optimizers_on_shards(optimizer: Any, refusal: str | None, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
-        monkeypatch.setattr(rehearsal, "PARAMETER_BYTES", 1000)  # less than the module has, and more than the stand-ins
+        monkeypatch.setattr(engine_rehearsal, "PARAMETER_BYTES", 1000)  # less than the module has, and more than the stand-ins
 
     def matrices(parameters: Any) -> Optimizer:
         made: Optimizer = optimizer([parameter for parameter in parameters if parameter.dim() == 2])

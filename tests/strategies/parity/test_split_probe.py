@@ -21,7 +21,7 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.exact.step.random_draws import Rows
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
 from lightning_autopar.planning.refusals import split_refusal
-from lightning_autopar.strategies.parity.nudge import nudged
+from lightning_autopar.strategies.parity.nudged_weights import nudged
 from lightning_autopar.strategies.parity.split_probe import probe_split
 
 SAMPLES = 6

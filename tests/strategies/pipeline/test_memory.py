@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.memory.stage_rank import GPT, make_plan, measure_stage, rank_of_pipeline
 from lightning_autopar._fork import run_forked
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.parts import Size, parts_of
+from lightning_autopar.memory.step_parts import Size, parts_of
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.pipeline.memory import pipeline_bytes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.plans import Plan
 from tests.strategies.fitted import BLOCKS, Fitted, numbers
 from tests.strategies.pipelines import pipeline, run

@@ -15,9 +15,9 @@ from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser
 from lightning_autopar.planning.block_units import cuttable
+from lightning_autopar.planning.plan_seconds import device_speeds, part_seconds
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import cannot_run
-from lightning_autopar.planning.timing import device_speeds, part_seconds
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits, Report
 from lightning_autopar.strategies.pipeline.memory import pipeline_bytes

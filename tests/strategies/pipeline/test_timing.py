@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_autopar.devices.spec import parse_spec
-from lightning_autopar.planning.timing import predict_seconds
+from lightning_autopar.planning.plan_seconds import predict_seconds
 from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.pipeline.schedules import Action
 from lightning_autopar.strategies.pipeline.timing import Stages, pipeline_ends, play

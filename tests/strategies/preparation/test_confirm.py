@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar import NothingFits
 from lightning_autopar.engines import Finding
 from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
-from lightning_autopar.strategies.pipeline.stages.recording import Staging
-from lightning_autopar.strategies.preparation import prospect as confirm
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
+from lightning_autopar.strategies.preparation import confirmed_plan as confirm
 from tests.strategies.preparation.test_decide import Stack, pinned, plan, staged, trainer_for
 
 

@@ -18,7 +18,7 @@ from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base.worker_exception import WorkerFailed
-from lightning_autopar.strategies.processes import stalls
+from lightning_autopar.strategies.processes import stalled_workers
 from tests.fresh import fresh
 from tests.nullgpu import control
 from tests.processes import descendants, left_since
@@ -84,7 +84,7 @@ def _struck(engine: str, kind: str, at: int, number: int, folder: Path) -> tuple
     folder.mkdir(exist_ok=True)
     strikes, words = Strikes(at, number, folder), None
     before = descendants()
-    with mock.patch.multiple(stalls, STOPPED_SECONDS=2.0, LOOK_SECONDS=0.2):
+    with mock.patch.multiple(stalled_workers, STOPPED_SECONDS=2.0, LOOK_SECONDS=0.2):
         try:
             _fit(engine, kind, folder, strikes)
         except WorkerFailed as error:
@@ -143,7 +143,7 @@ class HangsItsGpu(pl.Callback):
 def _hung(engine: str, folder: Path) -> str | None:
     """Fit while a GPU hangs; what the run ends with."""
     before, words = descendants(), None
-    with mock.patch.multiple(stalls, STOOD_SECONDS=2.0, FIRST_SECONDS=2.0, PATIENCE=0, **OFTEN):
+    with mock.patch.multiple(stalled_workers, STOOD_SECONDS=2.0, FIRST_SECONDS=2.0, PATIENCE=0, **OFTEN):
         try:
             _fit(engine, "gpu", folder, HangsItsGpu())
         except WorkerFailed as error:
@@ -168,13 +168,16 @@ def test_a_gpu_that_hangs_while_its_process_lives(engine: str, tmp_path: Path, m
 
 
 def test_the_bounds_are_what_was_promised() -> None:
-    assert stalls.STOPPED_SECONDS + 5 < 60
-    assert stalls.STOOD_SECONDS + stalls.SEARCH_SECONDS + stalls.AGAIN_SECONDS + 3 * stalls.LOOK_SECONDS < 60
+    assert stalled_workers.STOPPED_SECONDS + 5 < 60
+    assert (
+        stalled_workers.STOOD_SECONDS + stalled_workers.SEARCH_SECONDS + stalled_workers.AGAIN_SECONDS + 3 * stalled_workers.LOOK_SECONDS
+        < 60
+    )
 
 
 def test_ranks_that_all_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {**OFTEN, "STOOD_SECONDS": 1.0}.items():
-        monkeypatch.setattr(stalls, name, seconds)
+        monkeypatch.setattr(stalled_workers, name, seconds)
 
     def step(module: Regression, index: int) -> None:
         for rank in (0, 1):
@@ -188,5 +191,5 @@ def test_ranks_that_all_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_rank_that_only_takes_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {**OFTEN, "STOOD_SECONDS": 1.0, "STOPPED_SECONDS": 1.0}.items():
-        monkeypatch.setattr(stalls, name, seconds)
+        monkeypatch.setattr(stalled_workers, name, seconds)
     _fit("ddp", "cpu", tmp_path, module=Regression({"training_step": on_rank(0, lambda: time.sleep(4), batch_idx=1)}))

@@ -16,7 +16,7 @@ from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.state.checkpoint import KEY
 from lightning_autopar.state.snapshot import save_snapshot
 from lightning_autopar.state.snapshot_folder import is_snapshot
-from lightning_autopar.strategies.zero import deepspeed as doorway
+from lightning_autopar.strategies.zero import deepspeed_compat as doorway
 from tests.state import test_checkpoint as files
 from tests.strategies.fitted import Fitted, _decided, assert_same, numbers, plan
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autopar.strategies.zero.deepspeed import import_deepspeed, refuse_build
+from lightning_autopar.strategies.zero.deepspeed_compat import import_deepspeed, refuse_build
 
 
 @pytest.mark.parametrize("name", ["CPUAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder"])

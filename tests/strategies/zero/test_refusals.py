@@ -119,6 +119,10 @@ def test_what_of_a_module_is_refused(build: Callable[[], nn.Module], words: str)
     assert words in (unpartitioned_module(build(), "32-true") or "")
 
 
+def test_a_frozen_table_has_no_gradients() -> None:
+    assert unpartitioned_module(nn.Embedding(3, 2, sparse=True).requires_grad_(False), "32-true") is None
+
+
 def test_true_16_bits_make_one_dtype_of_all_parameters() -> None:
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
     assert unpartitioned_module(mixed, "bf16-true") is None

@@ -20,16 +20,16 @@ from lightning_autopar._lightning import Callback, ProgressBar
 from lightning_autopar._lightning_compat import combined_mode, is_overridden
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.logs.global_logging import GlobalLogging
+from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step.micro_batches import joined, take_part, whole_share
 from lightning_autopar.exact.step.random_draws import GlobalDraws
-from lightning_autopar.exact.step.step_state import StepState
+from lightning_autopar.exact.step.step_rollback import StepState
 from lightning_autopar.strategies.base.out_of_memory.rerun import free_memory, may_run_again, why_in_one
 from lightning_autopar.strategies.base.worker_exception import EVALUATED, out_of_memory
 
 if TYPE_CHECKING:
     from lightning_autopar.exact.data.rank_share import BatchShare
-    from lightning_autopar.strategies.base.mixin import EngineMixin
+    from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 
 #: No warning: one that somebody has turned into an exception would end the run.
 _LOG = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_autopar.strategies.base.run_plan import RunPlan
 
 #: The share promised beyond what is needed or was used; the allocator is predicted to hold as much beyond its tensors
-#: (``planning/memory.py``).
+#: (``planning/plan_bytes.py``).
 SLACK_SHARE = 0.1
 #: More is asked for when less than half of the slack is left.
 _LOW_SHARE = SLACK_SHARE / 2

@@ -26,7 +26,7 @@ from lightning_autopar.strategies.base.out_of_memory.rerun import free_memory, m
 from lightning_autopar.strategies.base.worker_exception import EVALUATED
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.base.mixin import EngineMixin
+    from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 
 #: By which share of the largest value a sample's predictions may differ: as other kernels round; in half precision.
 _TOLERANCE, _HALF_TOLERANCE = 2e-3, 5e-2

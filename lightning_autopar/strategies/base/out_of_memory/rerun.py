@@ -4,7 +4,7 @@ The rank that runs out of memory gets over it alone; nothing is agreed on. DDP's
 each sends its gradients once, however many parts they came from. So the others wait in a collective until this rank is there, as they would
 for a slow one, and no communicator is given up.
 
-In forward: what the step has changed is put back (``exact.step.step_state``), and the batch runs in twice as many parts
+In forward: what the step has changed is put back (``exact.step.step_rollback``), and the batch runs in twice as many parts
 (``exact.step.micro_batches``), with the draws that it had. Hooks aren't called again, and nothing is counted twice.
 
 In backward: a parameter either has its batch's whole gradient by then, and DDP may have sent it, or nothing of it. The forward's results
@@ -14,8 +14,8 @@ change is put back. Then DDP gets these gradients as from the backward pass that
 The number of parts stays. A batch can't be run again where its module can't be split, where its forward has exchanged something with other
 ranks, where gradients of several batches can't be told apart, where ``LightningModule.backward`` is overridden, and in one sample: then the
 exception is raised, with a note that says why. FSDP's and a pipeline's ranks, which exchange parameters or activations all the time, leave
-their step together instead (``strategies.processes.shortage``). An optimizer's step, a validation, or a step of manual optimization isn't
-run again.
+their step together instead (``strategies.processes.out_of_memory_exit``). An optimizer's step, a validation, or a step of manual
+optimization isn't run again.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.logs.hooks import shadow_log
+from lightning_autopar.exact.logs.logging_hooks import shadow_log
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.exact.step.micro_batches import several_loaders, take_part, whole_share
-from lightning_autopar.exact.step.step_state import StepState
+from lightning_autopar.exact.step.step_rollback import StepState
 from lightning_autopar.strategies.base.worker_exception import out_of_memory
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.base.mixin import EngineMixin
+    from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 
 #: On whichever rank it happens. No warning: one that somebody has turned into an exception would end the run.
 _LOG = logging.getLogger(__name__)

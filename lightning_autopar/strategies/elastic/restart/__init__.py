@@ -3,6 +3,6 @@
 Modules, in reading order:
 
     restartable_run   an elastic run under torchrun and Slurm
-    signals           SIGTERM and Slurm's signal, acted on between batches
+    launcher_signals  SIGTERM and Slurm's signal, acted on between batches
     store_rendezvous  ranks meet by a key-value store
 """

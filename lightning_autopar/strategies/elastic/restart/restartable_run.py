@@ -1,8 +1,8 @@
 """An elastic run in processes that torchrun or Slurm started: it leaves with a snapshot, and resumes from it when it is started again.
 
 Such processes can't move by themselves: whoever started them decides how many there are. All ranks save at one boundary now and then, and
-when a process is told to leave; the next start of the same script, with whatever number of processes, resumes there. ``processes/boundary``
-knows what happens at a boundary, ``store_rendezvous`` where ranks meet, ``elastic/snapshot_store`` where snapshots lie.
+when a process is told to leave; the next start of the same script, with whatever number of processes, resumes there.
+``processes/between_batches`` knows what happens there, ``store_rendezvous`` where ranks meet, ``elastic/snapshot_store`` where snapshots lie.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from lightning_autopar._lightning import SLURMEnvironment, Trainer, rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import TrainerFn, TunerExit, arguments_from
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, asked_for, snapshot_settings, watchers
-from lightning_autopar.strategies.elastic.restart.signals import Signals
+from lightning_autopar.strategies.elastic.restart.launcher_signals import Signals
 from lightning_autopar.strategies.elastic.restart.store_rendezvous import StoreRendezvous, Word
-from lightning_autopar.strategies.elastic.saver import SnapshotSettings, save_seconds
+from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings, save_seconds
 from lightning_autopar.strategies.elastic.snapshot_store import Snapshot, SnapshotStore
-from lightning_autopar.strategies.processes.boundary import Boundary, CheckpointJournal
+from lightning_autopar.strategies.processes.between_batches import Boundary, CheckpointJournal
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.run_plan import BatchRule

@@ -1,7 +1,7 @@
 """Lets the ranks of a run that a launcher started meet at one boundary between two batches, by a key-value store, without a collective.
 
-It does for processes without shared memory and without an agent what ``processes/protocol`` does for others: rank 0 says when. Knows ranks
-and counts; no trainer and no snapshot.
+It does for processes without shared memory and without an agent what ``processes/agent_protocol`` does for others: rank 0 says when. Knows
+ranks and counts; no trainer and no snapshot.
 """
 
 from __future__ import annotations

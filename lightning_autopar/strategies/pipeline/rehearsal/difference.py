@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import is_overridden
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.logs.log_rules import Logged
 
 #: Relative difference up to which numbers count as equal.

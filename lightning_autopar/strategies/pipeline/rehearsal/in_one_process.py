@@ -19,15 +19,15 @@ from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.absent.tensor import MissingValue, absent_like, is_absent
-from lightning_autopar.exact.logs.hooks import mentions
+from lightning_autopar.exact.absent.absent_tensor import MissingValue, absent_like, is_absent
 from lightning_autopar.exact.logs.log_rules import Logged, recorded_logs
+from lightning_autopar.exact.logs.logging_hooks import mentions
 from lightning_autopar.memory.fakes.fakes import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep, Silent, default_dtype
 from lightning_autopar.memory.trace.no_writes import no_effects
 from lightning_autopar.strategies.pipeline.run.stage_draws import in_short, python_states
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
 from lightning_autopar.strategies.pipeline.stages.module_state import StageParameters, take_stages
-from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 
 #: Hooks after an epoch's or a run's last step, and the names by which code asks for parameters.

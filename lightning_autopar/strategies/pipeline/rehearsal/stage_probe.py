@@ -20,7 +20,7 @@ from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar.engines import Finding, FirstStep
-from lightning_autopar.exact.step.attributes import is_variable, title
+from lightning_autopar.exact.step.kept_attributes import is_variable, title
 from lightning_autopar.exact.step.micro_batches import take_part
 from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
@@ -32,8 +32,8 @@ from lightning_autopar.strategies.parity.check_outcome import PASSED, Check, fai
 from lightning_autopar.strategies.parity.optimizer_trial import step_apart
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision
 from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import CannotTry, Script, Trial, recorded_together
-from lightning_autopar.strategies.pipeline.stages.record import record
-from lightning_autopar.strategies.pipeline.stages.recording import Staging, StepRecording
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging, StepRecording
+from lightning_autopar.strategies.pipeline.stages.possible_cuts import record
 
 
 def untried_words(reason: str) -> str:

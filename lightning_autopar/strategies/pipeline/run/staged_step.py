@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning import Trainer
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.logs.global_logging import GlobalLogging
-from lightning_autopar.exact.logs.hooks import overridden
+from lightning_autopar.exact.logs.logging_hooks import overridden
+from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step.micro_batches import detached, joined, several_loaders, take_part, uncut
-from lightning_autopar.exact.step.own_backward import weighed
+from lightning_autopar.exact.step.users_backward import weighed
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.pipeline.run.agreement import SameBatch
-from lightning_autopar.strategies.pipeline.run.shapes import Signature, signature_of
+from lightning_autopar.strategies.pipeline.run.stage_agreement import SameBatch
+from lightning_autopar.strategies.pipeline.run.stage_shapes import Signature, signature_of
 from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage, count_parts, make_schedule
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 
@@ -122,7 +122,7 @@ class StagedStep:
         self._schedules: dict[int, Any] = {}
         self._same: SameBatch | None = None
         self._tables: list[dict[str, Any]] = []
-        #: The current batch's fingerprint, see :mod:`.agreement`.
+        #: The current batch's fingerprint, see :mod:`.stage_agreement`.
         self.fingerprint = 0
         self._run: _Run | None = None
 

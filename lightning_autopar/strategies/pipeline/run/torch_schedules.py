@@ -1,9 +1,9 @@
 """A rank's stages under the schedules of ``torch.distributed.pipelining``, with micro-batches of any shapes.
 
 The order of a step, its communication and its backward passes are torch's. What a stage receives is allocated when it is asked for, in
-the shapes that the stage before has told (:mod:`.shapes`): torch's own buffers have the first micro-batch's shapes for good, and lie there
-for all micro-batches at once (torch 2.13, ``stage.py``, ``_setup_forward_recv_info``). Knows stages that are modules; neither Lightning nor
-how a batch is cut.
+the shapes that the stage before has told (:mod:`.stage_shapes`): torch's own buffers have the first micro-batch's shapes for good, and lie
+there for all micro-batches at once (torch 2.13, ``stage.py``, ``_setup_forward_recv_info``). Knows stages that are modules; neither
+Lightning nor how a batch is cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_autopar.plans import INTERLEAVED, Schedule
-from lightning_autopar.strategies.pipeline.run.shapes import Meta, ShapeMessages, Signature, as_told
+from lightning_autopar.strategies.pipeline.run.stage_shapes import Meta, ShapeMessages, Signature, as_told
 
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
 

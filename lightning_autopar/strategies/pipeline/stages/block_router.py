@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopar._lightning import LightningModule
-from lightning_autopar.exact.absent.tensor import resolved
+from lightning_autopar.exact.absent.absent_tensor import resolved
 from lightning_autopar.memory.fakes.fakes import is_compiled
-from lightning_autopar.strategies.pipeline.stages.recording import StepRecording
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import StepRecording
 
 
 def opaque_methods(module: nn.Module) -> list[tuple[nn.Module, str]]:

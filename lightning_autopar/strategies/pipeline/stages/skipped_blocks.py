@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
-from lightning_autopar.exact.absent.tensor import AbsentMode, MissingValue, hole_of, hole_shaped_like
-from lightning_autopar.strategies.pipeline.stages.outputs import Place, find, flattened, is_like_argument, places, shape_of
-from lightning_autopar.strategies.pipeline.stages.recording import Leaf, Output, StepRecording
-from lightning_autopar.strategies.pipeline.stages.taint import replaced_forward
+from lightning_autopar.exact.absent.absent_tensor import AbsentMode, MissingValue, hole_of, hole_shaped_like
+from lightning_autopar.strategies.pipeline.stages.block_outputs import Place, find, flattened, is_like_argument, places, shape_of
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Leaf, Output, StepRecording
+from lightning_autopar.strategies.pipeline.stages.tainted_tensors import replaced_forward
 
 
 class BlockResults:

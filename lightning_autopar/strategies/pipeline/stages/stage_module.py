@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_autopar.exact.absent.rules import recording_absence, set_strict
-from lightning_autopar.exact.absent.tensor import (
+from lightning_autopar.exact.absent.absent_tensor import (
     AbsentMode,
     AbsentTensor,
     OverwrittenTensor,
@@ -26,10 +25,11 @@ from lightning_autopar.exact.absent.tensor import (
     provide,
     resolved,
 )
+from lightning_autopar.exact.absent.rules import recording_absence, set_strict
 from lightning_autopar.strategies.pipeline.stages.block_router import Router
-from lightning_autopar.strategies.pipeline.stages.recording import EXTRA, CutTensor, Staging, StepRecording
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import EXTRA, CutTensor, Staging, StepRecording
 from lightning_autopar.strategies.pipeline.stages.skipped_blocks import BlockResults
-from lightning_autopar.strategies.pipeline.stages.taint import TaintMode, mark, results_of, written_by
+from lightning_autopar.strategies.pipeline.stages.tainted_tensors import TaintMode, mark, results_of, written_by
 
 
 class StageRange:

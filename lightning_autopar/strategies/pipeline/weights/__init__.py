@@ -3,9 +3,9 @@
 Modules, in reading order:
 
     gradient_norms    gradient norms over stages; gradients of shared parameters
-    gathered          weights gathered whole, loaded in parts
+    gathered_weights  weights gathered whole, loaded in parts
     checkpoint_files  what Lightning asks about files; a module built once for all
-    transfers         tensors between ranks of a pipeline
-    building          a module that one rank has built for all, and one that is made whole again on every rank. Knows ranks, absent tensors
+    tensor_transfers  tensors between ranks of a pipeline
+    module_building   a module that one rank has built for all, and one that is made whole again on every rank. Knows ranks, absent tensors
                       and tensors
 """

@@ -1,7 +1,7 @@
 """What a Lightning strategy does about weights, gradients and files where the module's stages lie on several ranks.
 
-A mixin that comes after :class:`~lightning_autopar.strategies.base.mixin.EngineMixin` in an engine's bases. It joins :mod:`.gathered`,
-:mod:`.gradient_norms` and :mod:`.building` to Lightning's interface. Knows the trainer, ranks and absent tensors; not how stages run.
+A mixin that comes after :class:`.EngineMixin` in an engine's bases. It joins :mod:`.gathered_weights`, :mod:`.gradient_norms` and
+:mod:`.module_building` to Lightning's interface. Knows the trainer, ranks and absent tensors; not how stages run.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lightning_autopar._lightning_compat import bare_optimizer, optimizers_to_de
 from lightning_autopar.state import scratch_files as scratch
 from lightning_autopar.state.checkpoint import OneFile
 from lightning_autopar.state.pretrained import shapes_only
-from lightning_autopar.strategies.pipeline.weights import building
-from lightning_autopar.strategies.pipeline.weights import gathered as weights
+from lightning_autopar.strategies.pipeline.weights import gathered_weights as weights
+from lightning_autopar.strategies.pipeline.weights import module_building
 from lightning_autopar.strategies.pipeline.weights.gradient_norms import SharedParameters, StageGradients
-from lightning_autopar.strategies.pipeline.weights.transfers import Group, Pipeline
+from lightning_autopar.strategies.pipeline.weights.tensor_transfers import Group, Pipeline
 
 
 class StagedState(OneFile):
@@ -88,7 +88,7 @@ class StagedState(OneFile):
         """The tensors that the first rank has built, before it gives away other ranks' parts; empty elsewhere."""
         module = self.lightning_module
         assert module is not None
-        return building.tensors_of(module) if self.run_plan.large and self._is_first else {}
+        return module_building.tensors_of(module) if self.run_plan.large and self._is_first else {}
 
     def spread(self, originals: Mapping[str, Tensor]) -> None:
         """The module has its absent tensors: give each rank its part of what the first rank has built; every rank calls it."""
@@ -96,8 +96,8 @@ class StagedState(OneFile):
         assert module is not None
         everyone = Pipeline.of(None, self.root_device)
         # Also if it was built before the fork: then every rank has values, and there is nothing to give.
-        if self.run_plan.large and any(everyone.tell(any(tensor.is_meta for tensor in building.tensors_of(module).values()))):
-            building.spread(module, originals, everyone)
+        if self.run_plan.large and any(everyone.tell(any(tensor.is_meta for tensor in module_building.tensors_of(module).values()))):
+            module_building.spread(module, originals, everyone)
         if self._built_in is not None:
             self._built_in.close()
             self._built_in = None
@@ -144,5 +144,5 @@ class StagedState(OneFile):
         """Make the module whole and plain again on every rank, for code after the run in this process; a collective."""
         assert self.lightning_module is not None
         assert self._pipeline is not None
-        building.make_whole(self.lightning_module, self._pipeline)
+        module_building.make_whole(self.lightning_module, self._pipeline)
         optimizers_to_device(self.optimizers, torch.device("cpu"))

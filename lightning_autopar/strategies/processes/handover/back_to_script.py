@@ -36,17 +36,15 @@ from lightning_autopar._lightning_compat import (
 )
 from lightning_autopar._root import within
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.data.loader import unwrapped
 from lightning_autopar.exact.logs.metrics_over_ranks import sync_states
-from lightning_autopar.exact.reached import Reached, Variables
-from lightning_autopar.state.checkpoint import (
-    load_whole_optimizer_state,
-)
+from lightning_autopar.exact.reached_variables import Reached, Variables
+from lightning_autopar.state.checkpoint import load_whole_optimizer_state
 from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, Survey, is_under, merged
 from lightning_autopar.state.pretrained import move_tensors
 from lightning_autopar.state.scratch_files import save_without_copies
-from lightning_autopar.strategies.base.measure import Measured
+from lightning_autopar.strategies.base.rank_measurement import Measured
 from lightning_autopar.text import format_bytes
 
 #: Optimizer states larger than this share of the host's memory aren't brought back; a warning says so.

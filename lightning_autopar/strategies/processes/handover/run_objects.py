@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import Callback, LightningDataModule, LRSchedulerConfig, ProgressBar, Trainer
 from lightning_autopar._lightning_compat import bare_optimizer
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.state.objects.contents import get_items
 from lightning_autopar.state.objects.packing import Packing
 from lightning_autopar.state.objects.survey import Part, Survey, is_under

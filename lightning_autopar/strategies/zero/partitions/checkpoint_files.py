@@ -1,7 +1,7 @@
 """What a Lightning strategy does about weights, optimizer states and files where ZeRO has partitioned them.
 
-A mixin that comes after :class:`~lightning_autopar.strategies.base.mixin.EngineMixin` in an engine's bases. It joins :mod:`.state` and
-:mod:`.module` to Lightning's interface, and to that of snapshots. Knows the trainer, ranks and parts; not how a step runs.
+A mixin that comes after :class:`.EngineMixin` in an engine's bases. It joins :mod:`.gathered_state` and :mod:`.module` to Lightning's
+interface, and to that of snapshots. Knows the trainer, ranks and parts; not how a step runs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.state import scratch_files as scratch
 from lightning_autopar.state.checkpoint import OneFile
-from lightning_autopar.state.fragments import FlatPart
+from lightning_autopar.state.flat_parts import FlatPart
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.zero import deepspeed as doorway
-from lightning_autopar.strategies.zero.disk import DiskStates
-from lightning_autopar.strategies.zero.partitions import state as partitioned
+from lightning_autopar.strategies.zero import deepspeed_compat as doorway
+from lightning_autopar.strategies.zero.optimizer_on_disk import DiskStates
+from lightning_autopar.strategies.zero.partitions import gathered_state as partitioned
 from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, make_whole, parts
-from lightning_autopar.strategies.zero.partitions.pieces import ParameterPart, fragment_parts
-from lightning_autopar.strategies.zero.partitions.views import ParameterViews
+from lightning_autopar.strategies.zero.partitions.optimizer_pieces import ParameterPart, fragment_parts
+from lightning_autopar.strategies.zero.partitions.parameter_views import ParameterViews
 
 
 class ZeroFiles(OneFile):

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_autopar.state.fragments import FlatPart
+from lightning_autopar.state.flat_parts import FlatPart
 
 #: The prefix, and the names, of attributes that DeepSpeed gives modules while they run.
 _PREFIX = "ds_"

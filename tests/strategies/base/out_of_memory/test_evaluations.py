@@ -13,7 +13,7 @@ from torchmetrics.classification import BinaryF1Score
 
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from tests.strategies.base.out_of_memory.test_rerun import allocate
 from tests.strategies.fitted import Fitted, fit, numbers, plan
 

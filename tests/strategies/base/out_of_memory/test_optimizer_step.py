@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_autopar.devices.inventory import Device
-from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.optimizer_step import is_guarded
 from lightning_autopar.strategies.ddp import strategy
 from tests.strategies.fitted import Fitted, fit, numbers, plan

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from tests.strategies.base.out_of_memory.test_rerun import allocate
 from tests.strategies.fitted import QUIET, Fitted, numbers, plan
 

@@ -21,7 +21,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.base.mixin import EngineMixin
+from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from tests.strategies.fitted import QUIET, Fitted, assert_same, fit, numbers, plan
 
 ACCUMULATED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}

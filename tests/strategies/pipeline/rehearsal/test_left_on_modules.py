@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_autopar.exact.absent.tensor import absent_like
+from lightning_autopar.exact.absent.absent_tensor import absent_like
 from lightning_autopar.strategies.pipeline.rehearsal.difference import leftovers_apart
 
 

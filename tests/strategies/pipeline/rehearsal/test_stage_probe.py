@@ -29,7 +29,7 @@ from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import (
     precision_of,
     probe_stages,
 )
-from lightning_autopar.strategies.pipeline.stages.recording import StepRecording
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import StepRecording
 
 
 class Block(nn.Module):

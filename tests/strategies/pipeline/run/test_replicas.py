@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_autopar.plans import SCHEDULES, Plan, Schedule
 from lightning_autopar.strategies.pipeline.run import replicas
 from lightning_autopar.strategies.pipeline.run.replicas import Replicas
-from lightning_autopar.strategies.pipeline.run.shapes import Signature
+from lightning_autopar.strategies.pipeline.run.stage_shapes import Signature
 from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage, make_schedule
 from tests.ranks import run_ranks
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_autopar.plans import SCHEDULES, Schedule
-from lightning_autopar.strategies.pipeline.run.shapes import Signature
+from lightning_autopar.strategies.pipeline.run.stage_shapes import Signature
 from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage, count_parts, make_schedule
 from tests.ranks import run_ranks
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.exact.absent.tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import is_absent
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
 from lightning_autopar.strategies.pipeline.stages.module_state import assign, take_stages
-from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from tests.strategies.pipeline.chained import CPU, Block, Chained, Stacked, numbers, recorded
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autopar.exact.absent.tensor import MissingValue, is_absent
+from lightning_autopar.exact.absent.absent_tensor import MissingValue, is_absent
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
 from lightning_autopar.strategies.pipeline.stages.module_state import take_stages
-from lightning_autopar.strategies.pipeline.stages.recording import Staging
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 from tests.strategies.pipeline.chained import CPU, Block, Chained, Stacked, assert_parity, cuts_of, numbers, recorded
 

@@ -33,7 +33,7 @@ from torchmetrics import MeanMetric
 
 from lightning_autopar._fork import run_forked
 from lightning_autopar._lightning_compat import mute_hooks
-from lightning_autopar.exact.absent.tensor import absent_like
+from lightning_autopar.exact.absent.absent_tensor import absent_like
 from lightning_autopar.state.objects import pickles as pickling
 from lightning_autopar.strategies.processes.handover import back_to_script, to_next_generation
 from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, read_objects, write_objects

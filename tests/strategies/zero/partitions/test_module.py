@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_autopar.plans import Plan
-from lightning_autopar.state.fragments import FlatPart
+from lightning_autopar.state.flat_parts import FlatPart
 from lightning_autopar.state.scratch_files import ScratchFile
 from lightning_autopar.strategies.base import process_group
-from lightning_autopar.strategies.zero import deepspeed as doorway
-from lightning_autopar.strategies.zero.partitions import state as zero_state
+from lightning_autopar.strategies.zero import deepspeed_compat as doorway
+from lightning_autopar.strategies.zero.partitions import gathered_state as zero_state
 from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, is_whole, make_whole, parts
-from lightning_autopar.strategies.zero.partitions.pieces import OptimizerBridge, fragment_parts
-from lightning_autopar.strategies.zero.partitions.views import ParameterViews
+from lightning_autopar.strategies.zero.partitions.optimizer_pieces import OptimizerBridge, fragment_parts
+from lightning_autopar.strategies.zero.partitions.parameter_views import ParameterViews
 from lightning_autopar.strategies.zero.settings import deepspeed_config, zero_settings
 from tests.ranks import run_ranks
 

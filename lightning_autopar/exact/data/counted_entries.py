@@ -1,0 +1,304 @@
+"""What a loss may be a mean over, other than samples: entries that a batch counts, such as unmasked tokens, nodes or weights.
+
+Which count it is, planning finds out (:mod:`lightning_autopar.strategies.parity.part_weights`). Here the counts of a batch are taken on the
+host, before the batch goes to the device, and the ranks tell each other theirs. Knows batches and shares; no module and no loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy
+import torch
+from torch import Tensor
+
+from lightning_autopar.constraints import LOSS
+from lightning_autopar.exact.data.batch_structure import is_collection, is_leaf, is_object, state_of
+from lightning_autopar.exact.data.rank_share import BatchShare, Tally
+
+Path = tuple[Any, ...]
+#: A collective: each rank gives its number for each count, and gets those of every rank, in the order of ranks.
+Gather = Callable[[list[float]], Sequence[Sequence[float]]]
+#: How deep in a batch tensors are looked for.
+_DEEP = 5
+#: Those whose numbers torch can compare and add up on a CPU.
+_DTYPES = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+#: Larger tensors are pictures, which nobody counts: looking at them would take longer than the step.
+_MOST = 1 << 23
+#: Relative difference up to which two ways to count agree: rounding of a sum of weights.
+_SAME = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    """How many entries of a tensor in a batch count.
+
+    Args:
+        path: where in the batch the tensor is: keys, indices and names of attributes.
+        kind: ``"differs"``: entries other than ``ignored``; ``"sum"``: the sum of its entries; ``"finite"``: entries that are no NaN;
+            ``"rows"``: its size in dimension 0.
+        ignored: the value of entries that don't count.
+        without: ``"first"`` or ``"last"``: entries of dimension 1 that are left out, as a causal model has no prediction for the first one.
+        alike: further counts that planning couldn't tell from this one. They must agree in every batch.
+    """
+
+    path: Path
+    kind: Literal["differs", "sum", "finite", "rows"]
+    ignored: int = 0
+    without: Literal["", "first", "last"] = ""
+    alike: tuple[Count, ...] = ()
+
+    def __str__(self) -> str:
+        place = "batch" + "".join(f".{key}" if isinstance(key, str) else f"[{key}]" for key in self.path if str(key)[:1] != "_")
+        place += {"": "", "first": "[:, 1:]", "last": "[:, :-1]"}[self.without]
+        words = {"differs": f"{place} != {self.ignored}", "sum": f"the sum of {place}", "finite": f"{place} that aren't NaN"}
+        return words.get(self.kind, f"the rows of {place}")
+
+    def tensor(self, batch: Any) -> Tensor:
+        """The tensor.
+
+        Raises:
+            LookupError: if the batch has no such tensor.
+        """
+        tensor = _at(batch, self.path)
+        if tensor.ndim < (2 if self.without else 1):
+            raise LookupError(self.path)
+        return tensor
+
+    def rows(self, batch: Any) -> Tensor:
+        """The number for each row of the tensor.
+
+        Raises:
+            LookupError: as for :meth:`tensor`.
+        """
+        tensor = self.tensor(batch)
+        if self.kind == "rows":
+            return torch.ones(len(tensor), dtype=torch.float64)
+        if self.without:
+            tensor = tensor[:, 1:] if self.without == "first" else tensor[:, :-1]
+        counted = tensor if self.kind == "sum" else tensor.isfinite() if self.kind == "finite" else tensor != self.ignored
+        return (counted.flatten(1).sum(1, dtype=torch.float64) if counted.ndim > 1 else counted.double()).cpu()
+
+    def total(self, batch: Any) -> float:
+        """The number of the whole batch.
+
+        Raises:
+            LookupError: as for :meth:`rows`.
+        """
+        return float(self.rows(batch).sum())
+
+
+#: How the values of a batch's parts make the whole batch's.
+Rule = str | Count
+
+
+def candidates(batch: Any, samples: int, ignored: Collection[int]) -> Iterator[Count]:
+    """What a loss on this batch may be a mean over, likelier counts first.
+
+    Args:
+        batch: on the host.
+        samples: how many it has.
+        ignored: values of entries that may not count.
+    """
+    found = {path: tensor for path, tensor in _tensors(batch) if 0 < tensor.numel() <= _MOST and tensor.ndim}
+    whole = {path: tensor for path, tensor in found.items() if not tensor.is_floating_point()}
+    # Labels tell more than masks of inputs: entries may have no label although they are no padding.
+    labels = sorted(whole.items(), key=lambda item: not any(word in str(item[0]).lower() for word in ("label", "target")))
+    named = (-100, *ignored, 0)
+    for value in dict.fromkeys((*named[:-1], *(value for tensor in whole.values() for value in _fillers(tensor)), 0)):
+        for path, tensor in labels:
+            # The numbers of nodes in edges are others in each part, so that any of them may seem to be a filler by chance.
+            if len(tensor) == samples or (value in named and bool((tensor == value).any())):
+                yield Count(path=path, kind="differs", ignored=value)
+                if tensor.ndim > 1:
+                    yield Count(path=path, kind="differs", ignored=value, without="first")
+                    yield Count(path=path, kind="differs", ignored=value, without="last")
+    for path, tensor in found.items():
+        if tensor.is_floating_point() and (len(tensor) == samples or bool(tensor.isnan().any())):
+            yield Count(path=path, kind="finite")
+        if (tensor.is_floating_point() or tensor.ndim == 1) and tensor.dtype != torch.bool and bool((tensor >= 0).all()):
+            yield Count(path=path, kind="sum")
+            if tensor.ndim > 1:
+                yield Count(path=path, kind="sum", without="first")
+        if len(tensor) != samples:
+            yield Count(path=path, kind="rows")
+
+
+def _fillers(tensor: Tensor) -> list[int]:
+    """Values with which a tensor of whole numbers may be filled up: what stands at most rows' ends, and the least and the largest one."""
+    if tensor.dtype == torch.bool:
+        return []
+    ends = [int(tensor[:, place].flatten().mode().values) for place in (-1, 0)] if tensor.ndim > 1 and tensor.shape[1] else []
+    return [*ends, *(int(value) for value in (tensor.min(), tensor.max()) if tensor.ndim > 1 or value < 0)]
+
+
+def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    if (tensor := _tensor(value)) is not None:
+        yield path, tensor
+    elif len(path) < _DEEP and not is_leaf(value):
+        for key, item in _items(value):
+            yield from _tensors(item, (*path, key))
+
+
+def _tensor(value: Any) -> Tensor | None:
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+        value = torch.as_tensor(value)
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested and value.dtype in _DTYPES
+    return value.detach() if is_dense else None
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    return list(state_of(value).items()) if is_object(value) else []
+
+
+def _item(value: Any, key: Any) -> Any:
+    return value[key] if isinstance(value, (Mapping, list, tuple)) else state_of(value)[key]
+
+
+def _at(batch: Any, path: Path) -> Tensor:
+    value = batch
+    for key in path:
+        if is_leaf(value) or isinstance(value, Tensor):
+            raise LookupError(path)
+        value = _item(value, key)
+    tensor = _tensor(value)
+    if tensor is None:
+        raise LookupError(path)
+    return tensor
+
+
+class BatchCounts:
+    """Counts each batch of a run, where a loss or a logged value is a mean over something that batches count.
+
+    Args:
+        rules: how the ranks' values combine, by hook and name; the loss has the name ``""``.
+        gather: a collective that gives every rank the numbers of all; None where batches aren't split over ranks. Then they are counted
+            only where they run in parts.
+        replicated: how many ranks have the same part of a batch.
+    """
+
+    def __init__(self, rules: Mapping[tuple[str, str], Rule], gather: Gather | None, replicated: int = 1) -> None:
+        self._by: Rule = rules.get(LOSS, "mean")
+        self._counts: dict[str, list[Count]] = {}
+        for (hook, _), rule in rules.items():
+            if isinstance(rule, Count) and rule not in self._counts.setdefault(hook, []):
+                self._counts[hook].append(rule)
+        self._gather, self._replicated = gather, 1 if gather is None else replicated
+        self._tallies: dict[Count, Tally] = {}
+        self._now: Rule = "mean"
+        self._waiting: Callable[[], None] = _nothing
+
+    def arrives(self, hook: str, batch: Any, shares: Sequence[BatchShare], *, in_parts: bool) -> None:
+        """A batch arrives for this hook; a collective where something in it is counted.
+
+        Args:
+            hook: the name of the step that gets it.
+            batch: this rank's part of it, on the host.
+            shares: this rank's of it, one of each loader; empty where that isn't known yet, as this rank has all of it.
+            in_parts: whether this rank runs it in parts.
+
+        Raises:
+            ValueError: on every rank, if one of them lacks what is counted, or counts differ that couldn't be told apart.
+        """
+        self._tallies, self._now, self._waiting = {}, self._by if hook == "training_step" else "mean", _nothing
+        if counts := self._counts.get(hook, []):
+            self._waiting = partial(self._count, hook, counts, batch, shares, in_parts=in_parts or self._gather is None)
+        if self._gather is not None:
+            self._take()
+
+    def _take(self) -> None:
+        waiting, self._waiting = self._waiting, _nothing
+        waiting()
+
+    def _count(self, hook: str, counts: Sequence[Count], batch: Any, shares: Sequence[BatchShare], *, in_parts: bool) -> None:
+        empty, alone = bool(shares) and not shares[0].rows, shares[0] if len(shares) == 1 else None
+        ways = [(count, way) for count in counts for way in (count, *count.alike)]
+        own = [None if empty else _counted(way, batch, alone) for _, way in ways]
+        first = {count: place for place, (count, way) in enumerate(ways) if way == count}
+        known = [
+            each is not None and (not in_parts or _proportional(each, own[first[count]]))
+            for each, (count, _) in zip(own, ways, strict=True)
+        ]
+        found = [0.0 if empty else each.total if each and fits else math.nan for each, fits in zip(own, known, strict=True)]
+        everyones = torch.tensor([found] if self._gather is None else self._gather(found), dtype=torch.float64)
+        totals = everyones.sum(0) / self._replicated
+        for place, (count, way) in enumerate(ways):
+            ours, theirs = everyones[:, place], everyones[:, first[count]]
+            agree = torch.allclose(ours * totals[first[count]], theirs * totals[place], rtol=_SAME, atol=0.0)  # never NaN with NaN
+            if not agree or bool(totals[place]) != bool(totals[first[count]]):
+                raise ValueError(_words(hook, count, way))
+        for count, place in first.items():
+            each = own[place] or _Counted(total=0.0, of_samples=lambda: [0.0])
+            self._tallies[count] = Tally(own=each.total, total=float(totals[place]), samples=each.of_samples)
+
+    def on(self, share: BatchShare) -> BatchShare:
+        """This rank's share of the batch, with what it counts.
+
+        Raises:
+            ValueError: as for :meth:`arrives`.
+        """
+        self._take()
+        return replace(share, by=self._now, tallies=self._tallies) if self._tallies or self._now != "mean" else share
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counted:
+    """What a rank has of a batch, in all and by sample."""
+
+    total: float
+    of_samples: Callable[[], Sequence[float]]
+
+
+def _counted(count: Count, batch: Any, share: BatchShare | None) -> _Counted | None:
+    """None where the batch has no such tensor."""
+    try:
+        rows: list[float] = count.rows(batch).tolist()
+    except (LookupError, TypeError):
+        return None
+
+    def of_samples() -> Sequence[float]:
+        if share is not None and share.parts:  # samples are dealt out to parts in turns, so that a part's first sample can stand for it
+            return [*(count.total(part) for part in share.parts), *[0.0] * (share.fed - len(share.parts))]
+        value = batch
+        for place, key in enumerate(count.path):
+            if is_collection(value):
+                return [replace(count, path=count.path[place:]).total(sample) for sample in value.to_data_list()]
+            value = _item(value, key)
+        return rows
+
+    return _Counted(total=sum(rows), of_samples=of_samples)
+
+
+def _proportional(one: _Counted | None, other: _Counted | None) -> bool:
+    if one is None or other is None or one is other:
+        return one is not None and one is other
+    a, b = (torch.tensor(each.of_samples(), dtype=torch.float64) for each in (one, other))
+    return a.shape == b.shape and torch.allclose(a * b.sum(), b * a.sum(), rtol=_SAME, atol=0.0)
+
+
+def _nothing() -> None:
+    """There is nothing to count."""
+
+
+def _words(hook: str, count: Count, other: Count) -> str:
+    if other == count:
+        return (
+            f"planning found that what {hook} computes is a mean over {count}, and this batch, or a rank's part of it, has no such tensor; "
+            "give batches one structure, or run on one device (allow=['single'])"
+        )
+    return (
+        f"what {hook} computes is a mean over {count} or over {other}, which agreed in all batches that planning looked at. In this one "
+        "they differ, so that nobody knows what its parts weigh; run on one device (allow=['single']), or shuffle the data, so that "
+        "planning sees such a batch"
+    )

@@ -1,0 +1,122 @@
+"""The script's calls of ``train``: planned for in place of training, or trained as transformers does, under the plan's settings.
+
+Knows the modules of transformers by name; imports none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from lightning_autopar._autoload import when_executed
+from lightning_autopar.huggingface.settings import Settings
+from lightning_autopar.huggingface.training_arguments import told_by, watch_arguments
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def trainers_planned(plan: Callable[[Any], None], *, evaluate: bool = True) -> Iterator[None]:
+    """While open, a call of ``train`` calls ``plan`` with the Trainer instead. It shall not return: there is nothing to return to.
+
+    Args:
+        plan: gets the Trainer.
+        evaluate: whether calls of ``evaluate`` before that are made. If not, each of their metrics is NaN.
+    """
+
+    def train(original: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plan(trainer)
+        raise AssertionError("planning ends the script")
+
+    with _watched(None, train, evaluate=evaluate):
+        yield
+
+
+class _Unknown(dict[str, float]):
+    """The metrics of an evaluation that wasn't made."""
+
+    def __missing__(self, name: str) -> float:
+        return math.nan
+
+
+def _not_evaluated(
+    trainer: Any, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **options: Any
+) -> _Unknown:
+    """In the place of ``Trainer.evaluate``."""
+    log.warning("autopar: evaluate() isn't run while planning; each metric that the script reads of it is nan")
+    return _Unknown({f"{metric_key_prefix}_loss": math.nan})
+
+
+@contextmanager
+def trainers_set(settings: Settings, ran: list[Settings]) -> Iterator[None]:
+    """While open, the Trainer that was planned for trains under the settings.
+
+    Args:
+        ran: gets the settings when it begins to train.
+    """
+
+    def train(original: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if told_by(trainer.args).number == settings.number:
+            _check(trainer, settings)
+            ran.append(settings)
+        elif settings.plan.world_size > 1:
+            raise ValueError(
+                f"this call of train() isn't the one that was planned for: another TrainingArguments was, and {settings.plan.world_size} "
+                "processes were started for it, in each of which this one would take a batch of its own; use lightning-autopar run --allow "
+                "single for a script that trains several times, or one script for each"
+            )
+        else:
+            log.warning("autopar: this call of train() isn't the one that was planned for; it runs as the script says")
+        return original(trainer, *args, **kwargs)
+
+    with _watched(settings, train):
+        yield
+
+
+@contextmanager
+def _watched(settings: Settings | None, train: Callable[..., Any], *, evaluate: bool = True) -> Iterator[None]:
+    """While open, what the script makes of transformers is watched, from the moment on that it imports it."""
+    with ExitStack() as until_the_end:
+
+        def arguments(module: Any) -> None:
+            until_the_end.callback(watch_arguments(module.TrainingArguments, settings))
+
+        def trainer(module: Any) -> None:
+            original = module.Trainer.train
+
+            @functools.wraps(original)
+            def instead(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return train(original, self, args, kwargs)
+
+            module.Trainer.train = instead
+            until_the_end.callback(setattr, module.Trainer, "train", original)
+            if not evaluate:
+                until_the_end.callback(setattr, module.Trainer, "evaluate", module.Trainer.evaluate)
+                module.Trainer.evaluate = _not_evaluated
+
+        until_the_end.callback(when_executed("transformers.training_args", arguments))
+        until_the_end.callback(when_executed("transformers.trainer", trainer))
+        yield
+
+
+def _check(trainer: Any, settings: Settings) -> None:
+    """Look whether the settings have come through, and set what TrainingArguments have no field for.
+
+    Raises:
+        ValueError: if the script has changed them afterwards.
+    """
+    args = trainer.args
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if (value := getattr(args, name)) != settings.fields()[name]:
+            raise ValueError(
+                f"the plan needs {name}={settings.fields()[name]}, but the script has set it to {value} after it made TrainingArguments; "
+                "set it where they are made"
+            )
+    if args.world_size != settings.plan.world_size:
+        raise ValueError(f"the plan has {settings.plan.world_size} processes, but transformers sees {args.world_size}; report this")
+    if trainer.accelerator.ddp_handler is not None:  # which only DDP reads
+        trainer.accelerator.ddp_handler.gradient_as_bucket_view = True

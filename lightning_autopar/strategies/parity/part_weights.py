@@ -1,0 +1,283 @@
+"""What the parts of a batch weigh in its loss: found out by trying, where it isn't their samples.
+
+A mean over unmasked tokens is the mean of the parts' means, weighed by the tokens that each part has. Which entries of the batch count, the
+losses of several splits tell: one count must explain all of them, far better than the number of samples does. Knows a batch, its parts and
+their losses; how a step is run it is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+from torch import nn
+
+from lightning_autopar._lightning import LightningModule
+from lightning_autopar._lightning_compat import before_transfer, is_overridden, transfer_batch
+from lightning_autopar._temporary import patched
+from lightning_autopar.constraints import LOSS
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.counted_entries import Count, Rule, candidates
+from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, share_of
+from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, shares_alike
+from lightning_autopar.exact.logs.logging_hooks import mentions
+from lightning_autopar.memory.trace.first_batch import copied
+from lightning_autopar.strategies.parity.draw_probe import Observation, everything
+from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
+from lightning_autopar.strategies.parity.recorded_backward import difference_of
+from lightning_autopar.text import error_line
+
+_LOG = logging.getLogger(__name__)
+#: Relative difference up to which losses count as equal; see :mod:`.split_probe`.
+_EQUAL = 1e-5
+#: The splits that are looked at: two parts, three, and two of which one has twice as many samples.
+_SPLITS = (Dealing.even(2), Dealing.even(3), Dealing((0, 0, 1)))
+#: Finds out for a split what explains each value.
+Compare = Callable[[Dealing], LogComparison]
+#: Hooks that may change a batch after it is counted.
+_LATE = ("transfer_batch_to_device", "on_after_batch_transfer")
+_PICKS = ("argsort", "kthvalue", "median", "nanmedian", "quantile", "sort", "topk")  # samples by their values
+#: Where an attribute's name says that its value stands for entries that don't count.
+_NAMES = ("pad", "ignore")
+
+
+class Weighing:
+    """What a batch's parts weigh.
+
+    Args:
+        batches: the batch and its parts.
+        known: counts that explain other batches.
+    """
+
+    def __init__(self, module: LightningModule, batches: BatchParts, known: Collection[Count] = ()) -> None:
+        self._module = module
+        self._batches = batches
+        self._known = tuple(known)
+        self._weights: dict[tuple[int, ...], dict[Count, list[float]]] = {}
+        #: The rules that explain the loss; none as long as it is a mean over samples, as far as is known.
+        self.rules: tuple[Rule, ...] = ()
+        #: The mean over samples and what explains the loss as well, where that was tried.
+        self._equal: tuple[Rule, ...] = ()
+
+    def shares(self, size: int | Dealing) -> list[BatchShare]:
+        """The shares of ``size`` ranks, which weigh as the loss has them weigh."""
+        dealing = Dealing.even(size) if isinstance(size, int) else size
+        shares = [share_of(self._batches.count, rank, dealing) for rank in range(dealing.holders)]
+        by = self.rules[0] if self.rules else "mean"
+        if not isinstance(by, Count):
+            return [replace(share, by=by) for share in shares]
+        weights = self.weights(shares).get(by)
+        if weights is None:
+            raise ValueError(f"parts of the batch have no {by}")
+        return [
+            replace(share, by=by, tallies={by: Tally(own=weight, total=1.0, samples=lambda: ())})
+            for share, weight in zip(shares, weights, strict=True)
+        ]
+
+    def weights(self, shares: Sequence[BatchShare]) -> dict[Count, list[float]]:
+        """What the shares weigh by each count that they all have, in all 1."""
+        key = shares[0].dealing.turns
+        if key not in self._weights:
+            state, found = rng.capture({}), dict[Count, list[float]]()
+            try:
+                parts = [self._counted(share) for share in shares]
+                found = {count: [_total(count, part) for part in parts] for count in self._candidates}
+            except Exception:  # the user's collate function, on few samples; a tensor of a kind that can't be compared
+                _LOG.debug("what parts of the batch hold can't be counted", exc_info=True)
+            finally:
+                rng.restore(state, {})
+            totals = {count: sum(numbers) for count, numbers in found.items()}
+            # Without a total, or with a part that lacks the tensor (NaN), it is no count of this batch.
+            self._weights[key] = {count: [each / totals[count] for each in found[count]] for count in found if 0 < totals[count] < math.inf}
+        return self._weights[key]
+
+    @cached_property
+    def _candidates(self) -> list[Count]:
+        owners = (self._module, getattr(getattr(self._module, "_trainer", None), "datamodule", None))
+        late = any(is_overridden(hook, each) for hook in _LATE for each in owners if each is not None)
+        if late and not self._batches.raw:  # the batch as it was before isn't known
+            return []
+        whole = self._counted(everything(self._batches.count))
+        return list(dict.fromkeys([*self._known, *candidates(whole, self._batches.count, _ignored_by(self._module))]))
+
+    def _counted(self, share: BatchShare) -> Any:
+        """A part as it is counted in a run: before it goes to the device."""
+        batch = self._batches.part(share)
+        return before_transfer(self._module, batch) if self._batches.raw else batch
+
+    def among_few(
+        self, size: int, observe: Callable[[Sequence[BatchShare]], Observation], in_double: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[float, str]:
+        """By how much the loss differs in parts of two samples, where the step picks samples by their values (the hardest half of a batch):
+        ``size`` parts may pick the same ones by chance. 0 where it picks none. And how it fails on such parts, if it does.
+        """
+        step, pairs = self._module.training_step, self._batches.count // 2
+        if pairs <= size or not mentions([step, self._module.forward], self._module, lambda name: name in _PICKS):
+            return 0.0, ""
+        shares = self.shares(pairs)
+        try:
+            difference = difference_of(observe(shares), shares)
+            if difference > _EQUAL:
+                with in_double():
+                    difference = difference_of(observe(shares), shares)
+        except Exception as error:  # more are picked than there are
+            _LOG.debug("the step can't be run on two samples", exc_info=True)
+            return 0.0, error_line(error)
+        return difference, ""
+
+    def explains(
+        self,
+        difference: float,
+        observe: Callable[[Sequence[BatchShare]], Observation],
+        in_double: Callable[[], AbstractContextManager[None]],
+    ) -> bool:
+        """Whether it turns out now that the loss is no mean over samples, but goes by something that explains all splits.
+
+        Args:
+            difference: by how much the loss differs from the parts' mean, by what is known so far.
+            observe: runs the step on the whole batch and on parts.
+            in_double: makes a context in which the step runs in double precision.
+        """
+        if self.rules or (difference <= _EQUAL and not self.telling):
+            return False
+        try:
+            with in_double():
+                compare = partial(self._losses_compared, observe, double=True)
+                found = self.told_apart(self._over_splits(compare), compare)
+        except Exception:  # the step insists on single precision
+            _LOG.debug("what parts weigh can't be tried in double precision", exc_info=True)
+            try:
+                found = self._over_splits(partial(self._losses_compared, observe, double=False))
+            except Exception:  # a part is too small for the step
+                _LOG.debug("what parts weigh can't be tried", exc_info=True)
+                return False
+        rules = found.matching[LOSS]
+        self.rules, self._equal = ((), rules) if "mean" in rules else (rules, ())
+        return bool(self.rules)
+
+    @cached_property
+    def telling(self) -> list[Dealing]:
+        """The splits whose parts don't have as many entries that look as if they alone counted as they have samples. Losses that hardly
+        differ from each other, as those of a new model, look like a mean over samples, whatever they are; and so do those of two parts
+        that happen to have as many nodes.
+        """
+        unlike = {shares[0].dealing: self._unlike(shares) for shares in self._splits()}
+        if not any(unlike.values()):
+            return []
+        whole, marked = self._counted(everything(self._batches.count)), {-100, *_ignored_by(self._module)}
+
+        def marks(count: Count) -> bool:
+            tensor = count.tensor(whole)
+            mask = tensor.ndim > 1 and bool(((tensor == 0) | (tensor == 1)).all())
+            known = mask or count in self._known or count.kind in ("finite", "rows")
+            return known or (count.kind == "differs" and count.ignored in marked)
+
+        return [dealing for dealing, counts in unlike.items() if any(marks(count) for count in counts)]
+
+    def _splits(self) -> list[list[BatchShare]]:
+        return [self.shares(dealing) for dealing in _SPLITS if dealing.holders <= self._batches.count]
+
+    def _unlike(self, shares: Sequence[BatchShare]) -> list[Count]:
+        """The counts of which parts don't have as many as of samples."""
+        rows = [share.rows / share.of for share in shares]
+        return [count for count, weights in self.weights(shares).items() if not shares_alike(weights, rows)]
+
+    def told_apart(self, found: LogComparison, compare: Compare) -> LogComparison:
+        """Of several counts that explain a value alike, those that still do once entries of one of them no longer count.
+
+        Args:
+            found: what explains each value.
+            compare: finds that out anew for a split.
+        """
+        counts: list[Count] = []
+        for key, rules in found.matching.items():
+            if len(rules) > 1 and set(self.rules) <= set(rules) and self.rules:  # it is the loss, most likely
+                found = found.narrowed(LogComparison(matching={key: self.rules}))
+            elif len(rules) > 1 and all(isinstance(rule, Count) for rule in rules):
+                counts += [rule for rule in rules if isinstance(rule, Count) and rule not in counts]
+        kept = found
+        for count in {count.path: count for count in reversed(counts) if count.kind != "rows"}.values():
+            try:
+                with self._changed(count, counts):
+                    kept = kept.narrowed(compare(_SPLITS[0]))
+            except Exception:  # the step, or a batch without rows
+                _LOG.debug("a batch of which other entries count can't be tried", exc_info=True)
+        # Where none holds, several have to agree for an entry to count.
+        return replace(found, matching={key: kept.matching[key] or rules for key, rules in found.matching.items()})
+
+    @contextmanager
+    def _changed(self, count: Count, counts: list[Count]) -> Iterator[None]:
+        """While open, fewer entries of the first sample count, and only these counts are candidates."""
+        batches, first = self._batches, self._batches.first
+        whole = batches.part(everything(batches.count))
+        batch = copied(transfer_batch(self._module, whole) if batches.raw else whole)
+        tensor, ignored = count.tensor(batch), {"differs": count.ignored, "sum": 0}.get(count.kind, math.nan)
+        counted = tensor[tensor.isfinite() if count.kind == "finite" else tensor != ignored].flatten()[0].clone()
+        if tensor.ndim == 1:
+            tensor[0] = ignored
+        else:  # its first entry counts and its last one doesn't, as some counts leave out either
+            tensor[0, 1::2] = tensor[0, -1] = ignored
+            tensor[0, 0] = counted
+        changed = replace(first, batch=batch, samples=None, collate=None)
+        with (
+            patched(batches, "first", changed),
+            patched(batches, "raw", False),
+            patched(self, "_weights", {}),
+            patched(self, "_candidates", counts),
+        ):
+            yield
+
+    def _over_splits(self, compare: Compare) -> LogComparison:
+        found = compare(_SPLITS[0])
+        others = [dealing for dealing in self.telling if dealing != _SPLITS[0]] or [_SPLITS[2]]
+        return found if self._batches.count == 2 else found.narrowed(compare(others[-1]))
+
+    def _losses_compared(self, observe: Callable[[Sequence[BatchShare]], Observation], dealing: Dealing, *, double: bool) -> LogComparison:
+        """What explains all of a step's losses in one split."""
+        shares = self.shares(dealing)
+        observed = observe(shares)
+        if any(len(losses) != len(observed.whole) for losses in observed.parts):
+            return LogComparison(matching={LOSS: ()})
+        whole, *parts = (
+            {str(number): Logged(value=float(loss), reduce_fx="mean") for number, loss in enumerate(losses)}
+            for losses in (observed.whole, *observed.parts)
+        )
+        rows = [share.rows for share in shares]
+        found = compare_logs("training_step", whole, parts, rows, double=double, weights=self.weights(shares)).matching
+        rules = [found.get(("training_step", number), ()) for number in whole] or [()]
+        return LogComparison(
+            matching={LOSS: tuple(rule for rule in rules[0] if all(rule in each for each in rules) and rule not in ("max", "min"))}
+        )
+
+    def loss_rules(self) -> tuple[Rule, ...]:
+        """The rules that explain the loss; with the mean over samples, the counts of which the parts have as many as of samples."""
+        if self.rules or self._equal:
+            return self.rules or self._equal
+        splits = [(self.weights(shares), self._unlike(shares)) for shares in self._splits()]
+        return ("mean", *(count for count in splits[0][0] if all(count in weights and count not in unlike for weights, unlike in splits)))
+
+
+def _total(count: Count, part: Any) -> float:
+    try:
+        return count.total(part)
+    except (LookupError, TypeError):
+        return float("nan")
+
+
+def _ignored_by(module: nn.Module) -> Collection[int]:
+    """Whole numbers that the module or its parts have under the names of padding, or of what a loss ignores."""
+    found: set[int] = set()
+    for each in module.modules():
+        for holder in (each, vars(each).get("_hparams"), vars(each).get("config")):
+            found.update(value for name, value in _named(holder) if type(value) is int and any(word in name.lower() for word in _NAMES))
+    return sorted(found)
+
+
+def _named(holder: Any) -> Iterator[tuple[str, Any]]:
+    fields = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+    yield from ((name, value) for name, value in fields.items() if isinstance(name, str))

@@ -1,0 +1,136 @@
+"""Runs a step once and finds out where it can be cut, and which tensors cross each cut.
+
+The user's hook runs unchanged, on a few samples. Code outside blocks is watched function by function. A tensor crosses a cut if that code
+makes it from parameters, blocks' outputs or random draws and uses it after the cut. Meant for a forked child, but leaves the module as it
+was. Knows Lightning modules; nothing of devices, plans or processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+
+from lightning_autopar._lightning import LightningModule, Trainer
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.memory.trace.bare_step import STEPS, BareStep
+from lightning_autopar.memory.trace.first_batch import copied
+from lightning_autopar.strategies.parity.undo import undone
+from lightning_autopar.strategies.pipeline.stages.block_router import unseen
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import StepRecording
+from lightning_autopar.strategies.pipeline.stages.module_state import ModuleState, attributes, changes, counters
+from lightning_autopar.strategies.pipeline.stages.step_recorder import StepRecorder
+
+_HOOKS = frozenset(f"_forward_{kind}{suffix}" for kind in ("hooks", "pre_hooks") for suffix in ("", "_with_kwargs", "_always_called"))
+
+
+def record(
+    module: LightningModule,
+    trainer: Trainer | None,
+    hook: str,
+    batch: Any,
+    blocks: Sequence[str],
+    *,
+    rows: int = 0,
+    batch_idx: int = 0,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    written: frozenset[str] = frozenset(),
+) -> StepRecording:
+    """Record one run of a hook.
+
+    Args:
+        module: the user's module, set up, on the CPU, with real or fake tensors; it is left as it was.
+        trainer: the trainer that it was passed to, read only.
+        hook: ``"training_step"``, ``"validation_step"``, ``"test_step"`` or ``"predict_step"``. For training, the caller sets the module's
+            mode; for others it is set to evaluation.
+        batch: as the hook gets it; copies of it are used.
+        blocks: FQNs of the blocks, see :attr:`lightning_autopar.memory.footprint.Footprint.blocks`.
+        rows: samples in the batch, for the record.
+        batch_idx: its index.
+        context: the precision's forward context (automatic mixed precision).
+        written: FQNs of buffers and parameters that another hook of the same run writes to, and this one may read.
+
+    Raises:
+        ValueError: if a block has no such name.
+        Exception: whatever the user's step raises.
+    """
+    hidden = unseen(module)
+    if hidden is not None:
+        return StepRecording(hook=hook, blocks=tuple(blocks), crossings={}, uncuttable=dict.fromkeys(blocks, hidden), rows=rows)
+    grad = hook == STEPS["fit"]
+    state = rng.capture({})
+    with _left_as_it_was(module):
+        with undone(module) as effects:
+            call = _caller(module, trainer, hook, batch_idx, None)
+            first = copied(batch)
+            with (
+                torch.set_grad_enabled(grad),
+                context(),
+                changes(module, first) as changed,
+                attributes(module) as kept,
+                counters(module) as counted,
+            ):
+                call(first)
+        rng.restore(state, {})
+        fakes = any(is_fake(parameter) for parameter in module.parameters())
+        sources = ModuleState(module, written | frozenset(changed.state) | frozenset(() if fakes else effects.written))
+    with _left_as_it_was(module), undone(module):
+        recorder = StepRecorder(module, hook, blocks, sources)
+        call = _caller(module, trainer, hook, batch_idx, recorder.use)
+        with torch.set_grad_enabled(grad), context():
+            autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+            with recorder.recording():
+                for each in kept:
+                    each.put()
+                recorder.finish(call(copied(batch)))
+            for each in kept:
+                if each.name in recorder.kept and each.is_new():
+                    recorder.refuse(f"the step keeps {each.name!r} for the next one, which only some of the stages would have")
+    rng.restore(state, {})
+    return recorder.recorded(rows=rows, autocast=autocast, changes_batch=changed.batch, counters=tuple(counted))
+
+
+@contextmanager
+def _left_as_it_was(module: LightningModule) -> Iterator[None]:
+    """While open, a run may change buffers, gradients and modes; they are restored at the end."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    modes = [(child, child.training) for child in module.modules()]
+    hooks = [(each, dict(each)) for child in module.modules() for name, each in vars(child).items() if name in _HOOKS]
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    try:
+        yield
+    finally:
+        for buffer, value in buffers:
+            if buffer.shape == value.shape:
+                buffer.data.copy_(value)
+            else:  # the step has made an empty one larger
+                buffer.data = value
+        for child, mode in modes:
+            child.training = mode
+        for registered, before in hooks:
+            registered.clear()
+            registered.update(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _caller(
+    module: LightningModule, trainer: Trainer | None, hook: str, batch_idx: int, use: Callable[[Any], None] | None
+) -> Callable[[Any], Any]:
+    """A function that calls the hook, with stubs where Lightning would use the trainer; ``use`` gets the logged values."""
+    stage = next(stage for stage, name in STEPS.items() if name == hook)
+    rehearsal = BareStep(module, trainer, stage, autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
+    module.__dict__["configure_model"] = lambda: None  # it is built already
+    rehearsal.build()
+    if stage in ("validate", "test"):  # where the hooks at an epoch's start make what its steps accumulate into
+        rehearsal.begin_evaluation("validation" if stage == "validate" else stage)
+    if use is not None:
+        note = use
+        for child in module.modules():
+            if "log_dict" in child.__dict__:
+                child.__dict__["log"] = lambda name, value=None, *args, **kwargs: note(value)
+                child.__dict__["log_dict"] = lambda dictionary=None, *args, **kwargs: note(dictionary)
+    return lambda batch: rehearsal._call(hook, batch, batch_idx)
