@@ -23,7 +23,7 @@ from lightning_autopar._temporary import patched
 #: The variable in which the parent names the file where its forked workers meet. Unlike a port, nobody else can take a file in between.
 RENDEZVOUS_FILE = "AUTOPAR_RENDEZVOUS_FILE"
 #: Packages whose code runs the ranks: they see the group.
-_SEE_THE_GROUP = frozenset({"torch", "torchmetrics", "deepspeed", "accelerate", "lightning_autopar", *(name.strip(".") for name in LIGHTNING)})
+_SEE_THE_GROUP = ("torch", "torchmetrics", "deepspeed", "accelerate", "lightning_autopar", *(name.strip(".") for name in LIGHTNING))
 #: Where processes that weren't forked meet, if not where the environment says.
 _store: Store | None = None
 #: How many groups this process has joined.
