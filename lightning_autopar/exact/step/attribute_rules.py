@@ -7,7 +7,7 @@ tensors and what holds them; nothing of modules, ranks or communication.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,7 @@ _RULES = ("same", "mean", "weighed", "growth", "sum", "max", "min", "rows", "ite
 _EQUAL = 1e-5
 #: Deeper levels, longer lists and larger tensors are data rather than what a step keeps.
 _DEEP, _MOST_ITEMS, _TENSOR_BYTES = 5, 10_000, 64 << 20
+_BUILTIN = frozenset({dict, OrderedDict, defaultdict, set, list, deque})
 _NOT_THE_USERS = ("torch.", "torchmetrics.", *LIGHTNING, "lightning_autopar.", "builtins.", "functools.", "types.", "numpy.")
 #: Stands for a value that is missing, or can't be copied.
 MISSING = SimpleNamespace()
@@ -323,6 +324,31 @@ def taken(value: Any, path: Path = (), rules: PathRules | None = None) -> Any:
     return Before(container=value, copy=copy)
 
 
+def rewrite(tensor: Tensor, copy: Tensor) -> None:
+    """Give a tensor the values of its copy. Entries of an expanded tensor are the same ones in memory, and are written once."""
+    for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride == 0 and size > 1:
+            tensor, copy = tensor.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
+    tensor.data.copy_(copy)
+
+
+def items_of(container: Any) -> list[Any]:
+    """What a container has, by Python's own methods; of a dictionary the pairs."""
+    kind = _builtin(container)
+    return [*(kind.items(container) if issubclass(kind, dict) else kind.__iter__(container))]
+
+
+def refill(container: Any, items: Any) -> None:
+    """Give a container these items, by Python's own methods: a subclass may have others, or none that work."""
+    kind = _builtin(container)
+    kind.clear(container)
+    (kind.update if issubclass(kind, (dict, set)) else kind.extend)(container, items)
+
+
+def _builtin(container: Any) -> Any:
+    return next(base for base in type(container).__mro__ if base in _BUILTIN)
+
+
 def plain(value: Any) -> Any:
     """The copied value of :func:`taken`."""
     copy = value.copy if isinstance(value, Before) else value
@@ -337,24 +363,21 @@ def restored(value: Any) -> Any:
         return value.container if isinstance(value, Before) else value
     container, copy = value.container, value.copy
     if isinstance(container, Tensor):
-        container.data.copy_(copy)
+        rewrite(container, copy)
     elif isinstance(container, (list, deque, dict)) and copy is None:
         _put_tail(container, value.length, [])
     elif isinstance(container, (list, deque)):
         items = [restored(each) for each in copy]
-        container.clear()
-        container.extend(items)
+        refill(container, items)
     elif isinstance(container, tuple):
         for each in copy:
             restored(each)
     elif isinstance(container, set):
-        container.clear()
-        container.update(copy)
+        refill(container, copy)
     elif isinstance(copy, dict):
         fields = {key: restored(each) for key, each in copy.items()}
         held = container if isinstance(container, dict) else vars(container)
-        held.clear()
-        held.update(fields)
+        refill(held, fields)
     elif not isinstance(container, frozenset):
         container[...] = copy
     return container

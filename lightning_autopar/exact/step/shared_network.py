@@ -44,6 +44,7 @@ class SharedModule:
         gathered: outputs that have a row for each row of the arguments.
         kept: outputs that don't depend on the rows, which every rank has.
         draws: the random draws of each of its calls in a training step, in order.
+        evaluated: the same in a validation step; empty where none was looked at.
     """
 
     cut: frozenset[str]
@@ -51,12 +52,13 @@ class SharedModule:
     gathered: frozenset[str]
     kept: frozenset[str] = frozenset()
     draws: tuple[DrawPlan, ...] = ()
+    evaluated: tuple[DrawPlan, ...] = ()
 
     def joined(self, other: SharedModule) -> SharedModule | None:
         """The same for the calls of both; None where one cuts or gathers what the other doesn't."""
         names = {name: getattr(self, name) | getattr(other, name) for name in ("cut", "whole", "gathered", "kept")}
         apart = names["cut"] & names["whole"] or names["gathered"] & names["kept"]
-        return None if apart else SharedModule(**names, draws=self.draws + other.draws)
+        return None if apart else SharedModule(**names, draws=self.draws + other.draws, evaluated=self.evaluated + other.evaluated)
 
 
 #: The submodules that ranks share, by FQN; none lies in another.
@@ -226,7 +228,8 @@ class SharedNetwork(SharingSteps):
         """See :class:`SharingSteps`."""
         call = Call(name, self._shared[name], (args, kwargs))
         number = self._calls[name] = self._calls.get(name, -1) + 1
-        plans = self._shared[name].draws if child.training else ()
+        # Whether it is a training step says the whole module: a frozen submodule isn't in training mode.
+        plans = self._shared[name].draws if self._module.training else self._shared[name].evaluated
         # In backward the user's checkpoint calls it once more.
         draws = plans[min(number, len(plans) - 1)] if plans else DrawPlan()
         running = _Running(share_of(call.rows, self._rank, self._dealing), draws)

@@ -21,7 +21,7 @@ from lightning_autopar._lightning import Trainer
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.exact.logs.self_log import GlobalLogging
-from lightning_autopar.exact.step.attribute_rules import MISSING, PathRules, restored, taken
+from lightning_autopar.exact.step.attribute_rules import MISSING, PathRules, restored, rewrite, taken
 from lightning_autopar.exact.step.kept_attributes import Place, places_of
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 
@@ -134,7 +134,7 @@ class StepState:
                 if isinstance(state, list):
                     state[:] = copy
                 elif copy is not None:
-                    state.data.copy_(copy)
+                    rewrite(state, copy)
         for collection, groups, checked, is_copy in noted["groups"]:
             collection._groups, collection._groups_checked, collection._state_is_copy = groups, checked, is_copy
         for (space, name), before in noted["kept"]:

@@ -38,7 +38,8 @@ def _eligible(module: nn.Module) -> Callable[[nn.Module], bool]:
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
     def shared(block: nn.Module) -> bool:
-        own = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
+        # A class may have a `named_parameters` of its own, of other names and arguments.
+        own = Counter(id(parameter) for _, parameter in nn.Module.named_parameters(block, remove_duplicate=False))
         return any(owners[key] != count for key, count in own.items())
 
     return lambda block: any(parameter.dim() > 1 for parameter in block.parameters()) and not shared(block)

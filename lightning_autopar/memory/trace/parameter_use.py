@@ -71,7 +71,8 @@ class ConductWatch:
             self._units |= dict(_outermost("", module))
         self._units_of: dict[str, list[str]] = {name: [] for name in self._before}
         for unit, child in self._units.items():
-            for name, _ in child.named_parameters(remove_duplicate=False):
+            # A class may have a `named_parameters` of its own, of other names and arguments.
+            for name, _ in nn.Module.named_parameters(child, remove_duplicate=False):
                 self._units_of[f"{unit}.{name}"].append(unit)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._running: Counter[str] = Counter()

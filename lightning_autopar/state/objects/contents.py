@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.step.attribute_rules import refill, rewrite
 from lightning_autopar.memory.trace.first_batch import GENERATORS
 
 #: Of buffers larger than this, a sample is compared.
@@ -114,7 +115,7 @@ def set_items(target: Any, items: Any) -> None:
     """Put the result of :func:`get_items` into an object, in place."""
     if isinstance(target, Tensor):
         if target.shape == items.shape and target.dtype == items.dtype:
-            target.data.copy_(items)
+            rewrite(target, items)
         else:
             target.data = items
     elif is_array(target):
@@ -129,8 +130,7 @@ def set_items(target: Any, items: Any) -> None:
         else:
             del target.cell_contents
     else:
-        target.clear()
-        (target.update if isinstance(target, (dict, set)) else target.extend)(items if not isinstance(target, dict) else dict(items))
+        refill(target, items)
 
 
 def fingerprint(buffer: Any) -> bytes:

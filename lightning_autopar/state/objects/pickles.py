@@ -5,6 +5,7 @@ Knows what stands for an object, not who surveyed it; nothing of Lightning.
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import io
 import marshal
@@ -12,18 +13,20 @@ import pickle
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.state.objects.contents import ATOMS, fingerprint, importable
+from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, fingerprint, importable
 
 #: The most objects of a part that is searched; a list of millions would cost seconds.
 _MOST_OBJECTS = 1_000_000
 #: Pickled chunks of at least this size are compared by a sum, at the speed of memory.
 _CHUNK_BYTES = 1024**2
+#: What is pickled by its name.
+_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 class Known(Protocol):
@@ -74,11 +77,21 @@ class Pickler(pickle.Pickler):
     """Writes numbers and names for objects that both sides have, and local functions by value."""
 
     def __init__(
-        self, sink: Any, known: Known, names: Mapping[int, Any], *, path: str | None = None, hashing: bool = False, **options: Any
+        self,
+        sink: Any,
+        known: Known,
+        names: Mapping[int, Any],
+        *,
+        path: str | None = None,
+        hashing: bool = False,
+        limited: bool = True,
+        **options: Any,
     ) -> None:
         super().__init__(sink, protocol=pickle.HIGHEST_PROTOCOL, **options)
         self._known, self._names, self._path, self._hashing = known, names, path, hashing
-        self._left = _MOST_OBJECTS
+        self._left = _MOST_OBJECTS if limited else sys.maxsize
+        #: Containers that classes have made for their pickles alone, kept so that no other object gets their addresses.
+        self._made: dict[int, Any] = {}
 
     def persistent_id(self, target: Any) -> Any:
         """What stands for an object that isn't written."""
@@ -92,6 +105,8 @@ class Pickler(pickle.Pickler):
             return number
         if id(target) in self._names:
             return self._names[id(target)]
+        if id(target) in self._made:
+            return None
         return self._known.discover(target, self._path) if self._path is not None else None
 
     def reducer_override(self, target: Any) -> Any:
@@ -112,7 +127,22 @@ class Pickler(pickle.Pickler):
             return weakref.ref, (target(),)
         if type(target) in weakref.ProxyTypes:
             return weakref.proxy, (target.__repr__.__self__,)  # its referent: the only way to get it
+        if self._path is not None and type(target) not in copyreg.dispatch_table and not isinstance(target, _BY_NAME):
+            reduced = target.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            held = getattr(target, "__dict__", {})
+            own = {id(each) for each in (held, *held.values())}
+            self._made |= {id(each): each for each in _containers(reduced) if id(each) not in own}
+            return reduced
         return NotImplemented
+
+
+def _containers(reduced: Any) -> Iterator[Any]:
+    """Those that lie in the tuples of what an object's ``__reduce_ex__`` gave."""
+    if type(reduced) in CONTAINERS:
+        yield reduced
+    elif type(reduced) is tuple:
+        for each in reduced:
+            yield from _containers(each)
 
 
 def _home(target: types.FunctionType) -> str:

@@ -149,7 +149,8 @@ class Survey:
         sent = {key: value for key, value in extra.items() if self.travels(value, names)}
         changes.unsent = [key for key in extra if key not in sent]
         sink = Sink(limit_bytes=None)
-        Pickler(sink, self, names).dump((parts, sent))  # together, so that an object that two parts share stays one object
+        # Together, so that an object that two parts share stays one object. Each has been within the limit.
+        Pickler(sink, self, names, limited=False).dump((parts, sent))
         changes.data = sink.data()
         return changes
 

@@ -51,7 +51,7 @@ from lightning_autopar.strategies.base.out_of_memory.predictions import Predicti
 from lightning_autopar.strategies.base.out_of_memory.rerun import Reruns
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, RunningStep
 from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
-from lightning_autopar.strategies.base.process_group import all_alike, everyones
+from lightning_autopar.strategies.base.process_group import all_alike, everyones, hidden_from_users
 from lightning_autopar.strategies.base.rank_measurement import Meter
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.trainer_loaders import Dropped, exact_loader
@@ -234,6 +234,7 @@ class EngineMixin(Strategy):
         self._exit.enter_context(recomputed(module, self.run_plan.plan.recompute))
         if self.run_plan.batch == "global" and self.run_plan.plan.world_size > 1:
             self._exit.enter_context(loaders_of_one_device(trainer, without_group))
+            self._exit.enter_context(hidden_from_users())
         if self.splits:
             self._layer_sync = None  # Lightning's layer sync works on CUDA only; ours replaces it
             synchronise_batch_norm(module, self._share_for_draws, self.data_group)

@@ -6,7 +6,8 @@ import atexit
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +17,13 @@ from torch.distributed import Store
 
 from lightning_autopar._lightning import ParallelStrategy
 from lightning_autopar._lightning_compat import distributed_is_initialized, init_dist_connection
+from lightning_autopar._root import LIGHTNING
+from lightning_autopar._temporary import patched
 
 #: The variable in which the parent names the file where its forked workers meet. Unlike a port, nobody else can take a file in between.
 RENDEZVOUS_FILE = "AUTOPAR_RENDEZVOUS_FILE"
+#: Packages whose code runs the ranks: they see the group.
+_SEE_THE_GROUP = ("torch", "torchmetrics", "deepspeed", "accelerate", "lightning_autopar", *(name.strip(".") for name in LIGHTNING))
 #: Where processes that weren't forked meet, if not where the environment says.
 _store: Store | None = None
 #: How many groups this process has joined.
@@ -29,6 +34,22 @@ def meet_at(store: Store) -> None:
     """Let this process form its group at a store that no earlier processes have used."""
     global _store
     _store = store
+
+
+@contextmanager
+def hidden_from_users() -> Iterator[None]:
+    """While open, ``torch.distributed.is_initialized()`` tells the user's code that there is no process group, as on one device.
+
+    Code that asks combines its ranks' values by itself (it divides by the labels of all ranks, or gathers embeddings). Here a batch's parts
+    are already combined to one device's values, so that it would do so twice; and where ranks run stages, its peers wouldn't come.
+    """
+    own = dist.is_initialized
+
+    def is_initialized() -> bool:
+        return own() and sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in _SEE_THE_GROUP
+
+    with patched(dist, "is_initialized", is_initialized):
+        yield
 
 
 def all_alike(number: int, group: Callable[[], dist.ProcessGroup | None]) -> bool:

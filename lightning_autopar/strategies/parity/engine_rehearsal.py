@@ -35,6 +35,7 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.first_batch import copied as copied_batch
 from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.state.pretrained import check_values
+from lightning_autopar.strategies.base.process_group import hidden_from_users
 from lightning_autopar.strategies.parity.check_outcome import PASSED, Check, failed, not_made
 from lightning_autopar.text import format_bytes
 
@@ -257,7 +258,7 @@ def _rank(
 ) -> Run | None:
     timeout = timedelta(seconds=TIMEOUT_SECONDS / 2)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=engine.world_size, timeout=timeout)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), hidden_from_users():
         warnings.simplefilter("ignore")  # a library's deprecation is no failure, even where warnings are errors
         run = engine.steps(module, trainer, _batches(module, trainer, first, count), rank == 0)
     dist.barrier()  # rank 1 may leave, and break the connection, once rank 0 has everything that it waits for

@@ -116,7 +116,7 @@ def probe_sharing(
     finally:
         rng.restore(state, {})
     if chosen.without:  # the other blocks' draws aren't known
-        modules = {name: replace(each, draws=()) for name, each in modules.items()}
+        modules = {name: replace(each, draws=(), evaluated=()) for name, each in modules.items()}
     return sharing, modules
 
 
@@ -208,7 +208,8 @@ class _SharingProbe(_Probe):
         if trial.excluded:
             raise _CannotShareError(f"in another batch {sorted(trial.excluded)[0]!r} doesn't map rows to rows")
         for name, seen in trial.shared.items():
-            joined = modules[name].joined(replace(seen, draws=()))
+            drawn = () if hook == "training_step" or modules[name].evaluated else seen.draws
+            joined = modules[name].joined(replace(seen, draws=(), evaluated=drawn))
             if joined is None:
                 raise _CannotShareError(f"{name!r} is called in another way in another batch")
             modules = {**modules, name: joined}
@@ -281,14 +282,14 @@ class _SharingProbe(_Probe):
         return _Outcome(losses=losses, gradients=gradients, left=left)
 
     def _noted(self) -> ExitStack:
-        """While open, notes whether the user's code asks for the process group; and checkpoints recompute nothing, as what is tried runs
+        """While open, notes whether the user's code asks for its rank; and checkpoints recompute nothing, as what is tried runs
         more often than what ranks run.
         """
         stack = ExitStack()
         for name, instead in (("_checkpoint_without_reentrant_generator", _without_hooks), ("CheckpointFunction", _Called)):
             if hasattr(torch.utils.checkpoint, name):
                 stack.enter_context(patched(torch.utils.checkpoint, name, instead))
-        for name in ("is_initialized", "get_rank", "get_world_size"):
+        for name in ("get_rank", "get_world_size"):
             stack.enter_context(patched(dist, name, self._noting(name, getattr(dist, name))))
         return stack
 
@@ -351,7 +352,7 @@ class _Trial(SharingSteps):
             return own(*args, **kwargs)
         known: SharedModule | None = self._names[name] if isinstance(self._names, Mapping) else None
         if known is not None and Call(name, known, (args, kwargs)).rows == 1:  # nothing to take apart
-            self.shared.setdefault(name, known)
+            self.shared.setdefault(name, replace(known, draws=(), evaluated=()))
             return own(*args, **kwargs)
         state, buffers = rng.capture({}), {each: buffer.clone() for each, buffer in child.named_buffers()}
         began = _next_node()

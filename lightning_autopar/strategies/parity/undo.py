@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.step.attribute_rules import MISSING
+from lightning_autopar.exact.step.attribute_rules import MISSING, items_of, refill, rewrite
 from lightning_autopar.exact.step.kept_attributes import Place
 from lightning_autopar.text import format_bytes
 
@@ -160,7 +159,7 @@ def _held_by(module: nn.Module, outside: Mapping[str, Any]) -> list[tuple[str, C
         elif isinstance(value, numpy.ndarray) and value.nbytes <= _TENSOR_BYTES:
             undo.append((name, partial(_overwrite, value, value.copy())))
         elif isinstance(value, (list, deque, set, dict)) and len(value) <= _MOST_OBJECTS:
-            undo.append((name, partial(_refill, value, copy(value))))
+            undo.append((name, partial(_refill, value, items_of(value))))
             left += [(name, item) for item in (value.values() if isinstance(value, dict) else value)]
         elif isinstance(value, tuple):
             left += [(name, item) for item in value]
@@ -175,7 +174,7 @@ def _fill(tensor: Tensor, before: Tensor) -> bool:
     elif same_values(tensor, before):
         return False
     else:
-        tensor.data.copy_(before)
+        rewrite(tensor, before)
     return True
 
 
@@ -186,9 +185,8 @@ def _overwrite(array: Any, before: Any) -> bool:
 
 
 def _refill(container: Any, before: Any) -> bool:
-    now, then = ([id(item) for item in (each.values() if isinstance(each, dict) else each)] for each in (container, before))
-    container.clear()
-    (container.update if isinstance(container, (dict, set)) else container.extend)(before)
+    now, then = ([id(each[1] if isinstance(container, dict) else each) for each in items] for items in (items_of(container), before))
+    refill(container, before)
     return now != then
 
 

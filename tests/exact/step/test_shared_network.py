@@ -147,6 +147,30 @@ class Adapted(Dice):
         return loss
 
 
+class Noisy(nn.Module):
+    """Draws its weight's noise, whose rows aren't samples, in validation as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.spread = nn.Parameter(torch.randn(8, 12) / 4), nn.Parameter(torch.full((8, 12), -2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.mean + F.softplus(self.spread) * torch.randn_like(self.mean))
+
+
+class Bayes(Views):
+    """The weights' prior weighs by the samples of a batch, so that the loss is no mean over them."""
+
+    hooks = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Sequential(Noisy(), nn.ReLU()), nn.Linear(8, 1)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.head(self.backbone(x)) - x[:, :1]).square().mean() + self.backbone[0].mean.square().sum() / len(x)
+
+
 def data(rows: int) -> TensorDataset:
     draw = torch.Generator().manual_seed(0)
     return TensorDataset(torch.randn(rows, 12, generator=draw), torch.randn(rows, 5, generator=draw))
@@ -177,6 +201,7 @@ def trained(make: Callable[[], Any], strategy: Any, rows: int, **options: Any) -
         (Bank, "fsdp", 2, 22, {}),
         (Pairs, "ddp", 2, 17, {"accumulate_grad_batches": 2}),
         (Dice, "ddp", 3, 17, {}),
+        (Bayes, "ddp", 2, 22, {}),
         (Adapted, "ddp", 3, 22, {}),
         (Adapted, "fsdp", 2, 22, {}),
         (Bank, "ddp", 2, 22, {}),

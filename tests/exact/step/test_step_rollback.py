@@ -96,3 +96,18 @@ def test_gradients_that_a_failed_backward_pass_has_completed() -> None:
     assert state.unfinished() == ([weight, bias], False)
     bias.grad += 1
     assert state.unfinished() == ([weight], False)
+
+
+def test_a_tensor_whose_entries_share_memory_is_put_back() -> None:
+    module = Module()
+    module.scale = torch.zeros(1, 2).expand(3, 2)
+    trainer: Any = SimpleNamespace(
+        lightning_module=module, _results={}, _logger_connector=SimpleNamespace(_first_loop_iter=False, _current_fx="on_train_batch_start")
+    )
+    state = StepState(trainer, {("scale",): "same"})
+    state.note(None, None)
+    kept = module.scale
+    kept[0].add_(1)  # type: ignore[index]
+    state.put_back(None, None)
+    assert module.scale is kept
+    assert kept.tolist() == [[0.0, 0.0]] * 3  # type: ignore[operator]

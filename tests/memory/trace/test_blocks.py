@@ -167,3 +167,14 @@ def test_layers_are_few() -> None:
     found = layers_of(module)
     assert len(found) == 8
     assert found == sorted(found, key=int)
+
+
+class Renaming(nn.Linear):
+    """Its `named_parameters` takes other arguments and gives other names, as those of torchrl's losses do."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        return ((f"own.{name}", parameter) for name, parameter in super().named_parameters(prefix, recurse))
+
+
+def test_blocks_may_name_their_parameters_otherwise() -> None:
+    assert [*find_blocks(nn.Sequential(Renaming(8, 8), Renaming(8, 8)))] == ["0", "1"]

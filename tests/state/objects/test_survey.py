@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_autopar.exact.absent.absent_tensor import hole_of
@@ -47,3 +48,34 @@ def test_each_worker_brings_what_it_alone_has() -> None:
     assert vars(module) == {"count": 1, "first": "of 0", "last": "of 2", "list": [1, 2], "same": 0, "middle": [0, 1, 2]}
     assert other.x == 1, "outside of the module the first one speaks for all"
     assert lost == ["module.nowhere"]
+
+
+class Copies:
+    """Its pickle's state is a copy of its attributes, as many classes make it; each holds another one."""
+
+    def __init__(self, other: Any = None) -> None:
+        self.other, self.items = other, [1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def test_what_a_class_makes_for_its_pickle_alone_is_not_followed() -> None:
+    first = Copies()
+    first.other = Copies(first)
+    module = SimpleNamespace(holds=first, count=0)
+    survey = survey_of(module, None)
+    assert len(survey.numbers()) < 20, "a copy holds the object, which makes another copy"
+    assert survey.changes({}, {}).parts == {}, "what hasn't changed is equal, though each look at it makes another copy"
+    module.count = 1
+    assert [survey.name(*part) for part in survey.changes({}, {}).parts] == ["module.count"]
+
+
+def test_changes_that_travel_one_by_one_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_autopar.state.objects.pickles._MOST_OBJECTS", 100)
+    module = SimpleNamespace(**{f"part{index}": 0 for index in range(10)})
+    survey = survey_of(module, None)
+    vars(module).update({f"part{index}": [str(each) for each in range(30)] for index in range(10)})
+    changes = survey.changes({}, {})
+    assert len(changes.parts) == 10
+    survey.apply(changes, lambda name: name)

@@ -137,3 +137,22 @@ def test_a_buffer_that_a_step_makes_larger_has_changed() -> None:
     assert not same_values(torch.zeros(32), torch.zeros(0))
     assert not same_values(torch.zeros(3), torch.zeros(1))
     assert same_values(torch.tensor([torch.nan, 1.0]), torch.tensor([torch.nan, 1.0]))
+
+
+class Stubborn(dict[str, int]):
+    """A mapping whose own methods take nothing back."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+    def __copy__(self) -> Any:
+        raise NotImplementedError
+
+
+def test_containers_are_refilled_whatever_their_own_methods_do() -> None:
+    module = Hoarder()
+    module.names = Stubborn(a=1)  # type: ignore[assignment]
+    with undone(module, (), {}) as effects:
+        module.names["b"] = 2  # type: ignore[index, operator]
+    assert module.names == {"a": 1}
+    assert "names" in effects.kept
