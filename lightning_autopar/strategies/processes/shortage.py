@@ -224,6 +224,7 @@ class LeavingBoundary(Boundary):
         engine = self._engine
         called = {*self._called, *_BEFORE_STEP, *(_BEFORE_BACKWARD if self._step.place == BACKWARD else ())}
         self._step.undo()
+        self._epoch_loop.batch_progress.is_last_batch = False  # fetched again: else Lightning takes the epoch for over
         os.environ[RENDEZVOUS_FILE] = str(self._folder / "rendezvous_again")
         self._step.join_again(self._backend)
         target = self._folder / _SNAPSHOT
