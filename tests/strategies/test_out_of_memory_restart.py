@@ -104,6 +104,11 @@ def test_sharded_ranks_leave_the_step_together(point: str, layer: int, rank: int
     assert strategy.plan.micro_batches == 2
 
 
+@pytest.mark.parametrize("validates", [True, False])
+def test_an_epochs_last_batch_is_run_again(validates: bool, tmp_path: Path) -> None:
+    same(partial(Short, "backward", 1, 1, {2: 2}), FSDP, tmp_path, limit_train_batches=3, limit_val_batches=None if validates else 0)
+
+
 @pytest.mark.parametrize(("point", "layer", "rank"), [("backward", 5, 1), pytest.param("forward", 3, 0, marks=pytest.mark.slow)])
 def test_stages_leave_the_step_together(point: str, layer: int, rank: int, tmp_path: Path) -> None:
     strategy = same(partial(Plain, point, layer, rank, {1: 2}), PIPELINE, tmp_path, hooks=False)

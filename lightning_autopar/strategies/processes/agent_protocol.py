@@ -150,7 +150,7 @@ class ShortageRendezvous:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._cells = memoryview(mmap.mmap(-1, 8 * (1 + 2 * world_size))).cast("q")
+        self._cells = memoryview(mmap.mmap(-1, 8 * (1 + 3 * world_size))).cast("q")
         self._world_size = world_size
 
     def enter(self, rank: int, pid: int) -> None:
@@ -159,7 +159,7 @@ class ShortageRendezvous:
 
     def peers(self, rank: int) -> list[int]:
         """The process ids of the other ranks."""
-        pids = self._cells[1 + self._world_size :]
+        pids = self._cells[1 + self._world_size : 1 + 2 * self._world_size]
         return [pid for each, pid in enumerate(pids) if each != rank and pid]
 
     @property
@@ -171,23 +171,29 @@ class ShortageRendezvous:
         """This rank has run out of memory; to be called before its peers can notice by themselves that it is missing."""
         self._cells[0] = 1
 
+    def hear(self, rank: int) -> None:
+        """This rank is going to answer: nothing that it waits in keeps it from leaving."""
+        self._cells[1 + 2 * self._world_size + rank] = 1
+
     def answer(self, rank: int, batch: int | None) -> None:
         """Say which batch's step this rank can leave: its number; None where it can't."""
         self._cells[1 + rank] = -1 if batch is None else 1 + batch
 
-    def leave(self, rank: int, batch: int | None, within_seconds: float) -> bool:
+    def leave(self, rank: int, batch: int | None, within_seconds: float, *, hear_seconds: float) -> bool:
         """Whether all ranks can leave the same batch's step; waits for their answers.
 
         Args:
             rank: this one.
             batch: as for :meth:`answer`.
-            within_seconds: how long to wait.
+            within_seconds: how long to wait for the answers.
+            hear_seconds: how long to wait until each rank has heard of it, see :meth:`hear`.
         """
         self.answer(rank, batch)
-        answers = self._cells[1 : 1 + self._world_size]
-        until = time.monotonic() + within_seconds
+        answers, heard = self._cells[1 : 1 + self._world_size], self._cells[1 + 2 * self._world_size :]
+        begun = time.monotonic()
         while not all(answers) and -1 not in answers:
-            if time.monotonic() > until:
+            deaf = not all(map(max, answers, heard))
+            if time.monotonic() - begun > (hear_seconds if deaf else within_seconds):
                 return False
             time.sleep(1e-3)
         return len(set(answers)) == 1 and answers[0] > 0

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 #: How long a rank waits for what the others say; they come out of a collective, or to a batch's end.
 _ANSWER_SECONDS = 300.0
+#: How long until a rank's watch has heard. Longer: its host waits within torch for a collective that never ends, and holds the interpreter
+#: meanwhile (torch 2.13's DTensors do, where a GPU's allocation waits for the stream), so that nobody there gives up the communicators.
+_HEAR_SECONDS = 20.0
 _LOOK_SECONDS = 0.1
 #: In the generation's folder: what ran out of memory, the snapshot, and the hooks that the left step has called already.
 _WHY, _SNAPSHOT, _CALLED = "shortage.pkl", "s1", "called.pkl"
@@ -105,6 +108,8 @@ class LeavingBoundary(Boundary):
         self._unmute: Callable[[], None] = lambda: None
         if self._engine.root_device.type == "cuda":
             threading.Thread(target=self._watch, daemon=True, name="autopar-shortage").start()
+        else:  # gloo's collectives end by themselves
+            shortage.hear(rank)
 
     def take_up(self, snapshot: Path) -> None:
         """See :class:`.Boundary`; the first batch's hooks that were called before its step was left aren't called again."""
@@ -146,6 +151,7 @@ class LeavingBoundary(Boundary):
         ended = threading.Event()
         while not ended.wait(_LOOK_SECONDS):
             if self._shortage.noted:
+                self._shortage.hear(self._rank)
                 self._give_up()
                 return
 
@@ -191,10 +197,10 @@ class LeavingBoundary(Boundary):
         elif not self._shortage.noted:
             return False
         number = self._step.begun if self._give_up() and self._settles() and why is None else None
-        if not self._shortage.leave(self._rank, number, _ANSWER_SECONDS):
+        if not self._shortage.leave(self._rank, number, _ANSWER_SECONDS, hear_seconds=_HEAR_SECONDS):
             error.add_note(
                 "autopar: the batch wasn't run again in more micro-batches: not all ranks could leave its step; another one may have begun "
-                "the optimizer's step"
+                "the optimizer's step, or wait for a collective on its GPU and not answer"
             )
             return False
         return True
@@ -224,6 +230,7 @@ class LeavingBoundary(Boundary):
         engine = self._engine
         called = {*self._called, *_BEFORE_STEP, *(_BEFORE_BACKWARD if self._step.place == BACKWARD else ())}
         self._step.undo()
+        self._epoch_loop.batch_progress.is_last_batch = False  # fetched again: else Lightning takes the epoch for over
         os.environ[RENDEZVOUS_FILE] = str(self._folder / "rendezvous_again")
         self._step.join_again(self._backend)
         target = self._folder / _SNAPSHOT

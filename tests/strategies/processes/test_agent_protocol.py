@@ -26,16 +26,29 @@ def test_ranks_leave_a_step_that_all_of_them_can_leave(others: int | None, leave
     assert not rendezvous.noted
     rendezvous.note()
     assert rendezvous.noted
-    peer = threading.Thread(target=lambda: said.append(rendezvous.leave(1, others, 60.0)))
+    peer = threading.Thread(target=lambda: said.append(rendezvous.leave(1, others, 60.0, hear_seconds=60.0)))
     peer.start()
-    said.append(rendezvous.leave(0, 3, 60.0))
+    said.append(rendezvous.leave(0, 3, 60.0, hear_seconds=60.0))
     peer.join()
     assert said == [leaves, leaves]
     assert rendezvous.peers(0) == [77]
 
 
 def test_nobody_waits_for_ever_for_a_rank_that_is_gone() -> None:
-    assert not ShortageRendezvous(2).leave(0, 3, 0.01)
+    rendezvous = ShortageRendezvous(2)
+    rendezvous.hear(1)
+    assert not rendezvous.leave(0, 3, 0.01, hear_seconds=60.0)
+
+
+def test_a_rank_that_cant_even_hear_isnt_waited_for_as_long_as_one_that_answers_late() -> None:
+    assert not ShortageRendezvous(2).leave(0, 3, float("inf"), hear_seconds=0.01)
+    rendezvous, said = ShortageRendezvous(2), list[bool]()
+    rendezvous.hear(1)
+    patient = threading.Thread(target=lambda: said.append(rendezvous.leave(0, 3, 60.0, hear_seconds=0.0)))
+    patient.start()
+    rendezvous.answer(1, 3)
+    patient.join()
+    assert said == [True]
 
 
 def test_nobody_is_held_without_a_request() -> None:
