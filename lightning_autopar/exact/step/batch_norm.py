@@ -56,6 +56,19 @@ def synchronise(module: nn.Module, share: Share, group: dist.ProcessGroup | None
     return names
 
 
+def fix(module: nn.Module, run: Callable[[], object]) -> None:
+    """Give BatchNorm layers the statistics of the batch that ``run`` takes through the module, for good."""
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    for norm in norms:
+        norm.momentum = 1.0
+        if norm.running_mean is None and norm.running_var is None:
+            norm.running_mean, norm.running_var = torch.zeros(norm.num_features), torch.ones(norm.num_features)
+    if norms:
+        run()
+    for norm in norms:
+        norm.eval()
+
+
 def restore(module: nn.Module) -> None:
     """Undo :func:`synchronise`."""
     for layer in module.modules():

@@ -81,9 +81,9 @@ class GradientHooks:
             parameter.grad = gradient if earlier is None else earlier + gradient
             for hook in later.values():
                 hook(parameter)
-        self._release()
+        self.release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Let autograd call them again."""
         for parameter, held in self._held:
             for hooks, users in zip(_hooks_of(parameter), held, strict=True):

@@ -55,7 +55,7 @@ def weighed(loss: Tensor, weight: float) -> Tensor:
     """The loss times its weight. Without any weight its gradients are zeros, whatever it is: a mean over nothing is NaN, as 0 * NaN is."""
     if weight:
         return loss if weight == 1.0 else loss * weight
-    for node in _nodes([loss]):
+    for node in nodes_of([loss.grad_fn]):
         # A node before a leaf: leaves are shared with the graphs of other parts.
         if any(hasattr(following, "variable") for following, _ in node.next_functions):
             node.register_hook(_zeros)
@@ -68,13 +68,18 @@ def _zeros(inputs: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]
 
 def parameters_of(losses: Sequence[Tensor]) -> list[Parameter]:
     """The parameters on which losses depend, in the order in which backward's graph reaches them."""
-    leaves = (getattr(node, "variable", None) for node in _nodes(losses))
+    return parameters_behind(loss.grad_fn for loss in losses)
+
+
+def parameters_behind(starts: Iterable[Any]) -> list[Parameter]:
+    """The parameters to which these nodes of autograd's graph hand gradients, in that order."""
+    leaves = (getattr(node, "variable", None) for node in nodes_of(starts))
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Parameter)}.values())
 
 
-def _nodes(losses: Sequence[Tensor]) -> Iterator[Any]:
-    """The nodes of the losses' graph, each once."""
-    left: list[Any] = [loss.grad_fn for loss in losses]
+def nodes_of(starts: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of autograd's graph that backward reaches from these, each once."""
+    left: list[Any] = list(starts)
     seen = set()
     while left:
         node = left.pop()

@@ -7,7 +7,8 @@ Modules, in reading order:
     fewer_blocks       a module with few of its repeated blocks, for steps that are too long
     first_batch_parts  the first batch and its parts, made anew each time
     part_weights       what the parts of a batch weigh, where it isn't their samples
-    nudged_weights     weights away from where they start, while a step is tried
+    nudged_weights     weights and counters away from where they start, while a step is tried
+    own_functions      the user's autograd functions, whose gradients may not add up
     draw_probe         how random draws relate to samples
     undo               runs a step and undoes what it did
     engine_rehearsal   runs an engine on two forked ranks and compares

@@ -1,22 +1,32 @@
-"""Moves weights a little from where they start, so that what is zero only at the start doesn't hide what a step computes.
+"""Moves weights and counters from where they start, so that the first step doesn't hide what later ones compute.
 
 A second network that starts as a copy of the first, a gate or an adapter that starts at zero: at the first weights their terms of a loss
-are zero, and a sum of a sum and a mean looks like a sum alone. Knows a module's parameters; nothing of batches or steps.
+are zero, and a sum of a sum and a mean looks like a sum alone. A projection
+that is drawn anew after a thousand calls: no first step draws it. Knows a module's parameters, buffers and attributes; nothing of batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from lightning_autopar.exact.step.attributes import Place
+from lightning_autopar.exact.step.random_draws import Draw, DrawPlan
+
+_LOG = logging.getLogger(__name__)
 #: By how much a weight is moved at most, as a share of it, and a weight of zero. A term that is the square of what moves has to be seen
 #: beside a loss of which 1e-5 count.
 _SHARE, _AT_ZERO = 0.25, 0.1
 #: How many elements of a parameter are moved, about: it takes few for two networks to differ.
 _ELEMENTS = 1 << 15
+#: Where counters are set, divisible by the numbers up to 16 and by a million, for what is done every so often; and one less, as some steps
+#: count first.
+_AHEAD = (720_720_000_000, 720_719_999_999)
 
 
 @contextmanager
@@ -42,6 +52,53 @@ def nudged(module: nn.Module) -> Iterator[None]:
     finally:
         for parameter, before in moved:
             _part(parameter).copy_(before)
+
+
+@contextmanager
+def counted_on(buffers: Mapping[str, Tensor], places: Mapping[str, Place], count: int) -> Iterator[bool]:
+    """While open, the counters among these stand at ``count``; gives whether there are any.
+
+    Args:
+        buffers: some that a step changes, by name.
+        places: where attributes are that it changes, by name.
+    """
+    tensors = [buffer for buffer in buffers.values() if buffer.numel() == 1 and buffer.dtype in (torch.int64, torch.float32, torch.float64)]
+    before = [buffer.clone() for buffer in tensors]
+    numbers = [(space, key, space[key]) for space, key in places.values() if type(space.get(key)) is int]
+    for buffer in tensors:
+        buffer.fill_(count)
+    for space, key, _ in numbers:
+        space[key] = count
+    try:
+        yield bool(tensors or numbers)
+    finally:
+        for buffer, value in zip(tensors, before, strict=True):
+            buffer.copy_(value)
+        for space, key, number in numbers:
+            space[key] = number
+
+
+def later_draws(plan: DrawPlan, buffers: Mapping[str, Tensor], places: Mapping[str, Place], draws: Callable[[], DrawPlan]) -> DrawPlan:
+    """The plan, with the random draws that a step makes only once its counters have gone far.
+
+    Args:
+        buffers: as for :func:`counted_on`, as ``places``.
+        draws: runs the step, as it was run for the plan.
+    """
+    if plan.draws is None:
+        return plan
+    found = {(draw.op, draw.shape): draw for draw in plan.draws}
+    later: list[Draw] = []
+    for count in _AHEAD:
+        with counted_on(buffers, places, count) as any_counters:
+            try:
+                seen = draws().draws if any_counters else ()
+            except Exception:  # it counts no farther than the items of a list, say
+                _LOG.debug("the step can't be tried with counters that have gone far", exc_info=True)
+                continue
+        later += [draw for draw in seen or () if (draw.op, draw.shape) not in found]
+        found |= {(draw.op, draw.shape): draw for draw in later}
+    return replace(plan, draws=(*plan.draws, *later))
 
 
 def _part(parameter: nn.Parameter) -> Tensor:

@@ -6,7 +6,7 @@ Knows autograd, shares of a batch, and who runs backward in a module.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_autopar._lightning import LightningModule
-from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.log_rules import weighted
 from lightning_autopar.exact.step.random_draws import Rows
 from lightning_autopar.exact.step.shared_network import gradients_asked_for
 from lightning_autopar.strategies.parity.draw_probe import Observation
+from lightning_autopar.strategies.parity.own_functions import Signature, not_linear, own_functions, signature
 
 #: A parameter's gradient that is so small beside all others' is rounding, such as a bias's before a normalization.
 _NOTHING = 1e-4
@@ -52,8 +51,9 @@ def difference_of(observed: Observation, shares: Sequence[BatchShare]) -> float:
 class Backwards:
     """The backward passes between forward and the optimizers' steps, on the whole batch and then on its parts."""
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+        self._parameters = list(parameters.values())
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
         #: For each backward pass on the whole batch the signs of its gradients.
         self._signs: list[list[Tensor | None]] = []
         #: Whether a step makes gradients of parameters without ``backward``: no engine exchanges these.
@@ -62,15 +62,15 @@ class Backwards:
         self._passes = 0
         #: Whether each parameter's gradient is compared.
         self.each = False
-
-    def comparable(self, module: LightningModule) -> bool:
-        """Whether engines average the gradient of a returned loss as it is; a hook on a parameter waits for the whole batch's."""
-        hooked = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in self._parameters)
-        return module.automatic_optimization and not hooked and not is_overridden("backward", module)
+        #: The user's own functions in the whole batch's graphs.
+        self._functions: set[Signature] = set()
+        #: By how much a function's gradients for parts of a batch miss the whole batch's, and a sentence on it; 0 if there is none.
+        self.missed = (0.0, "")
 
     def begin(self) -> None:
         """What follows is on the whole batch first."""
         self._signs.clear()
+        self._functions.clear()
 
     @contextmanager
     def recorded(self, losses: list[Tensor]) -> Iterator[None]:
@@ -83,6 +83,7 @@ class Backwards:
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            self._look_at(own_functions(given))
             result = original(tensors, *args, **kwargs)
             losses.extend((*given, *self._slopes(self._passes)))
             self._passes += 1
@@ -103,6 +104,13 @@ class Backwards:
         result = None if closure is None else closure()
         self.differentiates |= not self._passes and any(parameter.grad is not None for parameter in self._parameters)
         return result
+
+    def _look_at(self, functions: Sequence[Any]) -> None:
+        """Note the functions of the whole batch's graph; try those of a part's that aren't over samples."""
+        if self._passes == len(self._signs):
+            self._functions.update(signature(node) for node in functions)
+        else:
+            self.missed = max(self.missed, not_linear([node for node in functions if signature(node) in self._functions], self._names))
 
     def _slopes(self, number: int) -> list[Tensor]:
         """Along the signs of the whole batch's gradients: by hand of all parameters together; else of each, where what is next to nothing

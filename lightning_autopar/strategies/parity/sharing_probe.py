@@ -43,6 +43,8 @@ from lightning_autopar.memory.work.operations import operation
 from lightning_autopar.strategies.parity.draw_probe import DrawObserver, everything
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
+from lightning_autopar.strategies.parity.nudged_weights import nudged
+from lightning_autopar.strategies.parity.own_functions import not_linear, own_functions, signature
 from lightning_autopar.strategies.parity.split_probe import _Probe
 from lightning_autopar.strategies.parity.undo import put_back, undone
 
@@ -105,10 +107,11 @@ def probe_sharing(
         do_without(module, chosen.without)
         conduct = None if footprint is None else footprint.conduct
         found = _SharingProbe(module, trainer, BatchParts(first, chosen.samples, hooks=hooks), conduct)
-        modules = found.find()
-        for batch, hook in [(each, "training_step") for each in more] + [(each, "validation_step") for each in evaluated]:
-            few = min(max(1, batch.batch_size), chosen.samples) if chosen.samples < size else max(1, batch.batch_size)
-            modules = found.confirm(BatchParts(batch, few, hooks=hooks), hook, modules)
+        with nudged(module):
+            modules = found.find()
+            for batch, hook in [(each, "training_step") for each in more] + [(each, "validation_step") for each in evaluated]:
+                few = min(max(1, batch.batch_size), chosen.samples) if chosen.samples < size else max(1, batch.batch_size)
+                modules = found.confirm(BatchParts(batch, few, hooks=hooks), hook, modules)
         sharing = replace(found.sharing, gathered_bytes=round(found.sharing.gathered_bytes * size / chosen.samples))
     except Exception:  # the user's step, under conditions that it isn't made for; or it says why not
         _LOG.debug("ranks can't share the network", exc_info=True)
@@ -380,7 +383,7 @@ class _Trial(SharingSteps):
         tensors = {place: leaf for place, leaf in leaves if isinstance(leaf, Tensor)}
         if rng.find_generators(child.named_modules()) or not all(type(leaf) in (Tensor, Parameter, *_PLAIN) for _, leaf in leaves):
             return None
-        run = _Runs(child, own)
+        run, began = _Runs(child, own), _next_node()
         with _Flops() as counted:
             observer = DrawObserver(everything(1), None, False)
             whole, ended = run.on(given, observer)
@@ -395,11 +398,14 @@ class _Trial(SharingSteps):
         seen = SharedModule(cut=cut, whole=frozenset(tensors) - cut, gathered=frozenset(), kept=frozenset())
         call = Call(name, seen, given)
         shares = [share for rank in range(self.ranks) if (share := share_of(rows, rank, Dealing.even(self.ranks))).rows]
-        parts = []
+        parts, functions = [], own_functions(outputs.values(), began)
         for share in shares:
             observer = DrawObserver(share, run.draws, False)
             part, end = run.on(call.part(partial(own_rows, rank=share.rank, dealing=share.dealing)), observer)
             others, structure = flattened(part)
+            alike = {signature(node) for node in own_functions((leaf for _, leaf in others if isinstance(leaf, Tensor)), began)}
+            if not_linear([node for node in functions if signature(node) in alike], {})[1]:
+                return None  # each rank would give it a part of the gradient that it is to see whole
             if any(mine != value for (_, mine), (_, value) in zip(others, before, strict=True) if type(value) in _PLAIN):
                 return None  # it says how many rows it got
             if observer.irregular or len(observer.draws) != len(run.draws) or rng.changed(ended, end) or structure != drawn:

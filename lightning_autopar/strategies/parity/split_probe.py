@@ -10,23 +10,25 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import transfer_batch
+from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS, SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, taken
+from lightning_autopar.exact.step.batch_norm import fix
+from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from lightning_autopar.exact.step.kept_attributes import Place, attributes, settled, title, variables
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.random_operators import draws_apart
@@ -38,7 +40,7 @@ from lightning_autopar.strategies.parity.draw_probe import Observation, everythi
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
-from lightning_autopar.strategies.parity.nudged_weights import nudged
+from lightning_autopar.strategies.parity.nudged_weights import later_draws, nudged
 from lightning_autopar.strategies.parity.part_weights import Weighing
 from lightning_autopar.strategies.parity.recorded_backward import Backwards, difference_of, groups_first_of
 from lightning_autopar.text import error_line
@@ -171,7 +173,7 @@ class _Probe:
         self.weighing = Weighing(module, batches, known)
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.metrics = MetricTrial(module)
-        self.backwards = Backwards(list(module.parameters()))
+        self.backwards = Backwards(dict(module.named_parameters()))
         self.part_reason: str | None = None
         #: The values before the step; empty until they are known.
         self.buffers: dict[str, Tensor] = {}
@@ -228,7 +230,7 @@ class _Probe:
                 return finding, plan
             if not finding.difference <= found.difference or not found.log_rules:
                 found = finding
-        return found, plan
+        return found, self._with_later_draws(plan, sizes[0])
 
     def evaluation(self, hook: str) -> SplitFinding:
         """How the values that an evaluation step logs and keeps for parts of the batch combine into the whole batch's."""
@@ -297,12 +299,9 @@ class _Probe:
 
         see(size)
         with undo.undone(self.module, self.writes, self.variables):
-            self.lasting = True
-            try:
+            with patched(self, "lasting", True):
                 # On the whole batch: then the least of all losses is changed by one part and not by another, and is no mean of theirs.
                 step(self.batches.part(everything(self.batches.count)))
-            finally:
-                self.lasting = False
             see(size)
             if self.batches.count > size:
                 see(size + 1)
@@ -346,15 +345,7 @@ class _Probe:
         self.rehearsal.build()
         for optimizer in self.rehearsal.optimizers:
             optimizer.step = self.backwards.step  # type: ignore[method-assign]
-        norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-        if norms:
-            for norm in norms:
-                norm.momentum = 1.0
-                if norm.running_mean is None and norm.running_var is None:
-                    norm.running_mean, norm.running_var = torch.zeros(norm.num_features), torch.ones(norm.num_features)
-            self.losses(self.batches.part(everything(self.batches.count)))
-            for norm in norms:
-                norm.eval()
+        fix(module, lambda: self.losses(self.batches.part(everything(self.batches.count))))
         self.buffers, self._prepared = {name: buffer.clone() for name, buffer in module.named_buffers()}, True
 
     def losses(self, batch: Any) -> list[Tensor]:
@@ -387,7 +378,7 @@ class _Probe:
                         output = self.rehearsal._call("training_step", given, index)
                     loss = output.get("loss") if isinstance(output, Mapping) else output
                     if self.backward and isinstance(loss, Tensor) and loss.requires_grad:
-                        loss.backward()
+                        self.module.backward(loss)
                     elif automatic:
                         recorded = [] if loss is None else [loss]
                 self.module.zero_grad()
@@ -407,10 +398,10 @@ class _Probe:
         reason: str | None
         try:
             difference, observed = self._compare(size)
-            again = any(
+            grouped = any(
                 isinstance(draw.choice, Rows) and draw.shape[draw.choice.dim] > self.batches.count for draw in observed.draws.draws or ()
             )
-            if again and not difference <= _EQUAL:
+            if grouped and not difference <= _EQUAL:
                 other, reordered = self._compare(size, groups_first=True)
                 if other < difference:
                     difference, observed = other, reordered
@@ -429,12 +420,11 @@ class _Probe:
             return SplitFinding(splittable=False, reason=f"the step writes to its own parameters: {self.written[1]}"), DrawPlan()
         if self.drifting is not None and self._refuses("buffers", drift := f"the step writes to its own buffers: {self.drifting[1]}"):
             return SplitFinding(splittable=False, reason=drift + overrule("buffers")), DrawPlan()
-        if difference <= _EQUAL and not observed.draws.seeded:
-            reason = self._kept(size, observed)
-            if reason is not None:
-                return SplitFinding(splittable=False, reason=reason), DrawPlan()
+        if difference <= _EQUAL and not observed.draws.seeded and (reason := self._kept(size, observed)) is not None:
+            return SplitFinding(splittable=False, reason=reason), DrawPlan()
+        again = partial(self._compare, size, groups_first=groups_first_of(observed))
         if _EQUAL < difference < math.inf:  # this may still be rounding, where large terms cancel
-            difference = min(difference, self._compare_in_double(size, observed))
+            difference = min(difference, self._without_rounding(lambda: again()[0]))
         if difference <= _EQUAL and not observed.draws.seeded:
             difference, failed = self.weighing.among_few(size, partial(self._observed, self.losses), self._in_double)
             if failed:
@@ -460,26 +450,40 @@ class _Probe:
             reason = f"each part makes its own draws of {', '.join(self.drawn_apart)}"
         else:
             reason = f"it {'' if self.module.automatic_optimization else 'or its gradient '}is no mean over the samples"
-        by = 0.0 if reason is not None or draws.seeded else self._gradients_differ(size, observed)
-        if _EQUAL < by < math.inf:
+        with patched(self, "backward", True), patched(self.backwards, "each", True):
+            by = 0.0 if reason is not None or draws.seeded else self._gradients_differ(again)
+        if self.backwards.missed[0] > difference:
+            difference, reason = self.backwards.missed
+        elif _EQUAL < by < math.inf:
             difference, reason = by, "its gradient is no mean over the samples, though its value is"
         draws = replace(draws, seeded=draws.seeded or uneven)
-        notes = () if math.isfinite(by) else (_UNCOMPARED,)
+        notes = (_UNCOMPARED,) * (not math.isfinite(by))
         return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason, notes=notes), draws
 
-    def _gradients_differ(self, size: int, observed: Observation) -> float:
+    def _gradients_differ(self, compare: Callable[[], tuple[float, Observation]]) -> float:
         """By how much gradients differ where the loss doesn't, as with advantages centred over the batch; not finite if that failed."""
-        if self.metrics.trained or not self.backwards.comparable(self.module):
+        if self.metrics.trained or not self.module.automatic_optimization:
             return 0.0
-        self.backward = self.backwards.each = True
+        hooks = GradientHooks(self.module.parameters())
+        hooks.hold()  # they wait for the whole batch's gradient
         try:
-            by, _ = self._compare(size, groups_first=groups_first_of(observed))
-            return by if by <= _EQUAL else min(by, self._compare_in_double(size, observed))  # as of the loss
+            by, _ = compare()
+            return by if by <= _EQUAL else min(by, self._without_rounding(lambda: compare()[0]))  # as of the loss
         except Exception:  # the forward ran
             _LOG.debug("the gradient can't be compared", exc_info=True)
             return math.inf
         finally:
-            self.backward = self.backwards.each = False
+            hooks.release()
+
+    def _with_later_draws(self, plan: DrawPlan, size: int) -> DrawPlan:
+        """The plan, with the draws that the step makes only once its counters have gone far."""
+        places = self._places(dict.fromkeys(name for effects in self.effects for name in effects.kept))
+
+        def draws() -> DrawPlan:
+            with self._from_here():
+                return self._observed(self.losses, self.weighing.shares(size)).draws
+
+        return later_draws(plan, {name: buffer for name, buffer in self.module.named_buffers() if name in self.counted}, places, draws)
 
     def _refuses(self, name: str, reason: str) -> bool:
         """Whether a reason against a split isn't overruled."""
@@ -522,11 +526,7 @@ class _Probe:
             return f"a second step fails on a part of the batch, after a first one on it ({error_line(error)})"
         names = ", ".join(repr(name) for name in kept if not name.rpartition(".")[2].startswith("_")) or repr(kept[0])
         if _EQUAL < difference < math.inf:  # this may be the rounding of two steps
-            try:
-                with self._in_double():
-                    difference = min(difference, self._after_two(shares, groups_first_of(one)))
-            except Exception:  # the step insists on single precision
-                _LOG.debug("two steps can't be run in double precision", exc_info=True)
+            difference = min(difference, self._without_rounding(lambda: self._after_two(shares, groups_first_of(one))))
         if difference <= _EQUAL:
             if self.module.automatic_optimization and self._left_to_parts(shares):
                 words = f"a step leaves {names} to the next one, which parts of a batch that run one after the other would do, too"
@@ -579,22 +579,21 @@ class _Probe:
             )
         return observed(merge=True)
 
-    def _compare_in_double(self, size: int, observed: Observation) -> float:
-        """The difference without single precision's rounding; infinite where the step only runs in single precision."""
+    def _without_rounding(self, compare: Callable[[], float]) -> float:
+        """A difference without single precision's rounding; infinite where the step only runs in single precision."""
         try:
             with self._in_double():
-                return self._compare(size, groups_first=groups_first_of(observed))[0]
+                return compare()
         except Exception:
             _LOG.debug("the step can't be run in double precision", exc_info=True)
             return math.inf
 
+    def _from_here(self) -> AbstractContextManager[None]:
+        """While open, steps begin with the buffers' present values."""
+        return patched(self, "buffers", {name: buffer.clone() for name, buffer in self.module.named_buffers()})
+
     @contextmanager
     def _in_double(self) -> Iterator[None]:
         """While open, the module and its batches are in double precision."""
-        before = self.buffers
-        with undo.in_double(self.module):
-            try:
-                self.batches.double, self.buffers = True, {name: tensor.clone() for name, tensor in self.module.named_buffers()}
-                yield
-            finally:
-                self.batches.double, self.buffers = False, before
+        with undo.in_double(self.module), patched(self.batches, "double", True), self._from_here():
+            yield

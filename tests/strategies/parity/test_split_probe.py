@@ -264,6 +264,54 @@ class Unwilling(torch.autograd.Function):
         raise NotImplementedError
 
 
+class BackwardOfItsOwn(ReturnedAdvantages):
+    """Keeps the graph."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+
+
+class Hooked(ReturnedAdvantages):
+    """Clamps a weight's gradient, which engines do once it is the whole batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+class HookedMean(Hooked):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+class RedrawnAfterAThousand(Base):
+    """A projection that is drawn anew now and then: as large as a rank's samples times three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("projection", torch.eye(6)[:4])
+
+    def loss(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 1000 == 0:
+            self.projection.copy_(torch.randn(6, 6)[:4])
+        return F.mse_loss(self.layer(x) @ self.projection, x.new_zeros(len(x), 6))
+
+
+class RedrawnByABuffer(RedrawnAfterAThousand):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("left", torch.tensor(0))
+
+    def loss(self, x: Tensor) -> Tensor:
+        if self.left >= 1000:
+            self.projection.copy_(torch.randn(6, 6)[:4])
+            self.left.zero_()
+        self.left += 1
+        return F.mse_loss(self.layer(x) @ self.projection, x.new_zeros(len(x), 6))
+
+
 class WithoutGradient(Base):
     """Its loss has no gradient on the CPU."""
 
@@ -317,6 +365,27 @@ class SeldomTurned(Base):
 
     def loss(self, x: Tensor) -> Tensor:
         return F.mse_loss(self.layer(x), torch.stack([-row if random.random() < 1e-12 else row for row in x]))
+
+
+@pytest.mark.parametrize("make", [RedrawnAfterAThousand, RedrawnByABuffer])
+def test_a_draw_that_only_later_steps_make_is_known(make: type[Base]) -> None:
+    finding, plan = probe_split(module := make(), None, first_of(samples()))
+    assert finding.difference == 0.0
+    assert [(draw.op, draw.shape, draw.choice) for draw in plan.draws or ()] == [("normal_", (6, 6), None)]
+    assert torch.equal(module.projection, torch.eye(6)[:4])
+    assert getattr(module, "left", 0) == 0 == module.calls
+
+
+@pytest.mark.parametrize("make", [BackwardOfItsOwn, Hooked])
+def test_gradients_are_compared_whoever_runs_backward(make: type[Base]) -> None:
+    finding, _ = probe_split(make(), None, first_of(samples()))
+    assert finding.reason == "its gradient is no mean over the samples, though its value is"
+
+
+def test_a_hook_on_a_parameter_that_gets_the_whole_gradient_speaks_against_nothing() -> None:
+    module = HookedMean()
+    assert probe_split(module, None, first_of(samples()))[0].difference == 0.0
+    assert module.layer.weight._backward_hooks
 
 
 def test_a_draw_for_each_sample_is_named_though_it_changed_nothing() -> None:
