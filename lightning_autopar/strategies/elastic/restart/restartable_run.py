@@ -2,7 +2,7 @@
 
 Such processes can't move by themselves: whoever started them decides how many there are. All ranks save at one boundary now and then, and
 when a process is told to leave; the next start of the same script, with whatever number of processes, resumes there.
-``processes/between_batches`` knows what happens there, ``store_rendezvous`` where ranks meet, ``elastic/snapshot_store`` where snapshots lie.
+``processes/between_batches`` knows what happens there, ``store_rendezvous`` where ranks meet, ``snapshot_store`` where snapshots lie.
 """
 
 from __future__ import annotations
