@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.exact.step.attributes import Place
+from lightning_autopar.exact.step.kept_attributes import Place
 from lightning_autopar.exact.step.random_draws import Draw, DrawPlan
 
 _LOG = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.step.own_backward import nodes_of, parameters_behind
+from lightning_autopar.exact.step.users_backward import nodes_of, parameters_behind
 
 #: The function and the shapes of the gradients that come in: without the batch's samples among them, a part has those of the whole batch.
 Signature = tuple[type, tuple[tuple[int, ...], ...]]
