@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lightning_autopar.exact.absent.rules import DESCRIBING, READING, RULES, first_line, indices_for_masks, leaves_of, map_leaves, title
+from lightning_autopar.exact.absent.rules import DESCRIBING, READING, RULES, indices_for_masks, leaves_of, map_leaves, title
 
 _META = torch.device("meta")
 
@@ -264,7 +264,7 @@ def _hollow(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         result = func(*meta_args, **meta_kwargs)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         names = what[0] if what else "a tensor of another stage"
-        raise MissingValue(f"{title(func)} needs values that aren't here: {names} ({first_line(error)})") from error
+        raise MissingValue(f"{title(func)} needs values that aren't here: {names}") from error
     described = what[0] if what else f"the result of {title(func)}"
 
     def to_hole(leaf: Any) -> Any:

@@ -61,12 +61,6 @@ def title(func: Any) -> str:
     return f"{name!r}"
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
 class Rules:
     """This process's rules: whether computing with absent tensors is an error, and which real tensors must never become absent."""
 

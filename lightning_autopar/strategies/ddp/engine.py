@@ -10,6 +10,8 @@ import numpy as np
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.engines import Engine, Question, Rank, recomputed
+from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank, recomputed
+from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.options import MIB
 from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeParts
@@ -154,6 +156,16 @@ class DDP(Engine):
         if trainer.state.fn != TrainerFn.FITTING or trainer.strategy.root_device.type != "cuda":
             return None
         return sparse_gradients(trainer.lightning_module, "which NCCL can't reduce")
+
+    def look(self, first: FirstStep) -> Finding:
+        """Refuses backward passes within the backward pass: DDP takes their parameters for unused ones, and then gets their gradients."""
+        if first.split is None or not first.split.reentrant:
+            return Finding()
+        reason = (
+            f"the backward of {first.split.reentrant} runs a backward pass of its own, in which parameters get gradients that DDP doesn't "
+            "wait for; use torch.utils.checkpoint with use_reentrant=False, or layers that aren't reversible"
+        )
+        return Finding(refusals={self.name: reason})
 
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
         """All of the state and of the step; DDP's buckets hold the gradients."""

@@ -42,6 +42,12 @@ def signature(node: Any) -> Signature:
     return _function(node), tuple(tuple(each.shape) for each in node._input_metadata)
 
 
+def name_of(node: Any) -> str:
+    """The function that a node belongs to, with its module."""
+    function = _function(node)
+    return f"{function.__module__}.{function.__qualname__}"
+
+
 def not_linear(nodes: Sequence[Any], names: Mapping[int, str]) -> tuple[float, str]:
     """By how much the parts' gradients may miss the whole one's, relative to it, at the first of these nodes whose function isn't linear,
     and a sentence on that function; 0 if all are linear. Their graph must not have been freed.
@@ -97,14 +103,13 @@ def _drawn(metadata: Any, size: float, generator: torch.Generator) -> Tensor | N
 
 
 def _function(node: Any) -> type:
-    return type(node)._forward_cls  # type: ignore[attr-defined,no-any-return]
+    return type(node)._forward_cls  # type: ignore[no-any-return]
 
 
 def _sentence(node: Any, names: Mapping[int, str]) -> str:
-    function = _function(node)
     behind = next((names[id(each)] for each in parameters_behind([node]) if id(each) in names), "")
     of = f" of {behind!r}" if behind else ""
     return (
-        f"its gradient isn't the sum of its parts' gradients: the backward of {function.__module__}.{function.__qualname__}, which makes "
-        f"that{of}, isn't linear in the gradient that it gets"
+        f"its gradient isn't the sum of its parts' gradients: the backward of {name_of(node)}, which makes that{of}, "
+        "isn't linear in the gradient that it gets"
     )

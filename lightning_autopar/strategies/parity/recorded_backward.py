@@ -17,10 +17,11 @@ from torch.nn import Parameter
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.log_rules import weighted
+from lightning_autopar.exact.step.own_backward import parameters_of
 from lightning_autopar.exact.step.random_draws import Rows
 from lightning_autopar.exact.step.shared_network import gradients_asked_for
 from lightning_autopar.strategies.parity.draw_probe import Observation
-from lightning_autopar.strategies.parity.own_functions import Signature, not_linear, own_functions, signature
+from lightning_autopar.strategies.parity.own_functions import Signature, name_of, not_linear, own_functions, signature
 
 #: A parameter's gradient that is so small beside all others' is rounding, such as a bias's before a normalization.
 _NOTHING = 1e-4
@@ -58,6 +59,8 @@ class Backwards:
         self._signs: list[list[Tensor | None]] = []
         #: Whether a step makes gradients of parameters without ``backward``: no engine exchanges these.
         self.differentiates = False
+        #: Which gradients there were when the last backward pass was over, and how often they had been written to.
+        self._left: list[tuple[int, int]] = []
         #: Backward passes of the step that runs.
         self._passes = 0
         #: Whether each parameter's gradient is compared.
@@ -66,6 +69,8 @@ class Backwards:
         self._functions: set[Signature] = set()
         #: By how much a function's gradients for parts of a batch miss the whole batch's, and a sentence on it; 0 if there is none.
         self.missed = (0.0, "")
+        #: The function whose backward runs another backward pass, from which parameters get gradients; empty if there is none.
+        self.reentrant = ""
 
     def begin(self) -> None:
         """What follows is on the whole batch first."""
@@ -83,6 +88,8 @@ class Backwards:
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if torch._C._current_graph_task_id() != -1 and parameters_of(given):
+                self.reentrant = self.reentrant or name_of(torch._C._current_autograd_node())
             self._look_at(own_functions(given))
             result = original(tensors, *args, **kwargs)
             losses.extend((*given, *self._slopes(self._passes)))
@@ -90,6 +97,7 @@ class Backwards:
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
+            self._left = self._versions()
             return result
 
         def noted(gradient: Tensor, given: Any) -> Tensor:
@@ -98,6 +106,13 @@ class Backwards:
 
         with patched(torch.autograd, "backward", backward), gradients_asked_for(noted):
             yield
+
+    def touched(self) -> bool:
+        """Whether somebody has written to gradients since the last backward pass was over, be it what they were."""
+        return self._versions() != self._left
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(id(parameter.grad), parameter.grad._version) for parameter in self._parameters if parameter.grad is not None]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """An optimizer's step that changes nothing."""

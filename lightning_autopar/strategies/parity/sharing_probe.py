@@ -381,7 +381,11 @@ class _Trial(SharingSteps):
     def _tried(self, name: str, known: SharedModule | None, child: nn.Module, own: Any, given: Any) -> tuple[Any, SharedModule, int] | None:
         leaves, _ = flattened(given)
         tensors = {place: leaf for place, leaf in leaves if isinstance(leaf, Tensor)}
-        if rng.find_generators(child.named_modules()) or not all(type(leaf) in (Tensor, Parameter, *_PLAIN) for _, leaf in leaves):
+        # On a rank the user's hooks within it would see this rank's rows; a hook on itself sees all.
+        watched = any(_users_hooks(inner) for inner in child.modules() if inner is not child)
+        if watched or rng.find_generators(child.named_modules()):
+            return None
+        if not all(type(leaf) in (Tensor, Parameter, *_PLAIN) for _, leaf in leaves):
             return None
         run, began = _Runs(child, own), _next_node()
         with _Flops() as counted:
@@ -493,6 +497,12 @@ def _next_node() -> int:
 
 def _may_be_shared(child: nn.Module) -> bool:
     return any(True for _ in child.parameters()) and not isinstance(child, (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin))
+
+
+def _users_hooks(child: nn.Module) -> bool:
+    """Whether it has hooks around forward of the user's; torch's compute a weight from its norm."""
+    hooks = (*child._forward_hooks.values(), *child._forward_pre_hooks.values())
+    return any((getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0] not in _NOT_THE_USERS for hook in hooks)
 
 
 def _within(name: str, others: Collection[str]) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,6 @@ from lightning_autopar.strategies.parity.recorded_backward import Backwards, dif
 from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 _EQUAL = 1e-5  # relative difference of losses that count as equal: rounding of float32 sums taken in another order
 _UNCOMPARED = "not checked: whether the gradients of a batch's parts make those of the whole batch (comparing them failed)"
@@ -222,6 +221,7 @@ class _Probe:
                 uneven_calls=self.uneven_calls,
                 counted=self.counted,
                 drawn_apart=self.drawn_apart,
+                reentrant=self.backwards.reentrant,
             )
             if finding.splittable:
                 finding = self._with_kept(finding, "training_step", self.losses, size)
@@ -234,8 +234,7 @@ class _Probe:
 
     def evaluation(self, hook: str) -> SplitFinding:
         """How the values that an evaluation step logs and keeps for parts of the batch combine into the whole batch's."""
-        stage = hook.removesuffix("_step")
-        self.rehearsal.begin_evaluation(stage)
+        self.rehearsal.begin_evaluation(hook.removesuffix("_step"))
 
         def step(batch: Any) -> list[Tensor]:
             self.metrics.next_run()
@@ -379,6 +378,8 @@ class _Probe:
                     loss = output.get("loss") if isinstance(output, Mapping) else output
                     if self.backward and isinstance(loss, Tensor) and loss.requires_grad:
                         self.module.backward(loss)
+                        if self.backwards.touched():
+                            self.part_reason = "the module's backward changes gradients, and would do so after each part of a batch"
                     elif automatic:
                         recorded = [] if loss is None else [loss]
                 self.module.zero_grad()

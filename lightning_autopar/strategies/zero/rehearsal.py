@@ -49,11 +49,21 @@ def rehearse_zero(
         steps=partial(_steps, replace(plan, devices=tuple(f"cpu:{rank}" for rank in range(world_size)))),
         where=f"under {name}",
         lost=f"what the step does is another thing on partitions of {name}",
-        sentence=lambda reason: f"the step fails under {name} ({reason})",
+        sentence=partial(_sentence, name),
         traced=partial(_traced, plan),
         world_size=world_size,
     )
     return rehearse(module, trainer, first, engine, flops=flops, conduct=conduct)
+
+
+def _sentence(name: str, reason: str) -> str:
+    """The cause of a failure, in words for a user."""
+    if "'Tensor' object has no attribute 'ds_" in reason:
+        return (
+            f"the step gives a module tensors in the place of its parameters (as torch.func.functional_call does), which {name} takes for "
+            "partitions; ZeRO-2 keeps parameters whole"
+        )
+    return f"the step fails under {name} ({reason})"
 
 
 def _traced(plan: Plan, conduct: Conduct) -> str | None:

@@ -9,7 +9,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from lightning_autopar import engines
+from lightning_autopar.engines import FirstStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.parity.sharing_probe import probe_sharing
 from lightning_autopar.strategies.parity.split_probe import probe_split
@@ -130,3 +133,23 @@ class Stubborn(torch.autograd.Function):
 def test_a_function_that_cannot_be_tried_is_told() -> None:
     finding, _ = probe_split(Module(Layer(Stubborn)), None, first())
     assert any(note.startswith("not checked: whether the gradients of a batch's parts make") for note in finding.notes)
+
+
+class Checkpointed(nn.Linear):
+    """Computes its forward again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("reentrant", "name"), [(True, "torch.utils.checkpoint.CheckpointFunction"), (False, "")])
+def test_a_backward_pass_within_the_backward_pass_is_refused_under_ddp(reentrant: bool, name: str) -> None:
+    split, _ = probe_split(Module(Checkpointed(reentrant)), None, first())
+    assert split.reentrant == name
+    told = FirstStep(trainer=None, stage="fit", batch=first(), validation=lambda: None, footprint=None, split=split)
+    refusal = engines.named("ddp").look(told).refusals.get("ddp")
+    assert refusal is None if not reentrant else refusal is not None and name in refusal and "use_reentrant=False" in refusal

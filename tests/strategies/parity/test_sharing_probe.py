@@ -82,6 +82,21 @@ class Captured(Module):
         return loss + torch.cat(found).softmax(1).mean(0).square().sum()
 
 
+class Watched(Module):
+    """A hook keeps a statistic, which is logged."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.seen: list[Tensor] = []
+        self.net.linear.register_forward_hook(lambda layer, given, output: self.seen.append(output.detach().square().mean()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("seen", torch.stack(self.seen).mean())
+        self.seen.clear()
+        return loss
+
+
 def batch(rows: int = 8) -> FirstBatch:
     return FirstBatch(batch=torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows)), batch_size=rows)
 
@@ -108,6 +123,11 @@ def test_where_a_part_comes_to_the_loss_past_the_output_its_submodules_are_share
     """Here, the hook gets each part; a rank's would get its own alone. Past the layer's own output it is called with all rows."""
     _, shared = probe_sharing(Captured(Net()), None, batch())
     assert set(shared) == {"net.linear"}
+
+
+def test_what_a_hook_within_keeps_without_gradient_is_of_all_rows() -> None:
+    """A rank's hook would see its own rows: the network's layer is shared, past whose own output hooks are called with all of them."""
+    assert set(probe_sharing(Watched(Net()), None, batch())[1]) == {"net.linear"}
 
 
 @pytest.mark.parametrize("make", [ByHand, Asking])

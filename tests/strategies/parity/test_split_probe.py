@@ -271,6 +271,22 @@ class BackwardOfItsOwn(ReturnedAdvantages):
         loss.backward(retain_graph=True)
 
 
+class Clipping(BackwardOfItsOwn):
+    """Clips gradients once they are there, if they are larger than these are."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1e3)
+
+
+class Keeping(Clipping):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+
+
 class Hooked(ReturnedAdvantages):
     """Clamps a weight's gradient, which engines do once it is the whole batch's."""
 
@@ -380,6 +396,13 @@ def test_a_draw_that_only_later_steps_make_is_known(make: type[Base]) -> None:
 def test_gradients_are_compared_whoever_runs_backward(make: type[Base]) -> None:
     finding, _ = probe_split(make(), None, first_of(samples()))
     assert finding.reason == "its gradient is no mean over the samples, though its value is"
+
+
+@pytest.mark.parametrize(("make", "refused"), [(Clipping, True), (Keeping, False)])
+def test_a_backward_that_changes_gradients_speaks_against_parts(make: type[Base], refused: bool) -> None:
+    finding, _ = probe_split(make(), None, first_of(samples()))
+    assert finding.difference == 0.0
+    assert (finding.part_reason is not None and "backward changes gradients" in finding.part_reason) == refused
 
 
 def test_a_hook_on_a_parameter_that_gets_the_whole_gradient_speaks_against_nothing() -> None:

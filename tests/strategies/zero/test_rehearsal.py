@@ -27,6 +27,15 @@ def rehearsed(module: Any, plan: Plan) -> str | None:
     return rehearse_zero(module, None, first, plan).refusal
 
 
+class InnerSteps(Fitted):
+    """Runs its network with weights that an inner step has made, as MAML does."""
+
+    def loss(self, batch: Any) -> Tensor:
+        weights = dict(self.net.named_parameters())
+        made = {name: 0.9 * weight for name, weight in weights.items()}
+        return nn.functional.mse_loss(torch.func.functional_call(self.net, made, (batch[0],)), batch[1])
+
+
 class Dropping(Fitted):
     """Draws, ties weights, has a part without a gradient, and clips."""
 
@@ -60,3 +69,10 @@ def test_what_is_written_is_kept(make: Any, stage: int) -> None:
 def test_what_would_part_is_seen() -> None:
     assert "was given the values of another one to share" in (rehearsed(Sharing(), zero(2)) or "")
     assert "under ZeRO-3" in (rehearsed(Sharing(), zero(3)) or "")
+
+
+def test_tensors_in_the_place_of_parameters_are_told() -> None:
+    sentence = rehearsed(InnerSteps(), zero(3)) or ""
+    assert "functional_call" in sentence
+    assert "ds_" not in sentence
+    assert rehearsed(InnerSteps(), zero(2)) is None
