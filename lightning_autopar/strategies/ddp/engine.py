@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.engines import Engine, Question, Rank, recomputed
 from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank, recomputed
-from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.options import MIB
 from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeParts

@@ -17,9 +17,9 @@ from torch.nn import Parameter
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.log_rules import weighted
-from lightning_autopar.exact.step.own_backward import parameters_of
 from lightning_autopar.exact.step.random_draws import Rows
 from lightning_autopar.exact.step.shared_network import gradients_asked_for
+from lightning_autopar.exact.step.users_backward import parameters_of
 from lightning_autopar.strategies.parity.draw_probe import Observation
 from lightning_autopar.strategies.parity.own_functions import Signature, name_of, not_linear, own_functions, signature
 
