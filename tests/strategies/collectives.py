@@ -60,7 +60,7 @@ class Strikes(pl.Callback):
         return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == self.rank and torch.distributed.is_initialized() and batch_idx == 1 and trainer.current_epoch == 0:
+        if trainer.global_rank == self.rank and torch.distributed.group.WORLD is not None and batch_idx == 1 and trainer.current_epoch == 0:
             self._mode = Struck(self.at, self.number, self.folder / "collectives")
             self._mode.__enter__()
 

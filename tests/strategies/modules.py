@@ -121,7 +121,7 @@ def on_rank(rank: int, action: Callable[[], None], *, batch_idx: int | None = No
     """Do it on one rank of a run of several processes, never while the plan is being made."""
 
     def act(module: Regression, index: int) -> None:
-        if torch.distributed.is_initialized() and module.global_rank == rank and batch_idx in (None, index):
+        if torch.distributed.group.WORLD is not None and module.global_rank == rank and batch_idx in (None, index):
             action()
 
     return act

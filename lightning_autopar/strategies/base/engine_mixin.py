@@ -234,7 +234,8 @@ class EngineMixin(Strategy):
         self._exit.enter_context(recomputed(module, self.run_plan.plan.recompute))
         if self.run_plan.batch == "global" and self.run_plan.plan.world_size > 1:
             self._exit.enter_context(loaders_of_one_device(trainer, without_group))
-            self._exit.enter_context(hidden_from_users())
+            if not self.run_plan.needs_group:
+                self._exit.enter_context(hidden_from_users())
         if self.splits:
             self._layer_sync = None  # Lightning's layer sync works on CUDA only; ours replaces it
             synchronise_batch_norm(module, self._share_for_draws, self.data_group)

@@ -51,6 +51,7 @@ class RunPlan:
         lengths: how batches vary, and what the plan counts with; None where that isn't known.
         evaluation_parts: into how many parts each batch of a validation or a test is cut, as one ran out of memory.
         shared: the submodules that ranks share by rows, while each has the whole batch; empty where ranks have parts of the batch.
+        needs_group: whether the user's code sees the process group, as its step failed without one or wasn't tried.
         at_least: bytes by device id to ask for, whatever is predicted, as the plan ran out of memory before.
     """
 
@@ -74,6 +75,7 @@ class RunPlan:
     lengths: Lengths | None = None
     evaluation_parts: int = 1
     shared: SharedModules = field(default_factory=dict)
+    needs_group: bool = False
     at_least: Mapping[str, int] = field(default_factory=dict)
 
     @property

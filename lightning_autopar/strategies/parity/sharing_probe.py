@@ -431,10 +431,20 @@ class _Trial(SharingSteps):
             else:
                 joined[place] = together
                 seen = replace(seen, gathered=seen.gathered | {place})
+        for each in joined.values():
+            if each.requires_grad:
+                each.register_hook(partial(self._look_at_gradient, name))
         self.flops += counted.flops
         sent = [outputs[place] for place in seen.gathered] + [tensors[place] for place in cut if tensors[place].requires_grad]
         self.sent += [leaf.numel() * min(4, leaf.element_size()) for leaf in sent]
         return _replaced(whole, joined), replace(seen, draws=(observer.plan(),)), ran
+
+    def _look_at_gradient(self, name: str, gradient: Tensor) -> None:
+        """Ranks can't exchange a batch of gradients (``is_grads_batched``, which computes Jacobians): it isn't in memory as one tensor."""
+        try:
+            gradient.untyped_storage()
+        except NotImplementedError:
+            self.bypassed.add(name)
 
 
 class _Runs:

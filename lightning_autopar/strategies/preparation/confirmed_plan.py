@@ -146,6 +146,7 @@ class Prospect:
                 batch=self._batch,
                 draws=findings.draws,
                 shared=findings.shared if plan.may_share_network else {},
+                needs_group=findings.split is None or findings.split.raised,
                 data_draws=findings.data_draws,
                 loadings=findings.loadings,
                 log_rules={} if findings.split is None else LogComparison(matching=findings.split.log_rules).rules,

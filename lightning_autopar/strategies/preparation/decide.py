@@ -286,7 +286,7 @@ def unevenly_dealt(together: Iterable[Sequence[int]], holders: Iterable[int]) ->
     count, sizes = next(iter(worst.items()))
     return (
         f"the loaders' batches of one step have {' and '.join(map(str, sizes or ()))} samples, so that their parts weigh differently on "
-        f"each of {count} devices; set drop_last=True with batch sizes that the devices divide evenly"
+        f"each of {count} devices or micro-batches; set drop_last=True with batch sizes that {count} divides evenly"
     )
 
 

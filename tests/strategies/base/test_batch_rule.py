@@ -63,7 +63,7 @@ class Dropping(pl.LightningModule):
 
         while not MASKS.empty():
             MASKS.get()
-        if torch.distributed.is_initialized():
+        if torch.distributed.group.WORLD is not None:
             random_ops.whole_like = draws_whole
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

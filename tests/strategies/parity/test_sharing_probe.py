@@ -146,3 +146,18 @@ def test_other_batches_must_agree() -> None:
 
     assert probe_sharing(Module(Few()), None, batch(), [batch(1), batch(6)])[1]
     assert probe_sharing(Module(Few()), None, batch(), [batch(5)]) == (None, {})
+
+
+class Jacobian(Module):
+    """Asks for gradients in several directions at once, as flows that integrate a trace do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch.clone().requires_grad_()
+        out = self.net(x, mask=torch.ones(6))["rows"]
+        directions = torch.eye(out[0].numel())[:, None].expand(-1, len(x), -1)
+        (found,) = torch.autograd.grad(out, x, directions, retain_graph=True, is_grads_batched=True)
+        return found.square().mean() + super().training_step(batch, batch_idx)
+
+
+def test_where_gradients_come_in_batches_nothing_is_shared() -> None:
+    assert probe_sharing(Jacobian(Net()), None, batch())[1] == {}

@@ -404,7 +404,7 @@ def two(near: int, far: int, **options: Any) -> dict[str, Any]:
         (((8, 8), (3, 3)), (2,), None),
         (((8, 8), (3, 4)), (2,), "3 and 4 samples"),
         (((6, 3),), (2, 3), None),
-        (((6, 3), (4, 2)), (2, 3), "6 and 3 samples, so that their parts weigh differently on each of 2 devices"),
+        (((6, 3), (4, 2)), (2, 3), "6 and 3 samples, so that their parts weigh differently on each of 2 devices or micro-batches"),
         (((8,), ()), (2,), None),
         ((), (2, 3), None),
     ],

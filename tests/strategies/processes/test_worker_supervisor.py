@@ -232,7 +232,7 @@ def test_an_exception_that_follows_a_death_is_its_cause_in_the_report_and_not_th
 def test_system_exit_and_the_users_own_interrupt(engine: str, tmp_path: Path) -> None:
     def leave(kind: type[BaseException], *args: int) -> Callable[[Regression, int], None]:
         def act(module: Regression, index: int) -> None:
-            if index == 2 and (engine == "plain" or torch.distributed.is_initialized()):
+            if index == 2 and (engine == "plain" or torch.distributed.group.WORLD is not None):
                 raise kind(*args)
 
         return act
@@ -263,7 +263,7 @@ def test_the_state_of_a_failed_run_is_here_afterwards(tmp_path: Path) -> None:
         module = Regression()
 
         def act(module: Regression, index: int, engine: str = engine) -> None:
-            if index == 2 and (engine == "plain" or torch.distributed.is_initialized()):
+            if index == 2 and (engine == "plain" or torch.distributed.group.WORLD is not None):
                 _unwell()
 
         module.at = {"training_step": act}
@@ -291,7 +291,7 @@ def _script(engine: str, folder: Path) -> None:
     script = os.getpid()
 
     def step(module: Regression, index: int) -> None:
-        if torch.distributed.is_initialized() or os.getpid() == script:
+        if torch.distributed.group.WORLD is not None or os.getpid() == script:
             if index == 5:
                 (folder / "ready").write_text("")
             time.sleep(0.01)
