@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from lightning_autopar._temporary import patched
 RENDEZVOUS_FILE = "AUTOPAR_RENDEZVOUS_FILE"
 #: Packages whose code runs the ranks: they see the group.
 _SEE_THE_GROUP = ("torch", "torchmetrics", "deepspeed", "accelerate", "lightning_autopar", *(name.strip(".") for name in LIGHTNING))
+#: Lightning's functions that call callbacks' hooks, and a module's hooks and steps.
+_CALLS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
 #: Where processes that weren't forked meet, if not where the environment says.
 _store: Store | None = None
 #: How many groups this process has joined.
@@ -38,18 +41,28 @@ def meet_at(store: Store) -> None:
 
 @contextmanager
 def hidden_from_users() -> Iterator[None]:
-    """While open, ``torch.distributed.is_initialized()`` tells the user's code that there is no process group, as on one device.
+    """While open, ``torch.distributed.is_initialized()`` tells a module's code that there is no process group, as on one device.
 
     Code that asks combines its ranks' values by itself (it divides by the labels of all ranks, or gathers embeddings). Here a batch's parts
     are already combined to one device's values, so that it would do so twice; and where ranks run stages, its peers wouldn't come.
+    Callbacks see the group: each rank's get its own part of the batch, and ask to let one rank alone write.
     """
     own = dist.is_initialized
 
     def is_initialized() -> bool:
-        return own() and sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in _SEE_THE_GROUP
+        return own() and _sees_the_group(sys._getframe(2))
 
     with patched(dist, "is_initialized", is_initialized):
         yield
+
+
+def _sees_the_group(caller: FrameType | None) -> bool:
+    """Whether the code that asks is a package's that runs the ranks, or called by a callback."""
+    if caller is not None and caller.f_globals.get("__name__", "").partition(".")[0] in _SEE_THE_GROUP:
+        return True
+    while caller is not None and caller.f_code.co_name not in _CALLS:
+        caller = caller.f_back
+    return caller is not None and caller.f_code.co_name == _CALLS[0]
 
 
 def all_alike(number: int, group: Callable[[], dist.ProcessGroup | None]) -> bool:

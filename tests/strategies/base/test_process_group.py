@@ -1,4 +1,4 @@
-"""What the user's code sees of the ranks' process group: nothing, as on one device."""
+"""What the user's code sees of the ranks' process group: a module nothing, as on one device; a callback all."""
 
 from __future__ import annotations
 
@@ -43,21 +43,33 @@ class Normalized(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(strategy: Any) -> tuple[Any, Any]:
+class Counting(pl.Callback):
+    """Sums up over ranks by itself, as each rank's callbacks have their own part of the batch."""
+
+    ranks = 0.0
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        seen = torch.ones(())
+        if dist.is_initialized():
+            dist.all_reduce(seen)
+        self.ranks = float(seen)
+
+
+def trained(strategy: Any) -> tuple[Any, Any, Counting]:
     pl.seed_everything(1, verbose=False)
-    module = Normalized()
+    module, counting = Normalized(), Counting()
     labels = torch.randint(3, (22,))
     data = TensorDataset(torch.randn(22, 6), labels.masked_fill(torch.arange(22) % 3 == 0, -100))
-    trainer = pl.Trainer(accelerator="cpu", devices="auto" if strategy != "auto" else 1, strategy=strategy, max_epochs=2, **QUIET)
+    trainer = pl.Trainer(accelerator="cpu", devices="auto" if strategy != "auto" else 1, strategy=strategy, max_epochs=2, callbacks=[counting], **QUIET)
     trainer.fit(module, DataLoader(data, batch_size=8))
-    return module, trainer
+    return module, trainer, counting
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "pipeline"])
 def test_what_the_users_code_would_reduce_over_ranks_is_one_devices(engine: str) -> None:
-    theirs, alone = trained("auto")
+    theirs, alone, _ = trained("auto")
     strategy = AutoParallelStrategy(allow=[engine], devices="2xcpu:2GiB")
-    ours, trainer = trained(strategy)
-    assert strategy.plan.world_size == 2
+    ours, trainer, counting = trained(strategy)
+    assert (strategy.plan.world_size, counting.ranks) == (2, 2)
     torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(trainer.callback_metrics, alone.callback_metrics, rtol=1e-5, atol=1e-6)
