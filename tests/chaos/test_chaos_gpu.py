@@ -194,10 +194,6 @@ def _run_again(engine: str, part: str, rank: int, folder: Path) -> list[str]:
     return said
 
 
-def _short(engine: str, part: str, folder: Path) -> None:
-    _fit(_pinned(engine), [Shortage({part: 3}, folder)], folder)
-
-
 def _short_once(folder: Path) -> list[str]:
     parts = {"forward": 1, "backward": 3, "optimizer": 5, "validation": 6}
     migrate = CheckpointMigrate(snapshot_seconds=0.05, failures=6)
@@ -237,16 +233,3 @@ def test_a_batch_whose_allocation_fails_is_run_again(
     said = fresh(_run_again, engine, part, rank, tmp_path)
     if engine == "single":  # which runs in this process
         assert f"ran out of memory in the {part} of batch 3, whose 8 samples ran in one piece" in "".join(said)
-
-
-@pytest.mark.stub
-@pytest.mark.parametrize(
-    ("engine", "part"),
-    [("ddp", "optimizer"), ("ddp", "validation"), ("fsdp", "forward"), ("fsdp", "backward"), ("fsdp", "optimizer"), ("fsdp", "validation")],
-)
-def test_an_allocation_that_fails_ends_the_run_as_a_want_of_memory(
-    engine: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NULLGPU_STATE", str(tmp_path / "state"))
-    with pytest.raises(torch.OutOfMemoryError, match="GPU 1 has a total capacity"):
-        fresh(_short, engine, part, tmp_path)

@@ -113,7 +113,10 @@ def _decided(plan: Plan | None, **assigned: Any) -> Iterator[None]:
         assert plan is not None
         footprint = SimpleNamespace(parameter_bytes=0, optimizer_bytes=0, lengths=None)
         report: Any = SimpleNamespace(footprint=footprint, best_candidate=Candidate(plan=plan, fits=True), residuals=Corrections())
-        return Decision(report=report, run_plan=RunPlan(plan=plan, devices=bound[0].devices, **assigned))
+        return Decision(
+            report=report,
+            run_plan=RunPlan(plan=plan, devices=tuple(found for found in bound[0].devices if found.id in plan.devices), **assigned),
+        )
 
     def find_prospect(trainer: Any, settings: Any, bound: Any, **_: Any) -> Any:
         return SimpleNamespace(decision=lambda inventory=None: decided(bound))

@@ -50,7 +50,7 @@ def hidden_from_users() -> Iterator[None]:
     own = dist.is_initialized
 
     def is_initialized() -> bool:
-        return own() and _sees_the_group(sys._getframe(2))
+        return own() and _sees_the_group(sys._getframe(1))
 
     with patched(dist, "is_initialized", is_initialized):
         yield

@@ -25,6 +25,8 @@ from lightning_autopar.exact.logs.log_rules import Logged
 
 #: Relative difference up to which numbers count as equal.
 EQUAL = 1e-6
+#: The same for what a step adds to a parameter: the rounding of the parameter is that much of a small step, and Adam's division adds more.
+_EQUAL_MOVES = 1e-5
 #: A tensor with small entries is judged relative to this share of the largest entry of all: some are zero but for rounding.
 _SMALL = 1e-3
 
@@ -107,7 +109,7 @@ def _differences(ours: Step, theirs: Step) -> Iterator[tuple[str, float]]:
         distance = tensor_distance(moved, theirs.moved[name], largest)
         yield (
             f"in stages the optimizer steps {name!r} otherwise, by {_percent(distance)}, as if it looked at all parameters together",
-            distance,
+            0.0 if distance <= _EQUAL_MOVES else distance,
         )
     for name, buffer in ours.buffers.items():
         yield f"in stages the buffer {name!r} has other values after the step", tensor_distance(buffer, theirs.buffers[name], 0.0)

@@ -22,6 +22,7 @@ from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.step.kept_attributes import is_variable, title
 from lightning_autopar.exact.step.micro_batches import take_part
+from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Conduct, Footprint
@@ -29,6 +30,7 @@ from lightning_autopar.memory.trace.bare_step import STEPS
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
 from lightning_autopar.strategies.parity.check_outcome import PASSED, Check, failed, not_made
+from lightning_autopar.strategies.parity.draw_probe import everything
 from lightning_autopar.strategies.parity.optimizer_trial import step_apart
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision
 from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import CannotTry, Script, Trial, recorded_together
@@ -281,16 +283,22 @@ def _trial(
     blocks: Sequence[str],
     steps: int = 2,
 ) -> tuple[Trial | str, str | None]:
-    """Run the whole module's steps; the trial, or the reason why they fail, and the reason if its optimizer runs a step more than once."""
+    """Run the whole module's steps; the trial, or the reason why they fail, and the reason if no stages could run such steps."""
     if is_overridden("configure_model", module):
         module.configure_model()
         module.__dict__["configure_model"] = lambda: None
     scripts = {hook: _script(module, trainer, first, count, steps) for hook, first in batches.items()}
     trial = Trial(module, trainer, scripts, fn, precision, blocks)
+    draws, drawn_from = GlobalDraws(lambda: everything(1)), list[torch.Generator]()
+    draws.on_generator = drawn_from.append
     try:
-        return trial, trial.run_whole()
+        with draws:
+            several = trial.run_whole()
     except CannotTry as error:
         return f"the step can't be run on the CPU ({error})", None
+    if any(each is not torch.default_generator for each in drawn_from):
+        several = several or "it draws from a torch.Generator of its own, which the stages can't keep in step"
+    return trial, several
 
 
 def _structure(

@@ -31,6 +31,8 @@ def test_nothing_differs() -> None:
     assert words() is None
     assert words(loss=2.0 + 1e-7) is None
     assert words(gradients={"a": torch.tensor([1.0, 2.0 + 1e-6])}) is None, "what another stage has isn't here"
+    assert words(moved={"a": torch.tensor([0.1, 0.2 + 1e-6])}) is None, "the rounding of a parameter is more of its small step"
+    assert words(moved={"a": torch.tensor([0.1, 0.2 + 1e-5])}) is not None
 
 
 def test_each_difference_has_its_sentence() -> None:

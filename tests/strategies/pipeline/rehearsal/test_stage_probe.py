@@ -262,6 +262,20 @@ def test_a_module_without_blocks() -> None:
     assert probed(module).value.refusal == "a pipeline is cut between blocks or layers that share no parameters, and the module has 0"
 
 
+class OwnNoise(Stack):
+    """Draws from a generator that is made when the run starts."""
+
+    def on_fit_start(self) -> None:
+        self.noise = torch.Generator(device=self.device).manual_seed(3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return super().forward(words) + torch.randn(16, generator=self.noise)
+
+
+def test_draws_from_a_generator_that_a_hook_makes_are_refused_before_the_run() -> None:
+    assert "draws from a torch.Generator of its own" in (probed(OwnNoise()).value.refusal or "")
+
+
 def test_what_needs_no_trial() -> None:
     module = Stack()
     module.late = nn.LazyLinear(2)
