@@ -162,12 +162,13 @@ def check_memory_limit(limit: int | str) -> int:
     Raises:
         ValueError: if it is no size, or less than any plan could use.
     """
-    size = parse_memory(limit)
+    try:
+        size = parse_memory(limit)
+    except ValueError as error:
+        raise ValueError(f"memory_limit: {error}; to leave a share of each device free, set memory_margin=0.2") from error
     if size < _LEAST_MEMORY:
-        raise ValueError(
-            f"memory_limit={limit!r} is {size} bytes, and less than {format_bytes(_LEAST_MEMORY)} is of no use; write the unit, such as "
-            f"'{limit}GiB'"
-        )
+        remedy = f"write the unit, such as '{limit}GiB'" if str(limit).isdigit() else "write a larger size, such as '4GiB'"
+        raise ValueError(f"memory_limit={limit!r} is {size} bytes, and less than {format_bytes(_LEAST_MEMORY)} is of no use; {remedy}")
     return size
 
 

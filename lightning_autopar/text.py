@@ -88,20 +88,25 @@ def format_change(after_bytes: float, before_bytes: float) -> str:
     return f"{'+' if after_bytes >= before_bytes else ''}{format_bytes(after_bytes - before_bytes)}"
 
 
+#: From how many seconds on a longer unit is used, its seconds and its name.
+_LONG = ((48 * 3600, 86400, "d"), (7200, 3600, "h"), (120, 60, "min"))
+
+
 def format_seconds(seconds: float) -> str:
     """``0.0123`` → ``"12.3 ms"``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} µs"
     if seconds < 0.9995:  # from here on, three digits of milliseconds would be 1000
         return f"{seconds * 1e3:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min"
+    for least, unit_seconds, unit in _LONG:
+        if seconds >= least:
+            return f"{seconds / unit_seconds:.3g} {unit}" if seconds < 1000 * unit_seconds else f"{seconds / unit_seconds:.0f} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def format_length(seconds: float) -> str:
     """``5400`` → ``"90 min"``; no fractions."""
-    for least, unit_seconds, unit in ((48 * 3600, 86400, "d"), (7200, 3600, "h"), (120, 60, "min")):
+    for least, unit_seconds, unit in _LONG:
         if seconds >= least:
             return f"{seconds / unit_seconds:.0f} {unit}"
     return f"{seconds:.0f} s"

@@ -24,6 +24,7 @@ def test_sizes_are_written_with_three_digits() -> None:
 
 def test_durations_are_written_with_their_unit() -> None:
     assert [format_seconds(seconds) for seconds in (5e-5, 0.0123, 1.5, 300)] == ["50 µs", "12.3 ms", "1.5 s", "5 min"]
+    assert [format_seconds(seconds) for seconds in (7199, 70200, 54.2 * 3600, 1234 * 86400)] == ["120 min", "19.5 h", "2.26 d", "1234 d"]
 
 
 def test_kibibytes_are_told_without_a_percentage() -> None:

@@ -102,9 +102,15 @@ def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def misplaced_options(script: Script) -> str | None:
-    """A sentence if the script got options of ours, which it may not know; None if it didn't."""
-    given = [word for word in script.arguments if word.partition("=")[0] in _OPTIONS]
+def misplaced_options(script: Script, *, understood: bool = False) -> str | None:
+    """A sentence if the script got options of ours, which it may not know; None if it didn't.
+
+    Args:
+        script: what was run.
+        understood: whether it took them without complaint: then those that its file names are its own.
+    """
+    own = Path(script.target).read_text(encoding="utf-8", errors="replace") if understood and not script.is_module else ""
+    given = [word for word in script.arguments if (name := word.partition("=")[0]) in _OPTIONS and name not in own]
     if not given:
         return None
     return f"lightning-autopar: {given[0]} stands after {script.name}, which got it; options of lightning-autopar go before the script"

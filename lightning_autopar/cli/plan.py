@@ -79,12 +79,14 @@ def plan_script(options: argparse.Namespace) -> int:
                 from lightning_autopar.strategies.base.users_traceback import users_part
 
                 own = error.__cause__
-                shown = users_part(own.__traceback__) or own.__traceback__
-                logging.getLogger(__name__).error("the script's own traceback:", exc_info=own.with_traceback(shown))
+                own = own.with_traceback(users_part(own.__traceback__))  # without a frame where Python can't read the script
+                logging.getLogger(__name__).error("the script's own traceback:", exc_info=own)
             print(f"lightning-autopar: {error}", file=sys.stderr)
             if isinstance(error.__cause__, SystemExit) and (hint := misplaced_options(script)) is not None:
                 print(hint, file=sys.stderr)
             return _FAILED
+        if (hint := misplaced_options(script, understood=True)) is not None:
+            print(hint, file=sys.stderr)
         if options.picture is not None:
             show(f"drawing {options.picture}")
             found.report.save_picture(options.picture)

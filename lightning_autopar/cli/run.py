@@ -93,6 +93,8 @@ def run_script(options: argparse.Namespace) -> int:
     def replace_from_now_on() -> AbstractContextManager[None]:
         from lightning_autopar.cli.replace_strategy import strategies_replaced
 
+        if _is_first_rank() and (hint := misplaced_options(script, understood=True)) is not None:
+            print(hint, file=sys.stderr, flush=True)
         wanted = Wanted(devices=spec, trainer_devices=trainer_devices, options=wanted_options)
         return strategies_replaced(built, wanted, on_replace=_tell)
 

@@ -94,10 +94,15 @@ def split_host(count: int, *, host_bytes: tuple[int, int] | None = None) -> Inve
     return _cpu_inventory([None] * count, "cpu", host_bytes, None)
 
 
+def _where(text: str, spec: str) -> str:
+    """The part that an error is about, with the spec around it if that has others."""
+    return f"the device spec {spec!r}" if text == spec.strip() else f"in the device spec {spec!r}, {text!r}"
+
+
 def _parse_part(text: str, spec: str) -> _Part:
     """One part of a spec, its syntax checked."""
     text = text.strip()
-    where = f"in the device spec {spec!r}, {text!r}"
+    where = _where(text, spec)
     match = _PART.fullmatch(text)
     if match is None:
         raise ValueError(f"{where} is no device; {_EXAMPLES}")
@@ -115,7 +120,7 @@ def _parse_part(text: str, spec: str) -> _Part:
 
 def _budgets(part: _Part, spec: str) -> list[int | None]:
     """The budgets in bytes of a CPU part's devices; None where it names none."""
-    where = f"in the device spec {spec!r}, {part.text!r}"
+    where = _where(part.text, spec)
     if part.nodes is not None:
         raise ValueError(f"{where} has a number of nodes, but CPU devices are this host's; write '{part.nodes * part.each}xcpu:4GiB'")
     if part.host is not None:
@@ -185,7 +190,7 @@ def _catalogue_inventory(parts: Sequence[_Part], spec: str, cores: int | None) -
     shared_node: int | None = None
     next_node = 0
     for part in parts:
-        where = f"in the device spec {spec!r}, {part.text!r}"
+        where = _where(part.text, spec)
         try:
             model = catalogue.find(part.name)
         except ValueError as error:

@@ -176,6 +176,15 @@ def test_a_script_that_never_comes_to_fit(body: str, says: str, tmp_path: Path, 
     assert not shown.out
 
 
+def test_a_script_that_python_cannot_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its own line alone: no frame of this package stands above it."""
+    script = tmp_path / "broken.py"
+    script.write_text("def f(:\n")
+    assert main(["plan", str(script)]) == 2
+    assert "def f(:" in caplog.text
+    assert "lightning_autopar/" not in caplog.text.partition("own traceback:")[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [(["plan", "nowhere.py"], "there is no script 'nowhere.py'"), (["devices", "--devices", "3xFOO"], "FOO")],

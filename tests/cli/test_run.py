@@ -171,7 +171,9 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path, capsys: pytest.Captur
             ["--memory-limit", "20", "here.py"],
             "memory_limit='20' is 20 bytes, and less than 1 MiB is of no use; write the unit, such as '20GiB'",
         ),
-        (["--devices", "3xFOO", "here.py"], "in the device spec '3xFOO', '3xFOO': there is no device 'FOO' in the catalogue"),
+        (["--memory-limit", "1kB", "here.py"], "is 1000 bytes, and less than 1 MiB is of no use; write a larger size, such as '4GiB'"),
+        (["--memory-limit", "80%", "here.py"], "memory_limit: '80%' is no memory size; write bytes as a number or a size such as '4GiB'"),
+        (["--devices", "3xFOO", "here.py"], "the device spec '3xFOO': there is no device 'FOO' in the catalogue"),
         (
             ["accelerate", "launch", "here.py"],
             "'accelerate' starts scripts and is none; name the training script itself, as in run train.py",
@@ -204,6 +206,15 @@ def test_options_after_the_script_are_named_where_the_script_refuses_them(
     assert "--devices stands after train.py, which got it; options of lightning-autopar go before the script" in capsys.readouterr().err
     assert main([command, script, "--lr", "1"]) != 0
     assert "go before the script" not in capsys.readouterr().err
+
+
+def test_options_after_a_script_that_reads_none_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a plan for the devices that are here would pass for one for those that were named."""
+    body = "trainer(strategy='ddp', devices=1).fit(Net(), data())"
+    own = _script(tmp_path, f"import argparse\nargparse.ArgumentParser().add_argument('--devices')\n{body}", "own.py")
+    for command, script, told in (("plan", _script(tmp_path, body), True), ("run", _script(tmp_path, body), True), ("plan", own, False)):
+        assert main([command, script, "--devices", "8xH100-80GB"]) == 0
+        assert ("--devices stands after train.py, which got it" in capsys.readouterr().err) is told
 
 
 def test_how_long_and_how_important(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,9 +75,11 @@ def find_batch_size(
     if size <= finder._init_val:
         prospect, decision = take(size)
     finder.optimal_batch_size = size
-    whose = "each device's" if look.constraints.split_batch is False else "the global batch"
+    whose = "each device's batch" if look.constraints.split_batch is False else "the global batch"
+    tried = "" if size <= finder._init_val else "; some steps ran with it"
     rank_zero_info(
-        f"autopar: BatchSizeFinder: {size} is the largest size of {whose} that is predicted to fit as it is, and some steps ran with it"
+        f"autopar: BatchSizeFinder sets {whose} to {size}: of the sizes that it tries (mode={finder._mode!r}, init_val={finder._init_val}, "
+        f"max_trials={finder._max_trials}, at most the dataset), this is the largest that is predicted to fit as it is{tried}"
     )
     return prospect
 

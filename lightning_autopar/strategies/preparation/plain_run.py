@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import logging
+import os
 import sys
 import traceback
 from functools import partial
@@ -50,6 +51,10 @@ _SURROUNDINGS = (
     *("accelerator", "callbacks", "device_ids", "global_rank", "is_global_zero", "local_rank", "model", "node_rank", "num_devices"),
     *("num_nodes", "strategy", "world_size"),
 )
+#: Modules whose functions tell of other processes and of GPUs; what reads a variable of the environment; words in the names of those that
+#: tell of the same.
+_TELLING, _VARIABLE = ("torch.distributed", "torch.cuda", "multiprocessing"), type(os.environ).__getitem__.__code__
+_WORDS = ("RANK", "WORLD", "MASTER", "NODE", "SLURM", "CUDA")
 #: Properties and methods of a LightningModule that read these for the code that calls them.
 _READERS = ("all_gather", "global_rank", "local_rank")
 
@@ -61,7 +66,7 @@ def failure_of_step(trainer: Trainer, target: Target, *, batches: int = 1, last_
         trainer: in a function, with module and data attached; it stays as it is.
         target: the kind of device that will run it.
         batches: how many of training; of another loop, one.
-        last_resort: whether there will be no run that would show it: then what the user's code raises by itself counts, too.
+        last_resort: whether there will be no run that would show it: then a file that is missing counts, too.
     """
     module = trainer.lightning_module
     loop = _LOOPS.get(trainer.state.fn)
@@ -138,12 +143,27 @@ def _run(trainer: Trainer, target: Target, *, batches: int, last_resort: bool) -
     try:
         with installed(trainer, SingleDeviceStrategy(cpu), module, [cpu], keep_sampler=True):
             _listen_to(trainer)
+            sys.setprofile(_note_call)
             run_attached(trainer)
     except _Enough:
         return None
     except RAISED as error:
-        return Failure.of(error) if not _Asked.yes and _is_the_users(error, target, raised=last_resort) else None
+        sys.setprofile(None)
+        return Failure.of(error) if not _Asked.yes and _is_the_users(error, target, last_resort=last_resort) else None
     return None
+
+
+def _note_call(frame: Any, event: str, _: Any) -> None:
+    """Note whether the user's code asks, by a call, for other processes, GPUs or the environment."""
+    if event != "call":
+        return
+    variable = str(frame.f_locals.get("key")) if frame.f_code is _VARIABLE else ""
+    if any(word in variable for word in _WORDS) or str(frame.f_globals.get("__name__")).startswith(_TELLING):
+        caller = frame.f_back
+        while caller is not None and package_of(caller) in sys.stdlib_module_names:
+            caller = caller.f_back
+        if caller is not None:
+            _Asked.note(caller)
 
 
 def _listen_to(trainer: Trainer) -> None:
@@ -158,13 +178,13 @@ def _listen_to(trainer: Trainer) -> None:
     trainer.__class__ = type(own.__name__, (own,), {"__getattribute__": read, "__module__": own.__module__})
 
 
-def _is_the_users(error: BaseException, target: Target, *, raised: bool) -> bool:
+def _is_the_users(error: BaseException, target: Target, *, last_resort: bool = False) -> bool:
     """Whether the run itself would meet this error as well.
 
     Args:
         error: what a step raised on one CPU.
         target: the kind of device of the run.
-        raised: whether an exception that the user's code raises by ``raise`` or ``assert`` counts, though it may be about the surroundings.
+        last_resort: whether one of a file counts.
     """
     links = list(traceback.walk_tb(error.__traceback__))
     last, modules = links[-1][0], [frame.f_globals.get("__name__", "") for frame, _ in links]
@@ -172,8 +192,8 @@ def _is_the_users(error: BaseException, target: Target, *, raised: bool) -> bool
         return False
     if modules[-1] == "os" or any(name.startswith(("torch.distributed", "torch.cuda")) for name in modules):
         return False  # a variable of the environment, other processes or a GPU may be what it lacks
-    if raised and is_users(last) and target == "cpu" and isinstance(error, Exception):
-        return True
+    if is_users(last) and target == "cpu" and isinstance(error, Exception):
+        return last_resort or not isinstance(error, OSError)
     return isinstance(error, _ON_CPUS if target == "cpu" else _ANYWHERE) and not _by_statement(error, only_torchs=target == "cpu")
 
 
