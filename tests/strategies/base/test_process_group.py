@@ -60,7 +60,9 @@ def trained(strategy: Any) -> tuple[Any, Any, Counting]:
     module, counting = Normalized(), Counting()
     labels = torch.randint(3, (22,))
     data = TensorDataset(torch.randn(22, 6), labels.masked_fill(torch.arange(22) % 3 == 0, -100))
-    trainer = pl.Trainer(accelerator="cpu", devices="auto" if strategy != "auto" else 1, strategy=strategy, max_epochs=2, callbacks=[counting], **QUIET)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices="auto" if strategy != "auto" else 1, strategy=strategy, max_epochs=2, callbacks=[counting], **QUIET
+    )
     trainer.fit(module, DataLoader(data, batch_size=8))
     return module, trainer, counting
 
