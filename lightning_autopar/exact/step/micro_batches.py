@@ -367,7 +367,7 @@ def take_part(batch: Any, index: int, number: int, samples: int | None = None, *
         number: how many parts there are.
         samples: how many samples it has, where that is known.
         several: whether it holds the batches of several loaders; then the part has a part of each.
-        collates: as for :func:`.rows.take_rows`; of several loaders nothing is collated anew.
+        collates: as for :func:`.batch_structure.take_rows`; of several loaders nothing is collated anew.
 
     Raises:
         ValueError: if the batch can't be cut into samples.

@@ -126,7 +126,7 @@ def trace(
         batch: the result of :func:`first_batch`, or a batch as the step gets it.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         precision: the Trainer's ``precision``.
-        target: the kind of device that will run it (:func:`.workspace.target_of`); decides between kernels that save different tensors
+        target: the kind of device that will run it (:func:`.cuda_overhead.target_of`); decides between kernels that save different tensors
             (attention, dropout, optimizers).
         validation: for ``"fit"``, the first batch of the validation loader, to be traced as well; None where there is no validation.
         crashed: if a process that traced this step has crashed, how it ended. Then the step isn't traced again.

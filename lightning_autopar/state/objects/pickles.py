@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, fingerprint, importable
 
 #: The most objects of a part that is searched; a list of millions would cost seconds.
-_MOST_OBJECTS = 1_000_000
+MOST_OBJECTS = 1_000_000
 #: Pickled chunks of at least this size are compared by a sum, at the speed of memory.
 _CHUNK_BYTES = 1024**2
 #: What is pickled by its name.
@@ -89,7 +89,7 @@ class Pickler(pickle.Pickler):
     ) -> None:
         super().__init__(sink, protocol=pickle.HIGHEST_PROTOCOL, **options)
         self._known, self._names, self._path, self._hashing = known, names, path, hashing
-        self._left = _MOST_OBJECTS if limited else sys.maxsize
+        self._left = MOST_OBJECTS if limited else sys.maxsize
         #: Containers that classes have made for their pickles alone, kept so that no other object gets their addresses.
         self._made: dict[int, Any] = {}
 
@@ -97,7 +97,7 @@ class Pickler(pickle.Pickler):
         """What stands for an object that isn't written."""
         self._left -= 1
         if self._left < 0:
-            raise TooLarge(f"more than {_MOST_OBJECTS} objects")
+            raise TooLarge(f"more than {MOST_OBJECTS} objects")
         if type(target) in ATOMS:
             return None
         number = self._known.number(target)

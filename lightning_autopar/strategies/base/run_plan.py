@@ -38,7 +38,7 @@ class RunPlan:
         kept_rules: by step, how to combine the values that ranks keep on the module between steps into those of one device.
         data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``): each rank must then do that work for
             the whole batch, to draw what one process would.
-        loadings: what else was found out about loaders, by :func:`.batch_making.loader_key`.
+        loadings: what else was found out about loaders, by :func:`.collate_trial.loader_key`.
         from_snapshot: whether ``ckpt_path`` is a snapshot's folder.
         weights_only: as given to the trainer; Lightning 2.6 loses it where a checkpoint is restored after setup (``Trainer._run``).
         large: whether the module is so large that no rank but the first should ever build all of it.

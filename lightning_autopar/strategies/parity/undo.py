@@ -67,7 +67,7 @@ def undone(module: nn.Module, writes: Collection[str] | None = None, outside: Ma
 
     Args:
         writes: names of the parameters that the step writes to, where its trace has shown them; if None, all are compared.
-        outside: variables that are to be as before, too; see :func:`.attributes.variables`.
+        outside: variables that are to be as before, too; see :func:`.kept_attributes.variables`.
 
     Raises:
         MemoryError: if the host has no room for a copy of these parameters.

@@ -109,7 +109,7 @@ class Findings:
         collated: why its parts can't be cut out of it, where its loader collates them instead.
         counted: FQNs of buffers that a training step changes, and would change once for each part of a batch.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
-        loadings: how ranks may make the batches of loaders, by :func:`.batch_making.loader_key`.
+        loadings: how ranks may make the batches of loaders, by :func:`.collate_trial.loader_key`.
         together: the numbers of samples of several loaders' batches of one step, also of validation; see :class:`.memory.batch.FirstBatch`.
         untraced: why the step couldn't be traced, so that memory and time are guessed; None where it was.
     """

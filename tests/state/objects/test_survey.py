@@ -72,7 +72,7 @@ def test_what_a_class_makes_for_its_pickle_alone_is_not_followed() -> None:
 
 
 def test_changes_that_travel_one_by_one_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_autopar.state.objects.pickles._MOST_OBJECTS", 100)
+    monkeypatch.setattr("lightning_autopar.state.objects.pickles.MOST_OBJECTS", 100)
     module = SimpleNamespace(**{f"part{index}": 0 for index in range(10)})
     survey = survey_of(module, None)
     vars(module).update({f"part{index}": [str(each) for each in range(30)] for index in range(10)})

@@ -88,7 +88,7 @@ class StagedStep:
         logging: brings together what the stages log.
         draws: keeps random draws what they would be on one device.
         changing: hooks that write to the tensors of their batch.
-        appended: lists to which a step appends what only the last stage has; see :class:`.recording.Staging`.
+        appended: lists to which a step appends what only the last stage has; see :class:`.cut_tensors.Staging`.
         contexts: makes the precision's context of a hook.
         around: makes a context around a whole schedule.
         scale: scales a loss for half precision.

@@ -73,7 +73,7 @@ class Stage(PipelineStage):
         """A schedule is about to run.
 
         Args:
-            signatures: of each micro-batch, see :class:`.shapes.ShapeMessages`.
+            signatures: of each micro-batch, see :class:`.stage_shapes.ShapeMessages`.
             idle: micro-batches that only fill up the schedule's rounds: they run no backward.
         """
         self.clear_runtime_states()
