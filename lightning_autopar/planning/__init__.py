@@ -6,7 +6,7 @@ Modules, in reading order:
     search        tries every configuration
     appraisal     bytes and seconds of a plan, whether it fits, how plans are ordered
     candidates    which plans there are on which devices
-    refusals      why a plan or a feature is left out
+    refusals      the sentences: why a plan, an engine or a feature is left out, and what memory it lacks
     remedies      fewer samples, micro-batches, recomputation where memory is short
     finalists     replays the best candidates' allocations
     advice        which one change would help

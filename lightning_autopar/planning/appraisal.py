@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.inventory import Inventory, busy_share, device_label
+from lightning_autopar.devices.inventory import Inventory, busy_share
 from lightning_autopar.engines import Question
 from lightning_autopar.memory.batch_scaling import for_rank, scaled
 from lightning_autopar.memory.device_bytes import DeviceBytes, HostNeed
@@ -24,10 +24,10 @@ from lightning_autopar.planning import plan_bytes
 from lightning_autopar.planning.candidates import notes_of
 from lightning_autopar.planning.plan_bytes import host_bytes
 from lightning_autopar.planning.plan_seconds import predict_seconds
-from lightning_autopar.planning.refusals import cannot_run
+from lightning_autopar.planning.refusals import cannot_run, host_refusal, memory_refusal
 from lightning_autopar.plans import Plan, order_of
 from lightning_autopar.report.report import Candidate, DeviceNeed
-from lightning_autopar.text import format_bytes, format_seconds
+from lightning_autopar.text import format_seconds
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step_seconds import Seconds
 
@@ -254,7 +254,7 @@ class Appraiser:
         """Where memory is missing, on the device that lacks most; None where there is enough."""
         if self.lack(needs) > 0:
             _, device_id = max(zip(map(operator.sub, needs.values(), map(self.budget.__getitem__, needs)), needs, strict=True))
-            return self._shortage_words(needs[device_id], device_id)
+            return memory_refusal(self.device[device_id], needs[device_id], self.budget[device_id], self.constraints)
         if not self._on_cpu:
             return None
         # CPU devices share one memory; their budgets may come to more than there is.
@@ -264,7 +264,7 @@ class Appraiser:
                 on_host[self.device[device].node] = on_host.get(self.device[device].node, 0) + need
         host = int(self.inventory.host_free_bytes * (1 - self.constraints.memory_margin))
         if host and (most := max(on_host.values(), default=0)) > host:
-            return f"needs {format_bytes(most)} of the host's memory over all its ranks, which has {format_bytes(host)}"
+            return host_refusal(most, host)
         return None
 
     def _host_need(self, plan: Plan) -> HostNeed | None:
@@ -277,18 +277,6 @@ class Appraiser:
     def _host_shortage(self, need: HostNeed | None) -> str | None:
         """Why a host's memory is too small for it; None where it is large enough."""
         return None if need is None or need.fits else need.shortage(self.inventory, self.constraints.memory_margin)
-
-    def _shortage_words(self, need: int, device_id: str) -> str:
-        """The sentence with the numbers: what is needed, what there is, and how that was computed."""
-        device, budget, limit = self.device[device_id], self.budget[device_id], self.constraints.memory_limit_bytes
-        limited = limit is not None and limit < device.free_bytes
-        there = f"{format_bytes(limit)} by the memory limit" if limited and limit else f"{format_bytes(device.free_bytes)} free"
-        if self.constraints.memory_margin:
-            there += f" less the {self.constraints.memory_margin * 100:.3g} % margin"
-        missing = ""
-        if format_bytes(need) == format_bytes(budget):
-            missing = f", {format_bytes(need - budget)} too little"
-        return f"needs {format_bytes(need)} on {device_label(device)}, which has {format_bytes(budget)} ({there}){missing}"
 
     def order(self, candidate: Candidate) -> tuple[object, ...]:
         """The sort key: fitting plans, then those that would fit but can't be run, both by the objective; the others by what they lack."""

@@ -1,6 +1,6 @@
 """Why an engine, a feature or a plan is left out, with a sentence for each. Knows what was found out about module, batch and run.
 
-Must not know how many bytes a plan needs, nor how long it takes.
+Must not know how to predict the bytes that a plan needs, nor how long it takes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Literal
 
 from lightning_autopar import engines
 from lightning_autopar.constraints import LOSS, SPLIT_TOLERANCE, Constraints, SplitFinding, overrule, overruled
-from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.inventory import Device, Inventory, device_label
 from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import Footprint, Sharing
 from lightning_autopar.plans import Engine, Plan, all_engines, entry_of, offered_engines
+from lightning_autopar.text import format_bytes
 
 Feature = Literal["micro_batches", "shares", "replicas", "offload", "disk"]
 #: The features that single, ddp and fsdp plans may have. A plan with another feature is predicted and shown, never chosen.
@@ -139,6 +140,22 @@ def devices_refusal(inventory: Inventory, constraints: Constraints) -> str | Non
     if constraints.max_devices == 1:
         return "needs at least two devices, but the run may use only one"
     return None
+
+
+def memory_refusal(device: Device, need_bytes: int, budget_bytes: int, constraints: Constraints) -> str:
+    """A plan needs more of a device's memory than the run may use: what is needed, what there is, and how that was computed."""
+    limit = constraints.memory_limit_bytes
+    limited = limit is not None and limit < device.free_bytes
+    there = f"{format_bytes(limit)} by the memory limit" if limited and limit else f"{format_bytes(device.free_bytes)} free"
+    if constraints.memory_margin:
+        there += f" less the {constraints.memory_margin * 100:.3g} % margin"
+    missing = f", {format_bytes(need_bytes - budget_bytes)} too little" if format_bytes(need_bytes) == format_bytes(budget_bytes) else ""
+    return f"needs {format_bytes(need_bytes)} on {device_label(device)}, which has {format_bytes(budget_bytes)} ({there}){missing}"
+
+
+def host_refusal(need_bytes: int, budget_bytes: int) -> str:
+    """The ranks on CPU devices need more together than their host has."""
+    return f"needs {format_bytes(need_bytes)} of the host's memory over all its ranks, which has {format_bytes(budget_bytes)}"
 
 
 def feature_refusal(feature: Feature, footprint: Footprint, constraints: Constraints) -> str | None:
