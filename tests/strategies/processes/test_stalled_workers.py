@@ -106,7 +106,7 @@ def test_a_traceback_says_where_in_words() -> None:
     except ValueError:
         words = whereabouts.raised_at(traceback.format_exc())
     assert words is not None
-    assert "test_stalls.py:" in words
+    assert "test_stalled_workers.py:" in words
     assert whereabouts.raised_at("") is None
 
 

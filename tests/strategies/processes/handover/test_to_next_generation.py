@@ -391,7 +391,7 @@ class HeavyData(Data):
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_large_travels_and_what_can_not_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(to_next_generation, "LIMIT_BYTES", 1000_000)
-    monkeypatch.setattr(pickling, "_MOST_OBJECTS", 1000)
+    monkeypatch.setattr(pickling, "MOST_OBJECTS", 1000)
     parent = Parent(tmp_path, lambda: [Heavy()], data=HeavyData)
 
     def see(parent: Parent) -> Any:
