@@ -6,7 +6,6 @@ must not know how it was made.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
@@ -108,7 +107,7 @@ class ReportTable:
 
     @cached_property
     def _notes(self) -> dict[str, str]:
-        """What many rows say, to be said once below the table; by its topic, which alone it is where the rows say different things of it."""
+        """What many rows say, to be said once below the table; by topic. Where the rows differ, the topic alone is said there."""
         candidates = [self.report.candidates[index] for rows, _ in self._shown.values() for index in rows]
         said: dict[str, list[str]] = {}
         for topic, words in (each for candidate in candidates for each in _told(candidate)):

@@ -314,7 +314,7 @@ def test_what_many_rows_say_is_said_once_below_the_table() -> None:
     below = printed.partition("Note 1: ")[2]
     assert below.startswith("single was measured on 2026-11-27 Note 2: each rank makes its own draws, as always Chosen: ")
     rows = printed.partition("Note 1: ")[0]
-    assert rows.count("(note 1)") == 4 and rows.count("see note 2") == 3
+    assert (rows.count("(note 1)"), rows.count("see note 2")) == (4, 3)
 
 
 def test_what_two_rows_say_stays_in_the_rows() -> None:
@@ -323,4 +323,5 @@ def test_what_two_rows_say_stays_in_the_rows() -> None:
     notes = ("said by two",)
     candidates = [replace(each, notes=notes) if index in fitting else each for index, each in enumerate(found.candidates)]
     printed = " ".join(str(replace(found, candidates=tuple(candidates))).split())
-    assert printed.count("said by two") == 2 and "ote 1" not in printed
+    assert printed.count("said by two") == 2
+    assert "ote 1" not in printed
