@@ -205,7 +205,7 @@ def host_words(inventory: Inventory) -> str:
     if inventory.assumed_hosts:
         name = inventory.devices[0].name
         rule = "twice the devices', at most 256 GiB a device"
-        parts[-1] += f" ({rule}; '{name}@128GiB' in the spec says that a node has 128 GiB)"
+        parts[-1] += f" ({rule}; to say that a node has 128 GiB, write '{name}@128GiB' in the spec)"
     return "; ".join(parts)
 
 
@@ -295,7 +295,7 @@ def by_category(report: Report, candidate: Candidate) -> Table:
     for name in (*(name for name in names if any(sizes[name] for (sizes, _, _), _ in columns)), *_SUMS):
         table.add_row(name, *(format_bytes(sizes[name]) for (sizes, _, _), _ in columns), style="bold" if name in _SUMS else None)
     if candidate.needs:
-        table.add_row("needed, with what may be missed", *(format_bytes(need or 0) for (_, need, _), _ in columns))
+        table.add_row("needed, with the safety margin", *(format_bytes(need or 0) for (_, need, _), _ in columns))
         table.add_row("may be used", *(format_bytes((need or 0) + (rest or 0)) for (_, need, rest), _ in columns))
         table.add_row("headroom", *(format_bytes(rest or 0).replace("-", "−") for (_, _, rest), _ in columns), style="bold")
     return table
