@@ -115,7 +115,7 @@ def test_a_trainers_plans_are_shown_and_nothing_is_trained(tmp_path: Path, capsy
     assert recomputing["plan"]["recompute"] == ["model.model.layers.0", "model.model.layers.1"]
     assert recomputing["needs_bytes"]["cpu:0"] < fitting["single", 1, False]["needs_bytes"]["cpu:0"]
     assert _reason(found, "pipeline") == "transformers' Trainer has no pipelines"
-    assert "on CPU devices it would run DDP" in _reason(found, "fsdp")
+    assert "on CPU devices accelerate would run DDP instead" in _reason(found, "fsdp")
     assert not list((tmp_path / "out").glob("checkpoint-*"))
     assert logging.getLogger("lightning.pytorch").level == logging.INFO  # as Lightning sets it, in a process that goes on
 
