@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 #: Said where memory runs out in processes of a launcher; in the script's own process; and in a launcher's where the run saves snapshots.
 _THEIRS = (
-    "autopar: the run ends, as only its launcher can start the processes of a smaller plan. With callbacks=[CheckpointMigrate()] and "
+    "autopar: the run ends, as only its launcher can start processes for a smaller plan. With callbacks=[CheckpointMigrate()] and "
     "torchrun's --max-restarts=1 or more it would go on by itself from its latest snapshot"
 )
 _HERE = (
