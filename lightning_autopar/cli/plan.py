@@ -67,7 +67,7 @@ def plan_script(options: argparse.Namespace) -> int:
     spec, trainer_devices = split_devices(options.devices)
     check_picture(options.picture)
     # Standard output has only the report: what the script prints goes to stderr.
-    with contextlib.redirect_stdout(sys.stderr), progress() as show, contextlib.ExitStack() as until_the_end:
+    with contextlib.redirect_stdout(sys.stderr), progress(lines=True) as show, contextlib.ExitStack() as until_the_end:
         for root in ROOTS:  # whose logger gets its level when it is imported
             until_the_end.callback(when_executed(root, functools.partial(_quiet, until_the_end)))
         wanted = Wanted(devices=spec, trainer_devices=trainer_devices, options=wanted_options)

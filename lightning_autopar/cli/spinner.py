@@ -1,4 +1,4 @@
-"""A spinner on a terminal's standard error, for work that takes over a second. Where standard error is no terminal it prints nothing."""
+"""A spinner on a terminal's standard error, for work that takes over a second. Elsewhere it prints lines if asked to, or nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
+def progress(*, lines: bool = False) -> Iterator[Callable[[str], None]]:
     """While open, shows the text that is passed to the yielded function. Other output to the standard streams comes first: it takes the
     line, and the spinner returns with the next text.
+
+    Args:
+        lines: whether each text is a line where standard error is no terminal.
     """
     if not sys.stderr.isatty():
-        yield lambda words: None
+        stream = sys.stderr
+        yield lambda words: print(f"lightning-autopar: {words}", file=stream, flush=True) if lines else None
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

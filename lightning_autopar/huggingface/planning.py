@@ -29,7 +29,7 @@ from lightning_autopar.planning.device_sets import device_sets, single_sets
 from lightning_autopar.planning.plan_bytes import predict
 from lightning_autopar.planning.plan_seconds import device_speeds
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.refusals import micro_batch_refusal, missing_packages, multi_refusal, own_refusal
+from lightning_autopar.planning.refusals import micro_batch_refusal, missing_packages, multi_refusal, own_refusal, split_notes
 from lightning_autopar.plans import Plan, all_engines
 from lightning_autopar.report.report import Candidate, NothingFits, Report
 from lightning_autopar.sharing.leases import Leases
@@ -245,9 +245,16 @@ class _Space:
 
     def with_notes(self, candidate: Candidate) -> Candidate:
         """The candidate, with what becomes of the epoch's end and of grouped samples under its plan."""
-        if not candidate.bytes:
-            return candidate
-        return replace(candidate, notes=(*candidate.notes, *self._told(candidate.plan)))
+        plan, parts = candidate.plan, self._batch.accumulation
+        as_script = self._batch.replicas == plan.world_size == 1 and plan.micro_batches == parts
+        if not candidate.bytes:  # an example of what is ruled out, which mustn't bear the name of the script's own plan
+            return replace(candidate, plan=replace(plan, micro_batches=2 * parts)) if as_script and parts > 1 else candidate
+        notes = candidate.notes
+        if as_script:  # the script splits its batch by itself
+            notes = tuple(words for words in notes if words not in split_notes(self._question.constraints))
+            if parts > 1 and (words := trainer_limits.undivided(self._trainer, self._found, "parts")) is not None:
+                notes += (f"the script's own gradient_accumulation_steps={parts}: {words}",)
+        return replace(candidate, notes=(*notes, *self._told(plan)))
 
     def _told(self, plan: Plan) -> list[str]:
         last = trainer_limits.last_batch(self._trainer, plan, self._batch, self._samples)[0]

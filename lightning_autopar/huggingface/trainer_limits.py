@@ -65,16 +65,22 @@ def excluded(trainer: Any, found_out: Look, *, on_cpu: bool) -> dict[str, str]:
         found["multi"] = found["micro_batches"] = f"{type(trainer).__name__} {words}"
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         found["multi"] = "train_sampling_strategy='batch_rebalance' makes other batches for several processes"
-    if found_out.counts and not found_out.divides:
-        named = type(trainer.model).__name__ if not has_own(trainer, "compute_loss") else f"{type(trainer).__name__}.compute_loss"
-        taken = "is handed num_items_in_batch, but its loss doesn't depend on it"
-        if found_out.divides is None:
-            taken = "is handed num_items_in_batch, and whether its loss is divided by it isn't known"
-        words = f"{named} {taken}: transformers would make the gradients larger by the number of"
-        found.setdefault("multi", f"{words} devices; accepts_loss_kwargs=False on the model mends that")
-        if getattr(trainer, "loss_is_scaled_for_ga", None) is not False:
-            found.setdefault("micro_batches", f"{words} parts; loss_is_scaled_for_ga=False on the Trainer mends that")
+    for key, of in (("multi", "devices"), ("micro_batches", "parts")):
+        if (words := undivided(trainer, found_out, of)) is not None:
+            found.setdefault(key, words)
     return found
+
+
+def undivided(trainer: Any, found_out: Look, of: str) -> str | None:
+    """Says that several ``"devices"`` or ``"parts"`` of a batch make gradients larger by their number; None where they don't."""
+    if not found_out.counts or found_out.divides or (of == "parts" and getattr(trainer, "loss_is_scaled_for_ga", None) is False):
+        return None
+    named = type(trainer.model).__name__ if not has_own(trainer, "compute_loss") else f"{type(trainer).__name__}.compute_loss"
+    taken = "is handed num_items_in_batch, but its loss doesn't depend on it"
+    if found_out.divides is None:
+        taken = "is handed num_items_in_batch, and whether its loss is divided by it isn't known"
+    remedy = "accepts_loss_kwargs=False on the model" if of == "devices" else "loss_is_scaled_for_ga=False on the Trainer"
+    return f"{named} {taken}: transformers would make the gradients larger by the number of {of}; {remedy} mends that"
 
 
 def differences(trainer: Any, found_out: Look) -> str | None:

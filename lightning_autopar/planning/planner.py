@@ -69,7 +69,7 @@ def explained(
         reasons.append(f"without recomputation it {_against(without)}")
     if best.replayed:
         lost = max(size.reserved - size.allocated - getattr(size, "context", 0) for size in best.bytes.values())
-        reasons.append(f"its allocations were replayed: the allocator holds {format_bytes(lost)} beside its tensors")
+        reasons.append(f"a replay of its allocations: the allocator holds {format_bytes(lost)} more than its tensors take")
     busy = {device.id: share for device in devices if (share := busy_share(device))}
     faster = min(fitting, key=lambda one: one.step_seconds) if split_batch and by_speed else best
     gain = 1 - faster.step_seconds / best.step_seconds

@@ -315,8 +315,7 @@ def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ..
 def _apart_words(split: SplitFinding) -> str:
     """Says which draws aren't those of one device."""
     return (
-        f"each rank and each part of a batch makes its own draws of {', '.join(split.drawn_apart)}, so that this is another run than one "
-        "device's, as random"
+        f"each rank and each part of a batch makes its own random draws of {', '.join(split.drawn_apart)}, and one device would make others"
     )
 
 

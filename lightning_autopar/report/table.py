@@ -7,6 +7,7 @@ must not know how it was made.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _WIDE, _NARROW = 150, 100
 _MOST_FITTING = 8
 _MOST_OTHERS = 3
+#: From so many rows on, what they all say is said once, below the table.
+_SAID_OFTEN = 3
 #: Parts of a step with a smaller share aren't named.
 _LEAST_SHARE = 0.02
 #: The words for when a device is fullest, if not in a training step.
@@ -45,6 +48,7 @@ class ReportTable:
         width = options.max_width
         yield from map(Text, self._header())
         yield self._lines(width)
+        yield from (Text(f"Note {number}: {words}") for number, words in enumerate(self._notes.values(), start=1))
         yield from map(Text, self._footer())
 
     def _header(self) -> list[str]:
@@ -86,14 +90,30 @@ class ReportTable:
             for title, least, most in columns:
                 table.add_column(title, min_width=least, max_width=most, no_wrap=title in ("#", "a step", "headroom"))
             table.add_column("why, or why not", ratio=1)
-        limits = {"that fit": _MOST_FITTING, "ruled out": len(self.report.candidates)}
-        for which, shown in grouped(self.report).items():
-            chosen = self._spread(shown, limits.get(which, _MOST_OTHERS))
-            for index in chosen:
+        for which, (shown, left_out) in self._shown.items():
+            for index in shown:
                 table.add_row(*map(Text, self._row(index, width)))
-            if len(shown) > len(chosen):
-                table.add_row(Text(""), Text(f"… {len(shown) - len(chosen)} more {which}"))
+            if left_out:
+                table.add_row(Text(""), Text(f"… {left_out} more {which}"))
         return table
+
+    @cached_property
+    def _shown(self) -> dict[str, tuple[list[int], int]]:
+        """By outcome: the candidates that have a row, and the number of those that have none."""
+        limits = {"that fit": _MOST_FITTING, "ruled out": len(self.report.candidates)}
+        groups = grouped(self.report).items()
+        rows = {which: self._spread(indices, limits.get(which, _MOST_OTHERS)) for which, indices in groups}
+        return {which: (rows[which], len(indices) - len(rows[which])) for which, indices in groups}
+
+    @cached_property
+    def _notes(self) -> dict[str, str]:
+        """What many rows say, to be said once below the table; by topic. Where the rows differ, the topic alone is said there."""
+        candidates = [self.report.candidates[index] for rows, _ in self._shown.values() for index in rows]
+        said: dict[str, list[str]] = {}
+        for topic, words in (each for candidate in candidates for each in _told(candidate)):
+            said.setdefault(topic, []).append(words)
+        often = {topic: sentences for topic, sentences in said.items() if len(sentences) >= _SAID_OFTEN}
+        return {topic: sentences[0] if len(set(sentences)) == 1 else topic for topic, sentences in often.items()}
 
     def _spread(self, indices: Sequence[int], most: int) -> list[int]:
         """The first ``most``, and at least the first of every engine: readers ask why it isn't the best."""
@@ -131,7 +151,14 @@ class ReportTable:
         """Sentences for the last column."""
         reason = candidate.short_reason
         first = [reason] if reason else ["chosen, see below"] if best else []
-        return (*first, *candidate.notes, *candidate.learned)
+        return (*first, *(self._in_short(topic, words) for topic, words in _told(candidate)))
+
+    def _in_short(self, topic: str, words: str) -> str:
+        """A note as a row gives it: what is said below the table is replaced by its number."""
+        if topic not in self._notes:
+            return words
+        number = list(self._notes).index(topic) + 1
+        return f"see note {number}" if self._notes[topic] == words else f"{words.removesuffix(f', as {topic}')} (note {number})"
 
     def _footer(self) -> list[str]:
         """What the reader should do or know."""
@@ -144,6 +171,11 @@ class ReportTable:
         if self.report.lengths:
             chosen.append(f"  - {self.report.lengths}")
         return chosen + [f"Advice: {advice}" for advice in self.report.advice]
+
+
+def _told(candidate: Candidate) -> list[tuple[str, str]]:
+    """A candidate's notes, each with its topic: a correction's reason, ``"single was measured on 2026-11-27"``, else the note itself."""
+    return [(words, words) for words in candidate.notes] + [(words.rpartition(", as ")[2], words) for words in candidate.learned]
 
 
 def device_words(inventory: Inventory) -> list[str]:
@@ -173,7 +205,7 @@ def host_words(inventory: Inventory) -> str:
     if inventory.assumed_hosts:
         name = inventory.devices[0].name
         rule = "twice the devices', at most 256 GiB a device"
-        parts[-1] += f" ({rule}; '{name}@128GiB' in the spec says that a node has 128 GiB)"
+        parts[-1] += f" ({rule}; to say that a node has 128 GiB, write '{name}@128GiB' in the spec)"
     return "; ".join(parts)
 
 
@@ -263,7 +295,7 @@ def by_category(report: Report, candidate: Candidate) -> Table:
     for name in (*(name for name in names if any(sizes[name] for (sizes, _, _), _ in columns)), *_SUMS):
         table.add_row(name, *(format_bytes(sizes[name]) for (sizes, _, _), _ in columns), style="bold" if name in _SUMS else None)
     if candidate.needs:
-        table.add_row("needed, with what may be missed", *(format_bytes(need or 0) for (_, need, _), _ in columns))
+        table.add_row("needed, with the safety margin", *(format_bytes(need or 0) for (_, need, _), _ in columns))
         table.add_row("may be used", *(format_bytes((need or 0) + (rest or 0)) for (_, need, rest), _ in columns))
         table.add_row("headroom", *(format_bytes(rest or 0).replace("-", "−") for (_, _, rest), _ in columns), style="bold")
     return table

@@ -69,8 +69,8 @@ _THEIRS = (
     "torchrun's --max-restarts=1 or more it would go on by itself from its latest snapshot"
 )
 _HERE = (
-    "autopar: the run ends, as it was in the script's own process. With callbacks=[CheckpointMigrate()] it would go back to its latest "
-    "snapshot, and on from there under a plan that takes less memory, if there is one"
+    "autopar: the run ends, as it ran in the script's own process and has no snapshot. With callbacks=[CheckpointMigrate()] it would go "
+    "back to its latest snapshot, and go on under a plan that takes less memory, if there is one"
 )
 _STARTED_AGAIN = (
     "autopar: if its launcher starts the run again, as torchrun does with --max-restarts=1 or more, it goes on from its snapshot"

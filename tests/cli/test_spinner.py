@@ -62,10 +62,12 @@ def test_a_forked_child_writes_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert read(*20 * ["of a child"]).count("of a child") == 20
 
 
-def test_without_a_terminal_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("lines", "shown"), [(False, ""), (True, "lightning-autopar: thinking\nlightning-autopar: planning\n")])
+def test_without_a_terminal_there_is_none(monkeypatch: pytest.MonkeyPatch, lines: bool, shown: str) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    with progress() as show:
+    with progress(lines=lines) as show:
         show("thinking")
+        show("planning")
         assert sys.stderr is stream
-    assert stream.getvalue() == ""
+    assert stream.getvalue() == shown

@@ -115,7 +115,7 @@ def test_a_trainers_plans_are_shown_and_nothing_is_trained(tmp_path: Path, capsy
     assert recomputing["plan"]["recompute"] == ["model.model.layers.0", "model.model.layers.1"]
     assert recomputing["needs_bytes"]["cpu:0"] < fitting["single", 1, False]["needs_bytes"]["cpu:0"]
     assert _reason(found, "pipeline") == "transformers' Trainer has no pipelines"
-    assert "on CPU devices it would run DDP" in _reason(found, "fsdp")
+    assert "on CPU devices accelerate would run DDP instead" in _reason(found, "fsdp")
     assert not list((tmp_path / "out").glob("checkpoint-*"))
     assert logging.getLogger("lightning.pytorch").level == logging.INFO  # as Lightning sets it, in a process that goes on
 
@@ -170,6 +170,10 @@ def test_a_model_that_ignores_the_number_of_items_is_neither_split_nor_accumulat
     found = _plan(tmp_path, f"Trainer({made}).train()", capsys)
     assert {(engine, parts) for engine, parts, _ in _fitting(found)} == {("single", 2)}, "as the script says, and nothing else"
     words = "BertForSequenceClassification is handed num_items_in_batch, but its loss doesn't depend on it"
+    assert [note for note in _fitting(found)["single", 2, False]["notes"] if "draws" in note or "splitting" in note] == []
+    told = f"the script's own gradient_accumulation_steps=2: {words}: transformers would make the gradients larger by the number of parts; "
+    assert any(note.startswith(told) for note in _fitting(found)["single", 2, False]["notes"])
+    assert [each["reason"] for each in found["candidates"] if each["plan"]["micro_batches"] == 2 and not each["fits"]] == []
     assert _reason(found, "ddp").startswith(words)
     assert _reason(found, "ddp").endswith("; accepts_loss_kwargs=False on the model mends that")
     mended = f"model = bert()\nmodel.accepts_loss_kwargs = False\nTrainer({made.replace('bert()', 'model')}).train()"

@@ -95,7 +95,7 @@ def test_draws_that_are_each_ranks_own_are_a_note_unless_the_run_must_be_exact()
     notes = {option.plan.engine: option.notes for option in options(split=split) if option.rejection is None}
     assert notes["single"] == ()
     (said,) = notes["ddp"]
-    assert said.startswith("each rank and each part of a batch makes its own draws of _scaled_dot_product_flash_attention, so that")
+    assert said.startswith("each rank and each part of a batch makes its own random draws of _scaled_dot_product_flash_attention, and")
     assert taken(options(split=split, exact=True)) == {"single"}
     assert "_scaled_dot_product_flash_attention" in rejections(options(split=split, exact=True))["ddp"]
 

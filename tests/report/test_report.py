@@ -299,3 +299,29 @@ def test_where_every_engine_is_ruled_out_the_message_gives_the_reasons() -> None
     message = str(caught.value).splitlines()[0]
     assert message.count("ddp: the run has its reasons") == 1
     assert "single: not in allow=['ddp']" in message
+
+
+def test_what_many_rows_say_is_said_once_below_the_table() -> None:
+    found = report()
+    fitting = [index for index, candidate in enumerate(found.candidates) if candidate.fits][:4]
+    candidates = list(found.candidates)
+    for nth, index in enumerate(fitting):
+        learned = f"memory corrected by +{nth % 3 + 1}.0%, as single was measured on 2026-11-27"
+        notes = ("each rank makes its own draws, as always",) if nth else ("said by one row, as single was measured on 2026-11-27",)
+        candidates[index] = replace(candidates[index], notes=notes, learned=(learned,))
+    printed = " ".join(str(replace(found, candidates=tuple(candidates))).split())
+    assert printed.count("each rank makes its own draws, as always") == printed.count("single was measured on 2026-11-27") - 1 == 1
+    below = printed.partition("Note 1: ")[2]
+    assert below.startswith("single was measured on 2026-11-27 Note 2: each rank makes its own draws, as always Chosen: ")
+    rows = printed.partition("Note 1: ")[0]
+    assert (rows.count("(note 1)"), rows.count("see note 2")) == (4, 3)
+
+
+def test_what_two_rows_say_stays_in_the_rows() -> None:
+    found = report()
+    fitting = [index for index, candidate in enumerate(found.candidates) if candidate.fits][:2]
+    notes = ("said by two",)
+    candidates = [replace(each, notes=notes) if index in fitting else each for index, each in enumerate(found.candidates)]
+    printed = " ".join(str(replace(found, candidates=tuple(candidates))).split())
+    assert printed.count("said by two") == 2
+    assert "ote 1" not in printed

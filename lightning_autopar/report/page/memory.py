@@ -191,7 +191,7 @@ def _figures(bars: Sequence[Bar]) -> Html:
     head = element("tr", element("th", "bytes of a device", scope="col"), *(element("th", bar.label, scope="col") for bar in columns))
     names = [name for name in columns[0].sizes if any(bar.sizes.get(name) for bar in columns)]
     rows = [(name, [format_bytes(bar.sizes.get(name, 0)) for bar in columns], "") for name in names]
-    rows.append(("needed, with what may be missed", [format_bytes(bar.need) for bar in columns], "sum"))
+    rows.append(("needed, with the safety margin", [format_bytes(bar.need) for bar in columns], "sum"))
     rows.append(("may be used", [format_bytes(bar.budget) for bar in columns], ""))
     rows.append(("headroom", [format_bytes(bar.headroom).replace("-", "−") for bar in columns], "sum"))
     rows.append(("free now", [format_bytes(bar.devices[0].free_bytes) for bar in columns], ""))

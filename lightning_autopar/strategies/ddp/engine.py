@@ -143,7 +143,7 @@ class DDP(Engine):
 
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """One plan; uneven shares are a remedy."""
-        sent = "gradients alone are communicated" if question.footprint.training else "each takes its share of the samples"
+        sent = "only gradients are communicated" if question.footprint.training else "each takes its share of the samples"
         return (build_plan(question, devices, self.name, f"a replica on each device: {sent}"),)
 
     def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:

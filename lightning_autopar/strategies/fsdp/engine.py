@@ -110,7 +110,7 @@ class FSDP(Engine):
     def not_by_transformers(self, *, on_cpu: bool, own_optimizer: bool) -> str | None:
         """Refuse CPU devices, where accelerate ignores FSDP, and the script's optimizer, which transformers refuses."""
         if on_cpu:
-            return "accelerate, which runs FSDP for transformers' Trainer, does so on GPUs alone; on CPU devices it would run DDP"
+            return "transformers' Trainer runs FSDP on GPUs only; on CPU devices accelerate would run DDP instead"
         return "transformers refuses FSDP where the script passes optimizers to the Trainer" if own_optimizer else None
 
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
