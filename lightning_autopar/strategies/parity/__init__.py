@@ -10,6 +10,7 @@ Modules, in reading order:
     nudged_weights     weights and counters away from where they start, while a step is tried
     own_functions      the user's autograd functions, whose gradients may not add up
     draw_probe         how random draws relate to samples
+    kept_runs          how what runs of a step keep combines
     undo               runs a step and undoes what it did
     engine_rehearsal   runs an engine on two forked ranks and compares
     check_outcome      what came of a check that a plan needs

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_autopar.exact.step.kept_attributes import Place
 from lightning_autopar.exact.step.random_draws import Draw, DrawPlan
+from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)
 #: By how much a weight is moved at most, as a share of it, and a weight of zero. A term that is the square of what moves has to be seen
@@ -78,27 +79,30 @@ def counted_on(buffers: Mapping[str, Tensor], places: Mapping[str, Place], count
             space[key] = number
 
 
-def later_draws(plan: DrawPlan, buffers: Mapping[str, Tensor], places: Mapping[str, Place], draws: Callable[[], DrawPlan]) -> DrawPlan:
-    """The plan, with the random draws that a step makes only once its counters have gone far.
+def later_draws(
+    plan: DrawPlan, buffers: Mapping[str, Tensor], places: Mapping[str, Place], draws: Callable[[], DrawPlan]
+) -> tuple[DrawPlan, str]:
+    """The plan, with the random draws that a step makes only once its counters have gone far; and what it raises at all of these.
 
     Args:
         buffers: as for :func:`counted_on`, as ``places``.
         draws: runs the step, as it was run for the plan.
     """
     if plan.draws is None:
-        return plan
+        return plan, ""
     found = {(draw.op, draw.shape): draw for draw in plan.draws}
-    later: list[Draw] = []
+    later, failures = list[Draw](), list[str]()
     for count in _AHEAD:
         with counted_on(buffers, places, count) as any_counters:
             try:
                 seen = draws().draws if any_counters else ()
-            except Exception:  # it counts no farther than the items of a list, say
+            except Exception as error:  # it counts no farther than the items of a list, say
                 _LOG.debug("the step can't be tried with counters that have gone far", exc_info=True)
+                failures.append(error_line(error))
                 continue
         later += [draw for draw in seen or () if (draw.op, draw.shape) not in found]
         found |= {(draw.op, draw.shape): draw for draw in later}
-    return replace(plan, draws=(*plan.draws, *later))
+    return replace(plan, draws=(*plan.draws, *later)), failures[0] if len(failures) == len(_AHEAD) else ""
 
 
 def _part(parameter: nn.Parameter) -> Tensor:

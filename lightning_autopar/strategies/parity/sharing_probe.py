@@ -36,6 +36,7 @@ from lightning_autopar.exact.data.rank_share import Dealing, share_of
 from lightning_autopar.exact.data.rank_share import cut as own_rows
 from lightning_autopar.exact.logs.log_rules import recorded_logs
 from lightning_autopar.exact.step.attribute_rules import Before
+from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.shared_network import Call, SharedModule, SharedModules, SharingSteps, flattened
 from lightning_autopar.memory.footprint import Conduct, Footprint, Sharing
 from lightning_autopar.memory.trace.first_batch import FirstBatch
@@ -118,7 +119,10 @@ def probe_sharing(
         return None, {}
     finally:
         rng.restore(state, {})
-    if chosen.without:  # the other blocks' draws aren't known
+    if chosen.without:  # the other blocks' draws aren't known, and are guessed
+        if not all(_as_guessed(plan) for each in modules.values() for plan in each.draws + each.evaluated):
+            _LOG.debug("ranks can't share the network: not all of its draws are over samples, and only some of its blocks were tried")
+            return None, {}
         modules = {name: replace(each, draws=(), evaluated=()) for name, each in modules.items()}
     return sharing, modules
 
@@ -513,6 +517,16 @@ def _users_hooks(child: nn.Module) -> bool:
     """Whether it has hooks around forward of the user's; torch's compute a weight from its norm."""
     hooks = (*child._forward_hooks.values(), *child._forward_pre_hooks.values())
     return any((getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0] not in _NOT_THE_USERS for hook in hooks)
+
+
+def _as_guessed(plan: DrawPlan) -> bool:
+    """Whether each draw has a row for each sample, first in memory as well, as it is assumed to where nothing is known of it."""
+    return all(
+        isinstance(draw.choice, Rows)
+        and draw.choice in (Rows(dim=0), Rows(dim=0, order=tuple(range(len(draw.shape)))))
+        and draw.shape[0] == plan.batch_size
+        for draw in plan.draws or ()
+    )
 
 
 def _within(name: str, others: Collection[str]) -> bool:

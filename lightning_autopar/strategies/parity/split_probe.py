@@ -26,10 +26,8 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
-from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, taken
 from lightning_autopar.exact.step.batch_norm import fix
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
-from lightning_autopar.exact.step.kept_attributes import Place, attributes, settled, title, variables
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory.footprint import Conduct
@@ -39,6 +37,7 @@ from lightning_autopar.strategies.parity import undo
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
+from lightning_autopar.strategies.parity.kept_runs import KeptRuns
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
 from lightning_autopar.strategies.parity.nudged_weights import later_draws, nudged
 from lightning_autopar.strategies.parity.part_weights import Weighing
@@ -147,7 +146,7 @@ def probe_evaluation(
         rng.restore(state, {})
 
 
-class _Probe:
+class _Probe(KeptRuns):
     """The step without side effects: it can run any number of times and leaves the module as it was."""
 
     def __init__(
@@ -159,13 +158,10 @@ class _Probe:
         despite: Sequence[str] = (),
         known: Collection[Count] = (),
     ) -> None:
-        self.module = module
+        super().__init__(module, batches, None if conduct is None else dict(conduct.written))
         self.despite = despite
         #: Overruled reasons against a split, by the refusal's name.
         self.overruled: dict[str, str] = {}
-        #: Parameters that a step may write to; None where that isn't known.
-        self.writes = None if conduct is None else dict(conduct.written)
-        self.batches = batches
         if trainer is not None and str(trainer.precision) == "64-true":  # as Lightning makes it before the run
             module.double()
             batches.converted = True
@@ -173,28 +169,18 @@ class _Probe:
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.metrics = MetricTrial(module)
         self.backwards = Backwards(dict(module.named_parameters()))
-        self.part_reason: str | None = None
         #: The values before the step; empty until they are known.
         self.buffers: dict[str, Tensor] = {}
         self._prepared = False
         self.backward = False  # whether the gradient of a loss that the step returns is compared as well
         self.logs: list[dict[str, Logged]] = []
         self.moved: list[dict[str, Tensor]] = []
-        self.effects: list[undo.StepEffects] = []
         #: The generators' states after each run, and the names of those that a part of the batch leaves in another state than the whole.
         self.ends: list[rng.RngState] = []
         self.drawn_apart: tuple[str, ...] = ()
         self.uneven_calls: tuple[str, ...] = ()
         self.counted: tuple[str, ...] = ()
         self.logged = LogComparison()
-        #: Variables outside of the module in which its step may keep something.
-        self.variables = variables(module)
-        #: The attributes and variables that are compared, and their values after each run; and whether a run's effects are kept.
-        self.watched: tuple[str, ...] = ()
-        self.left: list[dict[str, Any]] = []
-        #: The latter where metrics exchange nothing, as in parts that run one after the other; empty where there are no metrics.
-        self.apart: list[dict[str, Any]] = []
-        self.lasting = False
         self.drifting: tuple[float, str] | None = None
         self.written: tuple[float, str] | None = None
 
@@ -224,13 +210,15 @@ class _Probe:
                 reentrant=self.backwards.reentrant,
             )
             if finding.splittable:
-                finding = self._with_kept(finding, "training_step", self.losses, size)
+                finding = self.with_late(self.with_kept(finding, "training_step", self.losses, size))
             plan = replace(observed, seeded=observed.seeded or plan.seeded)
             if not finding.splittable:
                 return finding, plan
             if not finding.difference <= found.difference or not found.log_rules:
                 found = finding
-        return found, self._with_later_draws(plan, sizes[0])
+        plan, failed = self._with_later_draws(plan, sizes[0])
+        notes = (f"not checked: whether the step draws other random numbers once its counters have gone far (there it fails: {failed})",)
+        return replace(found, notes=found.notes + notes * bool(failed)), plan
 
     def evaluation(self, hook: str) -> SplitFinding:
         """How the values that an evaluation step logs and keeps for parts of the batch combine into the whole batch's."""
@@ -244,7 +232,7 @@ class _Probe:
             return []
 
         found = self._settled(hook, step, self._compare_logs(hook, step, 2))
-        return self._with_kept(SplitFinding(log_rules=found.matching, notes=found.notes), hook, step, 2)
+        return self.with_kept(SplitFinding(log_rules=found.matching, notes=found.notes), hook, step, 2)
 
     @contextmanager
     def _harmless(self) -> Iterator[undo.StepEffects]:
@@ -254,57 +242,6 @@ class _Probe:
             self.left.append(self._watched())
             self.ends.append(rng.capture(rng.find_generators(self.module.named_modules())))
         self.effects.append(effects)
-
-    def _watched(self) -> dict[str, Any]:
-        found = ((name, space.get(key, MISSING)) for name, (space, key) in self._places(self.watched).items())
-        return {name: taken(value) for name, value in found if value is not MISSING}
-
-    def _places(self, names: Collection[str]) -> dict[str, Place]:
-        """Where the attributes and variables of these names are, as far as a step may keep something there."""
-        places = attributes(self.module, made=names) | self.variables
-        return {name: places[name] for name in names if name in places}
-
-    def _with_kept(self, finding: SplitFinding, hook: str, step: Callable[[Any], list[Tensor]], size: int) -> SplitFinding:
-        """The finding, with how the values that the step keeps of a batch's parts combine into those of the whole batch."""
-        self.watched = tuple(self._places(dict.fromkeys(name for effects in self.effects for name in effects.kept)))
-        if not self.watched:
-            return finding
-        try:
-            rules, unknown = self._kept_rules(step, size)
-        except Exception as error:  # the step ran on these parts, but fails on others or a second time
-            _LOG.debug("what %s keeps can't be tried", hook, exc_info=True)
-            names = ", ".join(title(self.module, name) for name in self.watched)
-            note = f"not checked: how what {hook} keeps in {names} grows with the samples ({error_line(error)})"
-            return replace(finding, notes=(*finding.notes, note))
-        finally:
-            self.watched = ()
-        notes = [
-            f"{title(self.module, name)}, which {hook} changes, {reason}: each rank and each part keeps that of its own samples"
-            for name, reason in {path[0]: reason for path, reason in unknown.items()}.items()
-        ]
-        found = {**finding.kept_rules, hook: rules} if rules else finding.kept_rules
-        return replace(finding, kept_rules=found, notes=(*finding.notes, *notes))
-
-    def _kept_rules(self, step: Callable[[Any], list[Tensor]], size: int) -> tuple[dict[Path, Any], dict[Path, str]]:
-        """The rules for what a step keeps, and why other paths have none: at a run's beginning, after a step, and in other splits."""
-        evidence = Evidence()
-
-        def see(size: int) -> None:
-            shares = self.weighing.shares(size)
-            before = self._watched()
-            self._observed(step, shares)
-            for left in filter(None, (self.left, self.apart)):
-                evidence.see(before, left[0], left[1:], shares)
-
-        see(size)
-        with undo.undone(self.module, self.writes, self.variables):
-            with patched(self, "lasting", True):
-                # On the whole batch: then the least of all losses is changed by one part and not by another, and is no mean of theirs.
-                step(self.batches.part(everything(self.batches.count)))
-            see(size)
-            if self.batches.count > size:
-                see(size + 1)
-        return settled(evidence)
 
     def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int | Dealing) -> LogComparison:
         """Compare what a step logs on the whole batch with what it logs on ``size`` parts."""
@@ -452,7 +389,7 @@ class _Probe:
         else:
             reason = f"it {'' if self.module.automatic_optimization else 'or its gradient '}is no mean over the samples"
         with patched(self, "backward", True), patched(self.backwards, "each", True):
-            by = 0.0 if reason is not None or draws.seeded else self._gradients_differ(again)
+            by = 0.0 if reason is not None or draws.seeded else self._gradients_differ(size, again)
         if self.backwards.missed[0] > difference:
             difference, reason = self.backwards.missed
         elif _EQUAL < by < math.inf:
@@ -461,14 +398,15 @@ class _Probe:
         notes = (_UNCOMPARED,) * (not math.isfinite(by))
         return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason, notes=notes), draws
 
-    def _gradients_differ(self, compare: Callable[[], tuple[float, Observation]]) -> float:
+    def _gradients_differ(self, size: int, compare: Callable[[], tuple[float, Observation]]) -> float:
         """By how much gradients differ where the loss doesn't, as with advantages centred over the batch; not finite if that failed."""
         if self.metrics.trained or not self.module.automatic_optimization:
             return 0.0
-        hooks = GradientHooks(self.module.parameters())
+        hooks, earlier = GradientHooks(self.module.parameters()), self.changed()
         hooks.hold()  # they wait for the whole batch's gradient
         try:
             by, _ = compare()
+            self.find_late(earlier, self.losses, size)
             return by if by <= _EQUAL else min(by, self._without_rounding(lambda: compare()[0]))  # as of the loss
         except Exception:  # the forward ran
             _LOG.debug("the gradient can't be compared", exc_info=True)
@@ -476,9 +414,9 @@ class _Probe:
         finally:
             hooks.release()
 
-    def _with_later_draws(self, plan: DrawPlan, size: int) -> DrawPlan:
-        """The plan, with the draws that the step makes only once its counters have gone far."""
-        places = self._places(dict.fromkeys(name for effects in self.effects for name in effects.kept))
+    def _with_later_draws(self, plan: DrawPlan, size: int) -> tuple[DrawPlan, str]:
+        """See :func:`later_draws`."""
+        places = self._places(self.changed())
 
         def draws() -> DrawPlan:
             with self._from_here():
@@ -504,6 +442,7 @@ class _Probe:
             if self.writes is None and self.effects[0].written:  # else the trace tells
                 name = next(iter(self.effects[0].written))
                 self.part_reason = f"the step writes to the parameter {name!r}, which each part of a batch would do"
+            self.part_reason = self.part_reason or self.running()
             self.uneven_calls = undo.uneven([effects.calls for effects in self.effects])
             # Seen by the states, not by the loss: a draw for each sample may change nothing in the first batch.
             differing = [name for end in self.ends[1:] for name in rng.changed(self.ends[0], end)]
@@ -516,7 +455,7 @@ class _Probe:
         """Why ranks would diverge by what a step leaves to the next one, though ``one`` step alone gives the whole batch's loss."""
         overruled_too = dict(self.module.named_buffers()) if "buffers" in self.overruled else ()
         ignored = {*vars(LightningModule()), "trainer", *overruled_too}
-        kept = [name for name in dict.fromkeys(name for effects in self.effects for name in effects.kept) if name not in ignored]
+        kept = [name for name in self.changed() if name not in ignored]
         if not kept:
             return None
         shares = self.weighing.shares(size)

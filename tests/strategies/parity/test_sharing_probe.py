@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.strategies.parity import sharing_probe
+from lightning_autopar.strategies.parity.fewer_blocks import Extent
 from lightning_autopar.strategies.parity.sharing_probe import probe_sharing
 
 
@@ -161,3 +163,33 @@ class Jacobian(Module):
 
 def test_where_gradients_come_in_batches_nothing_is_shared() -> None:
     assert probe_sharing(Jacobian(Net()), None, batch())[1] == {}
+
+
+class Bayesian(nn.Linear):
+    """Draws its weights, which are the same for all rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(x, self.weight + 0.1 * torch.randn_like(self.weight))
+
+
+class Dropping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(super().forward(x), 0.2)
+
+
+class Deep(Module):
+    """Six blocks, of which two are tried."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = F.normalize(self.net(batch), dim=1)
+        return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+@pytest.mark.parametrize(("block", "shared"), [(Bayesian, False), (Dropping, True)])
+def test_draws_of_blocks_that_are_not_tried_must_be_by_rows(block: Any, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks guess them by their shapes: where a rank has three rows, a drawn matrix of six would be taken for two of each."""
+    monkeypatch.setattr(sharing_probe, "extent", lambda module, blocks, *_: Extent(8, [[f"net.{number}" for number in range(5)]], ""))
+    sharing, modules = probe_sharing(Deep(nn.Sequential(*(block(6, 6) for _ in range(6)))), None, batch())
+    assert (sharing is not None, all(not each.draws for each in modules.values())) == (shared, True)
+    monkeypatch.undo()
+    assert probe_sharing(Deep(nn.Sequential(*(block(6, 6) for _ in range(6)))), None, batch())[0] is not None

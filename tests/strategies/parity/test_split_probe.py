@@ -392,6 +392,25 @@ def test_a_draw_that_only_later_steps_make_is_known(make: type[Base]) -> None:
     assert getattr(module, "left", 0) == 0 == module.calls
 
 
+class ByATable(Base):
+    """Looks up what it weighs by a count, which a table of ten ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.table = 0, [0.1] * 10
+
+    def loss(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(self.layer(x), x) * self.table[self.calls]
+
+
+def test_draws_of_later_steps_that_cannot_be_tried_are_told() -> None:
+    finding, _ = probe_split(ByATable(), None, first_of(samples()))
+    assert (finding.difference, finding.part_reason, len(finding.notes)) == (0.0, None, 1)
+    assert finding.notes[0].startswith("not checked: whether the step draws other random numbers once its counters have gone far (there it")
+    assert "IndexError: list index out of range" in finding.notes[0]
+
+
 @pytest.mark.parametrize("make", [BackwardOfItsOwn, Hooked])
 def test_gradients_are_compared_whoever_runs_backward(make: type[Base]) -> None:
     finding, _ = probe_split(make(), None, first_of(samples()))

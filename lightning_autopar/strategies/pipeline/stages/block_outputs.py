@@ -113,14 +113,15 @@ register_pytree_node(_Record, lambda record: (list(record.fields.values()), (rec
 
 def _tensor(tensor: Tensor, given: Sequence[tuple[Place, Tensor]]) -> Leaf:
     shape = tuple(tensor.shape)
-    alike = next((place for place, each in given if tuple(each.shape) == shape and each.dtype == tensor.dtype), None)
-    if alike is None:
-        alike = next((place for place, each in given if tuple(each.shape) == shape), None)
+    same = [(place, each) for place, each in given if tuple(each.shape) == shape]
+    alike = next((place for place, each in same if each.dtype == tensor.dtype), same[0][0] if same else None)
     dims = (
         [((alike, dim),) for dim in range(len(shape))] if alike is not None else [_dim(dim, size, given) for dim, size in enumerate(shape)]
     )
     dtype_of = next((place for place, each in given if each.dtype == tensor.dtype and (alike is None or place == alike)), None)
-    return Leaf(shape=shape, dims=tuple(dims), dtype=tensor.dtype, dtype_of=dtype_of, requires_grad=tensor.requires_grad)
+    # Two arguments of one shape, as an encoder's and a decoder's text in one batch, may have two in the next.
+    like = dtype_of if shape and len({id(each) for _, each in same}) == 1 else None
+    return Leaf(shape=shape, dims=tuple(dims), dtype=tensor.dtype, dtype_of=dtype_of, like=like, requires_grad=tensor.requires_grad)
 
 
 def _dim(dim: int, size: int, given: Sequence[tuple[Place, Tensor]]) -> tuple[tuple[Place, int], ...]:
@@ -139,17 +140,6 @@ def _dim(dim: int, size: int, given: Sequence[tuple[Place, Tensor]]) -> tuple[tu
             if each.shape[other] > 1 and each.shape[other] * each.shape[other + 1] == size:
                 return ((place, other), (place, other + 1))
     return ()
-
-
-def is_like_argument(leaf: Leaf) -> bool:
-    """Whether a tensor has an argument's shape and type."""
-    if leaf.shape is None:
-        return True
-    if leaf.dims and len(leaf.dims[0]) == 1 and leaf.dims[0][0][0] != leaf.dtype_of:
-        return False
-    sources = {factors[0][0] for factors in leaf.dims if len(factors) == 1}
-    ordered = all(len(factors) == 1 and factors[0][1] == dim for dim, factors in enumerate(leaf.dims))
-    return bool(leaf.shape) and ordered and len(sources) == 1 and leaf.dtype_of in sources
 
 
 def shape_of(leaf: Leaf, arguments: Any) -> tuple[int, ...]:

@@ -48,6 +48,7 @@ class Leaf:
             always has the recorded size.
         dtype: its type.
         dtype_of: the argument whose type it shares, if any.
+        like: the argument whose shape and type it has, if no other argument has that shape.
         requires_grad: whether a gradient comes back for it.
         index: its number among the tensors of code outside of blocks; None where it has none.
     """
@@ -59,6 +60,7 @@ class Leaf:
     dims: tuple[tuple[tuple[tuple[Any, ...], int], ...], ...] = ()
     dtype: torch.dtype | None = None
     dtype_of: tuple[Any, ...] | None = None
+    like: tuple[Any, ...] | None = None
     requires_grad: bool = False
     index: int | None = None
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from lightning_autopar.exact.absent.absent_tensor import AbsentMode, MissingValue, hole_of, hole_shaped_like
-from lightning_autopar.strategies.pipeline.stages.block_outputs import Place, find, flattened, is_like_argument, places, shape_of
+from lightning_autopar.strategies.pipeline.stages.block_outputs import Place, find, flattened, places, shape_of
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import Leaf, Output, StepRecording
 from lightning_autopar.strategies.pipeline.stages.tainted_tensors import replaced_forward
 
@@ -33,7 +33,8 @@ class BlockResults:
         self._output: Output | None = outputs[0] if outputs else None
         self._extras: Sequence[Output] = outputs[1:]
         # Whether its results can be made without running it.
-        told = [leaf.same_as is not None or (is_like_argument(leaf) and not leaf.computed) for leaf in outputs[0].leaves] if outputs else []
+        leaves = outputs[0].leaves if outputs else ()
+        told = (leaf.same_as is not None or (not leaf.computed if leaf.shape is None else leaf.like is not None) for leaf in leaves)
         self._alike = bool(outputs) and all(told)
         self._measured: dict[Any, list[Any] | None] = {}
         self._caught: list[Any] = []
@@ -133,8 +134,8 @@ class BlockResults:
                 leaves.append(measured[place] if leaf.computed and measured is not None else leaf.value)
             else:
                 needs = leaf.requires_grad and torch.is_grad_enabled()
-                if measured is None and leaf.dtype_of is not None and is_like_argument(leaf):
-                    argument: Tensor = find(given, leaf.dtype_of)
+                if measured is None and leaf.like is not None:
+                    argument: Tensor = find(given, leaf.like)
                     leaves.append(hole_shaped_like(argument, argument.dtype, self._what, needs))
                     continue
                 shape, dtype = measured[place] if measured is not None else (shape_of(leaf, given), _dtype(leaf, given))

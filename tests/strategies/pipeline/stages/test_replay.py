@@ -69,6 +69,66 @@ class PassesSeveral(Stacked):
         return self.head(state["x"]) + state["rest"][0].sum(-1, keepdim=True)
 
 
+class Flows(nn.Module):
+    """Takes each row to another one, and gives how much volume that takes up: a number for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        log_scale = self.layer(x).tanh()
+        return x * log_scale.exp(), log_scale.sum(-1)
+
+
+class Flow(Stacked):
+    """A normalizing flow, whose loss goes by the shape of what its first block returned."""
+
+    def __init__(self) -> None:
+        super().__init__(Flows)
+
+    def run(self, x: Tensor) -> Tensor:
+        x, volumes = self.stem(x), []
+        for block in self.blocks:
+            x, volume = block(x)
+            volumes.append(volume)
+        assert volumes[0].shape == x.shape[:1]
+        return self.head(x) + (x.square().sum() - sum(volumes).sum()) / volumes[0].numel()
+
+
+class TwoTexts(nn.Module):
+    """Reads one text, and changes another one, which may be as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, source: Tensor, x: Tensor) -> Tensor:
+        return x + self.layer(x).tanh() + source.mean(1, keepdim=True)
+
+
+class Translates(Stacked):
+    """Its loss goes by how long what its first block returned is."""
+
+    def __init__(self) -> None:
+        super().__init__(TwoTexts)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        source, x = map(self.stem, batch)
+        lengths = []
+        for block in self.blocks:
+            x = block(source, x)
+            lengths.append(x.shape[1])
+        return self.head(x).square().sum() / lengths[0]
+
+
+def test_a_skipped_block_returns_as_many_numbers_as_it_would() -> None:
+    """It returns a number for each row of what it is given, or something as long as one of two arguments that were alike when recorded."""
+    assert_parity(Flow())
+    texts = torch.randn(4, 5, 4), torch.randn(4, 5, 4)
+    assert_parity(Translates(), texts, batches=[texts, (texts[0], texts[1][:, :3])])
+
+
 @dataclass
 class Between:
     """What x-transformers' attention gives beside its result."""

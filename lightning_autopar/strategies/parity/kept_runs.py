@@ -1,0 +1,145 @@
+"""What runs of a step keep on the module and in variables: how that of a batch's parts combines into that of the whole batch.
+
+Ranks and parts exchange what a step keeps when its forward is over. What hooks keep during the backward pass (of an activation's gradient,
+say) comes later, and is told. Knows runs of a step; nothing of losses, draws or logs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torchmetrics.wrappers import Running
+
+from lightning_autopar._lightning import LightningModule
+from lightning_autopar._temporary import patched
+from lightning_autopar.constraints import SplitFinding
+from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, taken
+from lightning_autopar.exact.step.kept_attributes import Place, attributes, settled, title, variables
+from lightning_autopar.strategies.parity import undo
+from lightning_autopar.strategies.parity.draw_probe import Observation, everything
+from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
+from lightning_autopar.strategies.parity.part_weights import Weighing
+from lightning_autopar.text import error_line
+
+_LOG = logging.getLogger(__name__)
+#: A step, run on a batch; its losses.
+Step = Callable[[Any], list[Tensor]]
+
+
+class KeptRuns:
+    """The runs of a module's step, and what they keep.
+
+    Args:
+        writes: names of the parameters that a step may write to; None where that isn't known.
+    """
+
+    weighing: Weighing
+
+    def __init__(self, module: LightningModule, batches: BatchParts, writes: Collection[str] | None) -> None:
+        self.module, self.batches, self.writes = module, batches, writes
+        self.effects: list[undo.StepEffects] = []
+        #: Variables outside of the module in which its step may keep something.
+        self.variables = variables(module)
+        #: The attributes and variables that are compared, and their values after each run; and whether a run's effects are kept.
+        self.watched: tuple[str, ...] = ()
+        self.left: list[dict[str, Any]] = []
+        #: The latter where metrics exchange nothing, as in parts that run one after the other; empty where there are no metrics.
+        self.apart: list[dict[str, Any]] = []
+        self.lasting = False
+        #: Why one rank can't run a batch in parts; None where it can.
+        self.part_reason: str | None = None
+        #: Rules for what only a step with its backward pass changes.
+        self.late: dict[Path, Any] = {}
+
+    def _observed(self, step: Step, shares: Sequence[Any]) -> Observation:
+        raise NotImplementedError
+
+    def _watched(self) -> dict[str, Any]:
+        found = ((name, space.get(key, MISSING)) for name, (space, key) in self._places(self.watched).items())
+        return {name: taken(value) for name, value in found if value is not MISSING}
+
+    def _places(self, names: Collection[str]) -> dict[str, Place]:
+        """Where the attributes and variables of these names are, as far as a step may keep something there."""
+        places = attributes(self.module, made=names) | self.variables
+        return {name: places[name] for name in names if name in places}
+
+    def changed(self) -> dict[str, None]:
+        """Names of what the last runs changed."""
+        return dict.fromkeys(name for effects in self.effects for name in effects.kept)
+
+    def with_kept(self, finding: SplitFinding, hook: str, step: Step, size: int) -> SplitFinding:
+        """The finding, with how the values that the step keeps of a batch's parts combine into those of the whole batch."""
+        self.watched = tuple(self._places(self.changed()))
+        if not self.watched:
+            return finding
+        try:
+            rules, unknown = self._kept_rules(step, size)
+        except Exception as error:  # the step ran on these parts, but fails on others or a second time
+            _LOG.debug("what %s keeps can't be tried", hook, exc_info=True)
+            names = ", ".join(title(self.module, name) for name in self.watched)
+            note = f"not checked: how what {hook} keeps in {names} grows with the samples ({error_line(error)})"
+            return replace(finding, notes=(*finding.notes, note))
+        finally:
+            self.watched = ()
+        notes = [
+            f"{title(self.module, name)}, which {hook} changes, {reason}: each rank and each part keeps that of its own samples"
+            for name, reason in {path[0]: reason for path, reason in unknown.items()}.items()
+        ]
+        found = {**finding.kept_rules, hook: rules} if rules else finding.kept_rules
+        return replace(finding, kept_rules=found, notes=(*finding.notes, *notes))
+
+    def find_late(self, earlier: Mapping[str, None], step: Step, size: int) -> None:
+        """Find what the last runs changed in their backward pass.
+
+        Args:
+            earlier: what runs without a backward pass change.
+            step: with a backward pass.
+        """
+        with patched(self, "watched", tuple(self._places({name: None for name in self.changed() if name not in earlier}))):
+            if self.watched:
+                rules, unknown = self._kept_rules(step, size)
+                self.late = {**rules, **unknown}
+
+    def with_late(self, finding: SplitFinding) -> SplitFinding:
+        """The finding, with what the backward pass changes."""
+        names = {path[0]: None for path, rule in self.late.items() if rule != "same"}
+        titles = [title(self.module, name) for name in names]
+        notes = [f"{each}, which the backward pass changes, is that of each rank's and each part's own samples" for each in titles]
+        reason = finding.part_reason
+        for again in [path[0] for path in self.late if path[0] not in names]:
+            reason = reason or f"the backward pass changes {title(self.module, again)}, and would do so after each part of a batch"
+        kept = {**finding.kept_rules, "the backward pass": self.late} if self.late else finding.kept_rules
+        return replace(finding, kept_rules=kept, notes=(*finding.notes, *notes), part_reason=reason)
+
+    def running(self) -> str | None:
+        """Why a batch can't run in parts: a metric over the last few updates would count each. None where there is no such metric."""
+        children = dict(self.module.named_modules())
+        for owner, _, _ in (name.rpartition(".") for name in self.changed()):
+            if isinstance(children.get(owner), Running):
+                return f"{title(self.module, owner)} (torchmetrics' Running) counts updates, and each part of a batch would be one"
+        return None
+
+    def _kept_rules(self, step: Step, size: int) -> tuple[dict[Path, Any], dict[Path, str]]:
+        """The rules for what a step keeps, and why other paths have none: at a run's beginning, after a step, and in other splits."""
+        evidence = Evidence()
+
+        def see(size: int) -> None:
+            shares = self.weighing.shares(size)
+            before = self._watched()
+            self._observed(step, shares)
+            for left in filter(None, (self.left, self.apart)):
+                evidence.see(before, left[0], left[1:], shares)
+
+        see(size)
+        with undo.undone(self.module, self.writes, self.variables):
+            with patched(self, "lasting", True):
+                # On the whole batch: then the least of all losses is changed by one part and not by another, and is no mean of theirs.
+                step(self.batches.part(everything(self.batches.count)))
+            see(size)
+            if self.batches.count > size:
+                see(size + 1)
+        return settled(evidence)

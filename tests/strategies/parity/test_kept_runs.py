@@ -1,0 +1,86 @@
+"""What a step keeps beyond its forward: in its backward pass, and in metrics that count updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric
+from torchmetrics.wrappers import Running
+
+from lightning_autopar.constraints import SplitFinding
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.strategies.parity.split_probe import probe_split
+from tests.strategies.parity.test_split_probe import Base
+
+
+class Hooked(Base):
+    """A hook on an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.passes = 0
+
+    def loss(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x).tanh()
+        if hidden.requires_grad:
+            hidden.register_hook(self.note)
+        return hidden.square().mean()
+
+    def note(self, gradient: Tensor) -> Any:
+        """Changes it, and keeps nothing."""
+        return gradient * 0.5
+
+
+class Norms(Hooked):
+    def note(self, gradient: Tensor) -> Any:
+        self.seen.append(float(gradient.norm()))
+
+
+class Counts(Hooked):
+    def note(self, gradient: Tensor) -> Any:
+        self.passes += 1
+
+
+class Lately(Base):
+    """A metric over the last three batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lately = Running(MeanMetric(), window=3)
+
+    def loss(self, x: Tensor) -> Tensor:
+        found = self.layer(x).square().mean()
+        self.lately.update(found.detach())
+        return found
+
+
+def finding(module: Base) -> SplitFinding:
+    samples = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    return probe_split(module, None, FirstBatch(batch=samples, batch_size=8))[0]
+
+
+def test_a_hook_that_keeps_nothing_is_no_matter() -> None:
+    found = finding(Hooked())
+    assert (found.difference, found.notes, found.part_reason, found.kept_rules) == (0.0, (), None, {})
+
+
+def test_what_the_backward_pass_keeps_of_samples_is_told() -> None:
+    found = finding(Norms())
+    assert found.notes == ("Norms.seen, which the backward pass changes, is that of each rank's and each part's own samples",)
+    assert {path[0] for path in found.kept_rules["the backward pass"]} == {"seen"}, "a pipeline would have it of one stage"
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Counts, "the backward pass changes Counts.passes, and would do so after each part of a batch"),
+        (Lately, r"Lately.lately (torchmetrics' Running) counts updates, and each part of a batch would be one"),
+    ],
+)
+def test_what_counts_batches_speaks_against_parts_alone(module: Any, words: str) -> None:
+    found = finding(module())
+    assert (found.difference, found.notes, found.part_reason) == (0.0, (), words)
