@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from lightning_autopar._lightning import Strategy, Trainer
 from lightning_autopar._lightning_compat import (
     TrainerFn,
+    bare_optimizer,
     before_transfers,
     data_of_one_device,
     hyperparameters_added,
@@ -250,6 +251,25 @@ class EngineMixin(Strategy):
             found = StepState(trainer, self.run_plan.kept_rules.get("training_step", {}))
             self._found, self.running.found = (found, None) if self.reruns_batches else (None, found)
         super().setup(trainer)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the user's optimizers, with parameters in the same order on all ranks; a collective.
+
+        Ranks exchange gradients and states in that order. A group that was made from a set goes by addresses, which differ between ranks:
+        there each takes the module's order.
+        """
+        super().setup_optimizers(trainer)
+        if self.run_plan.plan.world_size == 1:
+            return
+        assert self.lightning_module is not None
+        places = {id(parameter): place for place, parameter in enumerate(self.lightning_module.parameters())}
+        groups = [group["params"] for optimizer in self.optimizers for group in bare_optimizer(optimizer).param_groups]
+        own = [[places.get(id(parameter), -1) for parameter in group] for group in groups]
+        orders: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(orders, own)
+        if any(order != own for order in orders):
+            for group in groups:
+                group.sort(key=lambda parameter: places.get(id(parameter), -1))
 
     def prepare_steps(self, trainer: Trainer) -> None:
         """Make the objects around the steps of a split batch: for logging, draws, and running the batch's parts."""
