@@ -421,7 +421,7 @@ def _let_go(module: nn.Module) -> None:
             if type(parameter) is not nn.Parameter:
                 continue
             if id(parameter) not in fresh:
-                fresh[id(parameter)] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+                fresh[id(parameter)] = nn.Parameter(parameter.data.contiguous(), requires_grad=parameter.requires_grad)
                 fresh[id(parameter)].__dict__.update(parameter.__dict__)
             child._parameters[name] = fresh[id(parameter)]
 
