@@ -104,6 +104,19 @@ class Transposed(Fitted):
         weight.data = weight.data.t().contiguous().t()
 
 
+class Hiding(nn.Sequential):
+    """Has ``named_parameters`` of its own, with the arguments that torch's had at first, as torchrl's losses do."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        return super().named_parameters(prefix, recurse)
+
+
+class Nested(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Hiding(*self.net)
+
+
 class Rowwise(Fitted):
     def configure_optimizers(self) -> Any:
         return ByRows(self.parameters(), 0.1)
@@ -144,7 +157,15 @@ def test_what_runs_is_not_refused_and_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("make", "units"),
-    [(Rescaling, BLOCKS), (Exchanging, TWINS), (Normed, BLOCKS), (Regularised, ()), (Averaging, BLOCKS), (Transposed, BLOCKS)],
+    [
+        (Rescaling, BLOCKS),
+        (Exchanging, TWINS),
+        (Normed, BLOCKS),
+        (Regularised, ()),
+        (Averaging, BLOCKS),
+        (Transposed, BLOCKS),
+        (Nested, BLOCKS),
+    ],
 )
 def test_the_step_has_the_same_effect_on_shards(make: Any, units: tuple[str, ...]) -> None:
     assert rehearse_fsdp(make(), None, _first(), units) == PASSED

@@ -146,6 +146,14 @@ class Differentiates(Stacked):
         return y + slope.pow(2).mean()
 
 
+class Moves(Stacked):
+    """Takes its blocks to the device where they are needed, which moves their gradients as well."""
+
+    def run(self, x: Tensor) -> Tensor:
+        self.blocks.to(x.device)
+        return super().run(x)
+
+
 class Twice(Stacked):
     """The second block runs again at the end."""
 
@@ -316,6 +324,7 @@ class Hoards(Stacked):
         (Reads, {"blocks.2", "blocks.3"}, "reads a value of the model's"),
         (Shapes, {"blocks.2", "blocks.3"}, "__getitem__"),
         (Differentiates, ALL, "differentiates by itself"),
+        (Moves, ALL, r"asks for a parameter's gradient, as module\.to\(\)"),
         (Twice, {"blocks.2", "blocks.3"}, r"'blocks\.1' runs before it and again after it"),
         (SideChannel, {"blocks.2", "blocks.3"}, "without having been returned"),
         (Numbers, {"blocks.1", "blocks.2", "blocks.3"}, "a number that depends on values"),
