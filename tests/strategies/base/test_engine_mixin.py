@@ -16,7 +16,7 @@ class ByAddress(Fitted):
 
     def configure_optimizers(self) -> Any:
         parameters = list(self.parameters())
-        return torch.optim.Adam(parameters[::-1] if self.trainer.strategy.global_rank else parameters, 0.01)
+        return torch.optim.Adam(parameters[::-1] if self.global_rank else parameters, 0.01)
 
 
 @pytest.mark.parametrize("under", [plan("fsdp", shard=BLOCKS), plan("zero", zero_stage=1)], ids=lambda under: under.engine)

@@ -277,8 +277,11 @@ def _draws(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
+_gradient: Any = Tensor.grad
+
+
 def _reads_gradient(func: Any, args: Any) -> bool:
-    return bool(func == Tensor.grad.__get__ and isinstance(args[0], nn.Parameter) and args[0].requires_grad)  # type: ignore[attr-defined]
+    return bool(func == _gradient.__get__ and isinstance(args[0], nn.Parameter) and args[0].requires_grad)
 
 
 def _constant(func: Any, name: str, args: Any) -> Tensor | None:

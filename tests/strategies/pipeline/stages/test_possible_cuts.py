@@ -390,6 +390,18 @@ def test_tables_that_are_made_once_and_losses_that_are_only_kept_are_no_reason()
     assert not recorded(Caches()).uncuttable
 
 
+def test_a_frozen_network_may_be_moved_in_the_step() -> None:
+    class Judged(Stacked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.judge = torch.nn.Linear(4, 4).requires_grad_(False)
+
+        def run(self, x: Tensor) -> Tensor:
+            return super().run(self.judge.to(x.device)(x))
+
+    assert not recorded(Judged()).uncuttable
+
+
 def test_a_batch_that_is_written_to_is_noted() -> None:
     class Doubles(Stacked):
         def run(self, x: Tensor) -> Tensor:
