@@ -7,16 +7,18 @@ files; its subclasses know what a rank's part is and how parts are joined. Knows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning import CheckpointIO, Strategy, TorchCheckpointIO
+from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.data.loader import is_loader_state
 from lightning_autopar.state import scratch_files as scratch
@@ -73,6 +75,24 @@ def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """
     whole: dict[str, Any] = _whole(module.state_dict(), keep)
     return whole
+
+
+def put_in_one_order(module: nn.Module, optimizers: Iterable[Any], *, ranks: int) -> None:
+    """Give the optimizers' groups the same order of parameters on all ranks; a collective.
+
+    Ranks exchange gradients and states in that order. A group that was made from a set goes by addresses, which differ between ranks: there
+    each takes the module's order.
+    """
+    if ranks == 1:
+        return
+    places = {id(parameter): place for place, parameter in enumerate(module.parameters())}
+    groups = [group["params"] for optimizer in optimizers for group in bare_optimizer(optimizer).param_groups]
+    own = [[places.get(id(parameter), -1) for parameter in group] for group in groups]
+    orders: list[Any] = [None] * ranks
+    dist.all_gather_object(orders, own)
+    if any(order != own for order in orders):
+        for group in groups:
+            group.sort(key=lambda parameter: places.get(id(parameter), -1))
 
 
 def whole_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Any]:

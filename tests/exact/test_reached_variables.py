@@ -145,7 +145,7 @@ def test_what_changed_and_cannot_come_back_is_named_and_nothing_else(tmp_path: P
         def on_train_end(self, trainer: Any, module: Any) -> None:
             HELD.append(threading.Lock())
 
-    with pytest.warns(UserWarning, match=r"could not be brought back to the main process: global [\w.]*test_reached\.HELD \("):
+    with pytest.warns(UserWarning, match=r"could not be brought back to the main process: global [\w.]*test_reached_variables\.HELD \("):
         found = run(AutoParallelStrategy(devices="2xcpu:4GiB", allow=["ddp"]), tmp_path, Holding())
     assert HELD == []
     assert found[1] == 8

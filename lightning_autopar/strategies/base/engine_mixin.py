@@ -1,7 +1,6 @@
 """EngineMixin: what every engine adds to Lightning's own strategy, which is the exact split of the global batch and a record of what ran.
 
-It stands before the Lightning strategy in an engine's bases. It knows the plan and the batch's shares; it doesn't know how a plan was
-found, and never changes how the Lightning strategy runs or shards the module.
+It stands before the Lightning strategy in an engine's bases. It knows the plan and the batch's shares, not how a plan was found.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from lightning_autopar.exact.step.micro_batches import MicroBatches
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.exact.step.step_rollback import StepState
-from lightning_autopar.state.checkpoint import whole_optimizer_state, whole_state_dict
+from lightning_autopar.state.checkpoint import put_in_one_order, whole_optimizer_state, whole_state_dict
 from lightning_autopar.strategies.base import rank_measurement, resume
 from lightning_autopar.strategies.base.out_of_memory.evaluations import Evaluations
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import GpuLimit
@@ -229,8 +228,7 @@ class EngineMixin(Strategy):
         """Prepare the module for split batches and recomputation, then let Lightning's strategy set it up."""
         self.meter.begin(self.root_device)
         self._evaluations: Evaluations = (Predictions if trainer.predicting else Evaluations)(self)
-        module = self.lightning_module
-        assert module is not None
+        module = cast(Any, self.lightning_module)
         self._exit.enter_context(recomputed(module, self.run_plan.plan.recompute))
         if self.run_plan.batch == "global" and self.run_plan.plan.world_size > 1:
             self._exit.enter_context(loaders_of_one_device(trainer, without_group))
@@ -250,6 +248,11 @@ class EngineMixin(Strategy):
             found = StepState(trainer, self.run_plan.kept_rules.get("training_step", {}))
             self._found, self.running.found = (found, None) if self.reruns_batches else (None, found)
         super().setup(trainer)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the user's optimizers; a collective."""
+        super().setup_optimizers(trainer)
+        put_in_one_order(cast(Any, self.lightning_module), self.optimizers, ranks=self.run_plan.plan.world_size)
 
     def prepare_steps(self, trainer: Trainer) -> None:
         """Make the objects around the steps of a split batch: for logging, draws, and running the batch's parts."""

@@ -76,7 +76,7 @@ def rehearse_fsdp(
     engine = Engine(
         steps=partial(_steps, tuple(shard_fqns), by_plan),
         where="on sharded parameters",
-        lost="what the step does to whole parameters is lost on shards",
+        lost=_held(module) or "what the step does to whole parameters is lost on shards",
         sentence=partial(_sentence, module),
         traced=lambda conduct: _traced(module, conduct) or optimizers().refusal,
     )
@@ -140,10 +140,15 @@ def _traced(module: nn.Module, conduct: Conduct) -> str | None:
     if conduct.mixed is not None:
         name, where = conduct.mixed
         return f"{where} uses the parameter {name!r} together with tensors that aren't parameters, and FSDP2 has only shards of it there"
-    if (found := held(module)) is not None:
-        name, attribute = found
-        return f"{attribute!r} holds the parameter {name!r} itself, in the place of which FSDP2 puts shards that {attribute!r} doesn't know"
-    return None
+    return _held(module)
+
+
+def _held(module: nn.Module) -> str | None:
+    """That an attribute holds a parameter as well; None where none does."""
+    if (found := held(module)) is None:
+        return None
+    name, attribute = found
+    return f"{attribute!r} holds the parameter {name!r} itself, in the place of which FSDP2 puts shards that {attribute!r} doesn't know"
 
 
 def held(module: nn.Module) -> tuple[str, str] | None:

@@ -19,6 +19,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -33,6 +34,7 @@ from lightning_autopar._lightning_compat import (
     optimizers_to_device,
     update_properties,
 )
+from lightning_autopar._temporary import patched
 from lightning_autopar.exact.step.initial_weights import drawn_on, random_states, set_random_states
 from lightning_autopar.exact.step.micro_batches import overridden
 from lightning_autopar.memory.fakes.fakes import is_compiled
@@ -361,15 +363,16 @@ def shard(
     units = [module.get_submodule(fqn) for fqn in fqns]
     # Of the views that a unit hands on as they came, which nobody can change in place: torch says so by an exception.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for unit in units:
-        unit.register_forward_hook(_without_views, with_kwargs=True)
-        fully_shard(unit, **options, reshard_after_forward=reshard_after_forward)
-    if not module.automatic_optimization:
-        # Each backward of a manual step frees the root's parameters, so a module that a step calls more than once must be a unit.
-        for child in _callable_children(module):
-            child.register_forward_hook(_without_views, with_kwargs=True)
-            fully_shard(child, **options, reshard_after_forward=reshard_after_forward)
-    fully_shard(module, **options)
+    with patched(_fsdp_param_group, "_named_parameters_with_duplicates", _with_duplicates):
+        for unit in units:
+            unit.register_forward_hook(_without_views, with_kwargs=True)
+            fully_shard(unit, **options, reshard_after_forward=reshard_after_forward)
+        if not module.automatic_optimization:
+            # Each backward of a manual step frees the root's parameters, so a module that a step calls more than once must be a unit.
+            for child in _callable_children(module):
+                child.register_forward_hook(_without_views, with_kwargs=True)
+                fully_shard(child, **options, reshard_after_forward=reshard_after_forward)
+        fully_shard(module, **options)
     if not any(map(is_compiled, module.modules())):  # torch reads the mark where it compiles, and nowhere else
         for child in module.modules():
             # By this mark transformers (5.23, ``is_fsdp_managed_module``) runs a layer that layerdrop skips all the same, as ranks might
@@ -408,6 +411,13 @@ def onto_shards(optimizers: Iterable[Optimizer], module: nn.Module, names: Mappi
                     optimizer.state[now] = state
 
 
+def _with_duplicates(module: nn.Module, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """A module's parameters, also where its own ``named_parameters`` doesn't take ``remove_duplicate``: torch 2.13 expects another
+    exception there.
+    """
+    return nn.Module.named_parameters(module, remove_duplicate=False, **options)
+
+
 def _let_go(module: nn.Module) -> None:
     """Put other parameter objects over the same storages into the module.
 
@@ -421,7 +431,7 @@ def _let_go(module: nn.Module) -> None:
             if type(parameter) is not nn.Parameter:
                 continue
             if id(parameter) not in fresh:
-                fresh[id(parameter)] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+                fresh[id(parameter)] = nn.Parameter(parameter.data.contiguous(), requires_grad=parameter.requires_grad)
                 fresh[id(parameter)].__dict__.update(parameter.__dict__)
             child._parameters[name] = fresh[id(parameter)]
 

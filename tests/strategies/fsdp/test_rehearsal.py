@@ -95,6 +95,28 @@ class ByRows(torch.optim.SGD):
         return loss
 
 
+class Transposed(Fitted):
+    """A weight whose elements lie in another order in memory, as those of a model in channels_last do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.net[1][0].weight
+        weight.data = weight.data.t().contiguous().t()
+
+
+class Hiding(nn.Sequential):
+    """Has ``named_parameters`` of its own, with the arguments that torch's had at first, as torchrl's losses do."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        return super().named_parameters(prefix, recurse)
+
+
+class Nested(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Hiding(*self.net)
+
+
 class Rowwise(Fitted):
     def configure_optimizers(self) -> Any:
         return ByRows(self.parameters(), 0.1)
@@ -114,7 +136,7 @@ def _first() -> FirstBatch:
         (Regularised, "uses a block's parameters outside of the block's forward"),
         (Tying, "the step has put another parameter in the place of 'weight' of Linear, which FSDP2 holds in shards; write to"),
         (Sharing, "the step has given the parameter 'weight' the values of another one to share"),
-        (Held, "what the step does to whole parameters is lost on shards"),
+        (Held, "'both' holds the parameter 'target.0.weight' itself, in the place of which FSDP2 puts shards"),
         (Rowwise, "the optimizer ByRows computes with tensors of its own together with parameters or gradients"),
         (Crashing, "on_train_batch_end was left out, as it failed"),
     ],
@@ -134,9 +156,18 @@ def test_what_runs_is_not_refused_and_stays_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "units"), [(Rescaling, BLOCKS), (Exchanging, TWINS), (Normed, BLOCKS), (Regularised, ()), (Averaging, BLOCKS)]
+    ("make", "units"),
+    [
+        (Rescaling, BLOCKS),
+        (Exchanging, TWINS),
+        (Normed, BLOCKS),
+        (Regularised, ()),
+        (Averaging, BLOCKS),
+        (Transposed, BLOCKS),
+        (Nested, BLOCKS),
+    ],
 )
-def test_what_a_step_writes_is_kept(make: Any, units: tuple[str, ...]) -> None:
+def test_the_step_has_the_same_effect_on_shards(make: Any, units: tuple[str, ...]) -> None:
     assert rehearse_fsdp(make(), None, _first(), units) == PASSED
 
 

@@ -69,7 +69,7 @@ class StepRecorder:
         self._hook = hook
         self._sources = sources
         self._blocks = {fqn: find_block(module, fqn) for fqn in blocks}
-        self._watch = TaintMode(sources.ids, self._outer_call, self.use)
+        self._watch = TaintMode(sources.ids, self._outer_call, self.use, self._gradient_read)
         self._part = 0
         self._order: list[str] = []
         self._numbers: list[_Number] = []
@@ -160,6 +160,12 @@ class StepRecorder:
             self._join(self._part, _END, f"code before it gives tensors whose shapes depend on values ({name})")
         self._number(name, results_of(name, result, target, args, self._watch.tainted), target)
         return result
+
+    def _gradient_read(self) -> None:
+        """In the recording there is no gradient yet. In the run there is one from the second step on, in one of the stages."""
+        self.refuse(
+            f"the {self._hook} asks for a parameter's gradient, as module.to() and module.zero_grad() do, which one stage alone has"
+        )
 
     def _without_values(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Any] | None:
         """The shapes of a call's results in a stage without the values; None where it can't run so, which is recorded."""

@@ -29,6 +29,7 @@ class TaintMode(TorchFunctionMode):
         sources: ids of tensors that count as tainted: buffers that the step writes to. Parameters always do.
         call: makes a tainted call: gets the function, its name, and its arguments, and gives its result.
         note: hears of the arguments of other calls.
+        on_gradient: is called where code asks for the gradient of a trainable parameter.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class TaintMode(TorchFunctionMode):
         sources: frozenset[int],
         call: Callable[[Any, str, Any, Any], Any],
         note: Callable[[Any], None] | None = None,
+        on_gradient: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self._sources = sources
         self._call = call
         self._note = note
+        self._on_gradient = on_gradient
         self._off = 0
         self._on = False
 
@@ -48,6 +51,8 @@ class TaintMode(TorchFunctionMode):
         """Tainted calls go to ``call``."""
         kwargs = kwargs or {}
         if self._off or func in DESCRIBING:
+            if not self._off and self._on_gradient is not None and _reads_gradient(func, args):
+                self._on_gradient()
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "?")
         if not _draws(name, args, kwargs) and not self.tainted(args) and not self.tainted(kwargs):
@@ -270,6 +275,13 @@ def _draws(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
         training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
         return bool(training) and probability != 0
     return True
+
+
+_gradient: Any = Tensor.grad
+
+
+def _reads_gradient(func: Any, args: Any) -> bool:
+    return bool(func == _gradient.__get__ and isinstance(args[0], nn.Parameter) and args[0].requires_grad)
 
 
 def _constant(func: Any, name: str, args: Any) -> Tensor | None:

@@ -146,6 +146,14 @@ class Differentiates(Stacked):
         return y + slope.pow(2).mean()
 
 
+class Moves(Stacked):
+    """Takes its blocks to the device where they are needed, which moves their gradients as well."""
+
+    def run(self, x: Tensor) -> Tensor:
+        self.blocks.to(x.device)
+        return super().run(x)
+
+
 class Twice(Stacked):
     """The second block runs again at the end."""
 
@@ -316,6 +324,7 @@ class Hoards(Stacked):
         (Reads, {"blocks.2", "blocks.3"}, "reads a value of the model's"),
         (Shapes, {"blocks.2", "blocks.3"}, "__getitem__"),
         (Differentiates, ALL, "differentiates by itself"),
+        (Moves, ALL, r"asks for a parameter's gradient, as module\.to\(\)"),
         (Twice, {"blocks.2", "blocks.3"}, r"'blocks\.1' runs before it and again after it"),
         (SideChannel, {"blocks.2", "blocks.3"}, "without having been returned"),
         (Numbers, {"blocks.1", "blocks.2", "blocks.3"}, "a number that depends on values"),
@@ -379,6 +388,18 @@ def test_tables_that_are_made_once_and_losses_that_are_only_kept_are_no_reason()
             return self.last
 
     assert not recorded(Caches()).uncuttable
+
+
+def test_a_frozen_network_may_be_moved_in_the_step() -> None:
+    class Judged(Stacked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.judge = torch.nn.Linear(4, 4).requires_grad_(False)
+
+        def run(self, x: Tensor) -> Tensor:
+            return super().run(self.judge.to(x.device)(x))
+
+    assert not recorded(Judged()).uncuttable
 
 
 def test_a_batch_that_is_written_to_is_noted() -> None:
