@@ -154,6 +154,28 @@ def test_states_come_whole_and_go_in_parts(tmp_path: Path) -> None:
     run_ranks(work, 3, timeout_seconds=150)
 
 
+@pytest.mark.parametrize("offload", [(), ("optimizer",)])
+def test_deepspeeds_own_copy_is_gone(offload: tuple[Any, ...]) -> None:
+    """Its views of it are views of what is stepped, so no memory is kept, and its functions give what was stepped."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    def work(rank: int, world_size: int) -> None:
+        expected, _ = plain_steps("AdamW", 2)
+        for stage in (1, 2):
+            under = Partitioned("AdamW", stage, world_size, offload=offload)
+            under.steps(0, 2)
+            stepped = {flat.untyped_storage().data_ptr() for _, flat, _ in doorway.partitions(under.engine.optimizer)}
+            for (name, parameter), plain in zip(under.module.named_parameters(), expected.parameters(), strict=True):
+                if not parameter.requires_grad:
+                    continue
+                mapping: Any = parameter
+                if (its := mapping._hp_mapping) is not None:
+                    assert its.hp_fragment.untyped_storage().data_ptr() in stepped, name
+                assert_like(safe_get_full_fp32_param(parameter), plain.detach())
+
+    run_ranks(work, 2, timeout_seconds=120)
+
+
 def expected_before(kind: str) -> dict[str, Any]:
     state = optimizer_of(kind, Odd()).state_dict()
     return {**state, "state": {}}
