@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_autopar.memory.storages import storage_sizes
 from lightning_autopar.plans import Plan
 from lightning_autopar.state.flat_parts import FlatPart
 from lightning_autopar.state.scratch_files import ScratchFile
 from lightning_autopar.strategies.base import process_group
 from lightning_autopar.strategies.zero import deepspeed_compat as doorway
 from lightning_autopar.strategies.zero.partitions import gathered_state as zero_state
-from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, is_whole, make_whole, parts
+from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, held_by_zero, is_whole, make_whole, parts
 from lightning_autopar.strategies.zero.partitions.optimizer_pieces import OptimizerBridge, fragment_parts
 from lightning_autopar.strategies.zero.partitions.parameter_views import ParameterViews
 from lightning_autopar.strategies.zero.settings import deepspeed_config, zero_settings
@@ -165,6 +166,9 @@ def test_deepspeeds_own_copy_is_gone(offload: tuple[Any, ...]) -> None:
             under = Partitioned("AdamW", stage, world_size, offload=offload)
             under.steps(0, 2)
             stepped = {flat.untyped_storage().data_ptr() for _, flat, _ in doorway.partitions(under.engine.optimizer)}
+            kinds = held_by_zero(under.engine, under.module).values()
+            sizes = [storage_sizes(tensors, CPU) for tensors in kinds]
+            assert len(set().union(*sizes)) == sum(map(len, sizes)), "a tensor is counted in two kinds"
             for (name, parameter), plain in zip(under.module.named_parameters(), expected.parameters(), strict=True):
                 if not parameter.requires_grad:
                     continue
