@@ -220,6 +220,12 @@ def test_ddp_has_its_buckets_from_the_start() -> None:
     assert peak_kib(plan("ddp", 8)) == 128 + 128 + 128 + 1 + 6 + 1 + 64
 
 
+def test_ddps_buckets_have_segments_of_their_own() -> None:
+    """They are made on another stream: what is left of a segment of 2 MiB serves no other tensor."""
+    alone, replica = (replay(FOOTPRINT, of, 0).reserved_peak_bytes for of in (plan(), plan("ddp", 8)))
+    assert (alone, replica) == (2 * MIB, 4 * MIB)
+
+
 @pytest.mark.parametrize("reshard", [True, False])
 def test_fsdp(reshard: bool) -> None:
     """World 4: a quarter of everything between steps; at most two units' parameters whole."""
