@@ -360,9 +360,11 @@ class DDPPlayer(Player):
     """
 
     def start(self) -> None:
-        """Parameters, then the buckets, the last ones first."""
+        """Parameters, then the buckets, the last ones first; and a number for each parameter, whether it was used."""
         super().start()
-        for number, size_bytes in enumerate(reversed(bucket_sizes(gradient_sizes(self.footprint, self.script)))):
+        sizes = gradient_sizes(self.footprint, self.script)
+        self.machine.hold("used", 4 * len(sizes), "gradients", SETUP)
+        for number, size_bytes in enumerate(reversed(bucket_sizes(sizes))):
             self.machine.hold(("bucket", number), size_bytes, "gradients", SETUP)
 
     def keeps(self, change: TapeChange) -> bool:
