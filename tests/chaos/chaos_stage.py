@@ -55,6 +55,7 @@ _WAIT_SECONDS = 60.0
 
 #: So long a worker is looked for that is to be killed.
 _KILL_SECONDS = 5.0
+_ANSWERED = SnapshotRendezvous.answered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +114,9 @@ class Stage:
         self.done.append(self.actions.pop(0))
         self._announce()
 
-    def asked(self, what: str) -> None:
+    def asked(self, what: str, number: int) -> None:
         """The agent has asked its workers for something."""
-        self.cells[_PENDING] = 1
+        self.cells[_PENDING] = number
         if what == "pause" and self.moving is not None:
             self.finish()
             self.moving = None
@@ -344,7 +345,7 @@ def on_stage(stage: Stage) -> Iterator[None]:
     patched.append((snapshot, "save_snapshot", _at("saved", _at("before_saving", snapshot.save_snapshot), after=True)))
     patched.append((snapshot.dcp, "save", _at("tensors_saved", snapshot.dcp.save, after=True)))
     patched.append((EngineMixin, "prepare", _at("preparing", EngineMixin.prepare)))
-    for name in ("ask", "answered", "withdraw"):
+    for name in ("ask", "answer", "answered", "withdraw"):
         patched.append((SnapshotRendezvous, name, _told(stage, name, getattr(SnapshotRendezvous, name))))
     patched.append((SnapshotStore, "keep", _kept(stage, SnapshotStore.keep)))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
@@ -374,10 +375,15 @@ def _kept(stage: Stage, keep: Callable[..., Any]) -> Callable[..., Any]:
 def _told(stage: Stage, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """The gate's method that tells the stage whether ranks are asked for something."""
 
-    def told(rendezvous: SnapshotRendezvous, *arguments: Any) -> Any:
-        value = method(rendezvous, *arguments)
+    def told(rendezvous: SnapshotRendezvous, *arguments: Any, **options: Any) -> Any:
+        number = rendezvous.number
+        value = method(rendezvous, *arguments, **options)
         if name == "ask":
-            stage.asked(arguments[0])
+            stage.asked(arguments[0], value)
+        elif name == "answer":
+            # The last worker's answer. On a busy machine the agent looks only when the workers have run on, to the run's end.
+            if _ANSWERED(rendezvous) is not None and stage.cells[_PENDING] == number:
+                stage.cells[_PENDING] = 0
         elif name == "withdraw" or value is not None:
             stage.cells[_PENDING] = 0
         return value

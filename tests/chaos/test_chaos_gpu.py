@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan
 from lightning_autopar.devices.discover import probe
+from lightning_autopar.strategies.base.worker_exception import WorkerFailed
 from tests.chaos.chaos_modules import Variant
 from tests.chaos.chaos_runs import compare, fit_plainly, fit_with
 from tests.chaos.chaos_schedules import ddp, fsdp, pipeline, single
@@ -99,6 +101,27 @@ def test_what_is_kept_on_a_gpu_comes_out_on_the_gpu_of_the_next_worker(tmp_path:
 
 
 # -- allocations that fail ---------------------------------------------------------------------------------------------------------------
+
+
+class Vanishes(pl.Callback):
+    """Rank 1's GPU is lost, and NCCL's watchdog ends the process."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3 and trainer.global_rank == 1:
+            control.lose(trainer.strategy.root_device.index)
+            os.abort()
+
+
+def _lost(folder: Path) -> None:
+    _fit(_pinned("ddp"), [Vanishes()], folder)
+
+
+@pytest.mark.stub
+def test_a_gpu_that_vanishes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NULLGPU_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("AUTOPAR_LEDGER", "off")
+    with pytest.raises(WorkerFailed, match=r"rank 1 on GPU.*killed by SIGABRT; of its GPU: GPU 1 can't be read \(GPU is lost\)"):
+        fresh(_lost, tmp_path, seconds=150)
 
 
 class Wide(pl.LightningModule):

@@ -12,8 +12,9 @@ from typing import Literal, get_args
 from lightning_autopar.memory.allocator.caching_allocator import Block, CachingAllocator
 
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "input", "communication", "workspace"]
-#: The streams that a step's tensors belong to: the computation's; FSDP's for copying shards together; FSDP's for reducing.
-COMPUTE, GATHER, REDUCE = range(3)
+#: The streams that a step's tensors belong to: the computation's; FSDP's for copying shards together; FSDP's for reducing; that on which
+#: Lightning wraps a module for DDP.
+COMPUTE, GATHER, REDUCE, SETUP = range(4)
 
 
 class PlayedDevice:

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from fractions import Fraction
 
 from lightning_autopar.memory.allocator.options import MIB
-from lightning_autopar.memory.allocator.played_device import Category, PlayedDevice
+from lightning_autopar.memory.allocator.played_device import SETUP, Category, PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.tape import Kind
@@ -353,17 +353,19 @@ class Player:
 
 class DDPPlayer(Player):
     """DDP with ``gradient_as_bucket_view``: gradients lie in flat buckets, which exist from the start, and are copied into them when
-    complete.
+    complete. Lightning wraps the module on a stream of its own, so what a bucket's segment has left serves nobody else.
 
     With ``find_unused_parameters`` the buckets aren't built anew after the first step, so they are in the order of the parameters
     (``torch/nn/parallel/distributed.py``, ``torch/csrc/distributed/c10d/reducer.cpp``: ``compute_bucket_assignment_by_size``).
     """
 
     def start(self) -> None:
-        """Parameters, then the buckets, the last ones first."""
+        """Parameters, then the buckets, the last ones first; and a number for each parameter, whether it was used."""
         super().start()
-        for number, size_bytes in enumerate(reversed(bucket_sizes(gradient_sizes(self.footprint, self.script)))):
-            self.machine.hold(("bucket", number), size_bytes, "gradients")
+        sizes = gradient_sizes(self.footprint, self.script)
+        self.machine.hold("used", 4 * len(sizes), "gradients", SETUP)
+        for number, size_bytes in enumerate(reversed(bucket_sizes(sizes))):
+            self.machine.hold(("bucket", number), size_bytes, "gradients", SETUP)
 
     def keeps(self, change: TapeChange) -> bool:
         """Gradients lie in the buckets."""

@@ -193,6 +193,8 @@ def share_partitions(optimizer: Any) -> None:
         stepped.data = stepped.data.to(own.dtype) if apart else own.data
         if gradient is not None:
             stepped.grad = gradient.to(own.dtype)
+    # At stages 1 and 2 each parameter has a view of what is stepped; of DeepSpeed's copies, those views would keep the memory.
+    optimizer._link_all_hp_params()
 
 
 def copied_partitions(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,7 +7,7 @@ As DeepSpeed 0.19.8 does it (``runtime/zero/stage_1_and_2.py``, ``stage3.py``, `
   it compute in under ``bf16-mixed`` as well, and in 32 bits, too. Our engine's optimizer steps the parameters' own part, or a copy of it
   on the host where that isn't on the host already.
 - Stages 1 and 2: parameters lie in one flat buffer. During backward gradients move into a bucket, or two that take turns
-  (``overlap_comm``); a full one is flattened once more, and reduced. The rank's own part is copied out.
+  (``overlap_comm``); a full one is flattened once more, and reduced. Gradients of which the rank has a part are copied out whole.
 - Stage 3: one bucket is always there, and so is the rank's part of the gradients. Parameters of few elements stay gathered. A gathered
   parameter is kept if it is used again within ``max_reuse_elements`` of parameters. Others are gathered ahead, a bucket at each module that
   runs, up to ``max_live_elements`` in all; the flat buffer of each such gather stays until the last of its parameters is used. Where
@@ -108,6 +108,22 @@ class _Moment(NamedTuple):
     occasion: Occasion = "step"
 
 
+def _most_owned(sizes: list[int], part: int) -> int:
+    """The most elements that a rank holds of reduced gradients at stages 1 and 2: whole ones, also where only some of it is the rank's.
+
+    Args:
+        sizes: of the gradients, in the order in which parameters are laid into parts; assumed is that in which they run.
+        part: elements of a rank's part.
+    """
+    owned: dict[int, int] = {}
+    begin = 0
+    for size in sizes:
+        for rank in range(begin // max(1, part), (begin + max(size, 1) - 1) // max(1, part) + 1):
+            owned[rank] = owned.get(rank, 0) + size
+        begin += size
+    return max(owned.values(), default=0)
+
+
 def _total(held: _Moment) -> int:
     return held.parameters + held.gradients + held.activations + held.temporary + held.communication
 
@@ -155,7 +171,9 @@ class _Zero:
         #: The part from which on a parameter stays gathered for backward: the parts in between have few enough parameters, counted twice.
         after = [*accumulate((layer.elements for layer in reversed(self.layers)), initial=0)][::-1]
         self.reused = next((index for index, elements in enumerate(after[1:]) if 2 * elements < settings.max_reuse_elements), len(after))
-        self.largest = max((elements for layer in self.layers for elements in layer.gradients), default=0)
+        sizes = [elements for layer in self.layers for elements in layer.gradients]
+        self.largest = max(sizes, default=0)
+        self.reduced = _most_owned(sizes, -(-self.trainable // self.ranks))
         traced = max(1, footprint.gradient_bytes)
         self.state = round(footprint.optimizer_bytes / traced * self.part(self.stepped))
         self.shrink = self.element * footprint.parameters / max(1, footprint.parameter_bytes)
@@ -211,7 +229,7 @@ class _Zero:
         filled = 0  # elements that wait for their reduction
         several = 0  # the gradients to which these belong
         beside = 0  # of those, the ones in a gradient that is larger than the bucket, and stays where it is
-        kept = self.part(self.element) if self.accumulates and self.stage == 2 and not self.offload else 0
+        kept = self.reduced * self.element if self.accumulates and self.stage == 2 and not self.offload else 0
         waiting = self.trainable if self.accumulates and self.stage == 1 else 0  # elements of gradients of earlier micro-batches
         buckets = 0
         size = self.bucket * (2 if self.settings.overlap_comm else 1) if self.stage < 3 else 0
@@ -274,8 +292,8 @@ class _Zero:
         return elements * self.element * ((gradients > 1 or elements % self.ranks > 0) + self.on_cpu)
 
     def _own(self, flushed: int) -> int:
-        """The rank's own part of the gradients, at stages 1 and 2: held from the first reduction that gives some of it."""
-        return self.part(self.element) if flushed and self.stage < 3 and not self.offload else 0
+        """The gradients of which the rank has a part, at stages 1 and 2: held from the first reduction that gives some of it."""
+        return self.reduced * self.element if flushed and self.stage < 3 and not self.offload else 0
 
     def _update(self, kept: int) -> Iterator[_Moment]:
         """The optimizer's step on the rank's part: the gradients are flattened, and cast; then its own scratch."""
@@ -283,7 +301,7 @@ class _Zero:
             return
         cast = self.part(self.stepped) if self.element != self.stepped else 0
         flat = self.part(self.element)
-        own = self.part(self.element) if self.stage < 3 else 0
+        own = self._own(self.trainable)
         yield _Moment(gradients=kept + own, temporary=flat + cast)
         fixed = max((moment.fixed_bytes for moment in self.footprint.moments if moment.phase == "optimizer"), default=0)
         largest_bytes = max(1, self.footprint.largest_parameter_bytes)

@@ -216,8 +216,15 @@ def test_equal_micro_batches_are_played_until_they_change_nothing(of: Plan, monk
 
 
 def test_ddp_has_its_buckets_from_the_start() -> None:
-    # A new gradient of 64 beside the buckets, in the second block's backward, with all activations at an eighth: 6, and 1 of gradients.
-    assert peak_kib(plan("ddp", 8)) == 128 + 128 + 128 + 1 + 6 + 1 + 64
+    # A new gradient of 64 beside the buckets, in the second block's backward, with all activations at an eighth: 6, and 1 of gradients. And
+    # 512 bytes for the numbers of the parameters that were used.
+    assert peak_kib(plan("ddp", 8)) == 128 + 128 + 128 + 1 + 6 + 1 + 64 + 0.5
+
+
+def test_ddps_buckets_have_segments_of_their_own() -> None:
+    """They are made on another stream: what is left of a segment of 2 MiB serves no other tensor."""
+    alone, replica = (replay(FOOTPRINT, of, 0).reserved_peak_bytes for of in (plan(), plan("ddp", 8)))
+    assert (alone, replica) == (2 * MIB, 4 * MIB)
 
 
 @pytest.mark.parametrize("reshard", [True, False])

@@ -93,6 +93,17 @@ def test_our_engine_steps_the_parameters_own_parts(precision: str, element: int,
         assert zero_host_bytes(footprint, both, precision=precision, on_cpu=True) == (5 * element * 80, 0)
 
 
+def test_a_gradient_that_several_ranks_have_a_part_of_is_whole_on_each() -> None:
+    """DeepSpeed copies it as it was reduced, and beside lies the one that backward made; a head larger than a rank's part weighs most."""
+    body = gpt()
+    head = 10 * body.parameters
+    outer = (*body.outer[:-1], replace(body.outer[-1], parameter_rows=((head, 4, True),), parameter_modules=()))
+    elements = head + body.parameters - sum(rows * row_bytes // 4 for rows, row_bytes, _ in body.outer[-1].parameter_rows)
+    footprint = replace(body, outer=outer, parameters=elements, trainable_parameters=elements, parameter_bytes=4 * elements)
+    for ranks in (4, 8):
+        assert zero_bytes(footprint, plan(2, ranks), share=1 / ranks).gradients >= 4 * 2 * head
+
+
 def test_page_locked_memory_comes_in_powers_of_two() -> None:
     footprint = replace(hand_made(16), parameters=160, trainable_parameters=160, gradient_bytes=640, optimizer_bytes=1280)
     pageable, locked = zero_host_bytes(footprint, plan(3, offload=("optimizer", "parameters")))

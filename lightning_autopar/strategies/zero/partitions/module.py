@@ -128,9 +128,10 @@ def _hooks(module: nn.Module) -> set[tuple[str, int]]:
 
 
 def held_by_zero(engine: Any, module: nn.Module) -> dict[str, list[Tensor]]:
-    """The device's tensors by kind: ``"parameters"``, ``"gradients"``, ``"optimizer"`` (without the optimizer's state), ``"rest"``."""
+    """The device's tensors by kind: ``"parameters"``, ``"gradients"``, ``"rest"``. What the optimizer steps is a part of the parameters, or
+    on the host.
+    """
     zero, offloads = engine.optimizer, _offloads(engine)
-    masters = [] if "optimizer" in offloads else _masters(zero)
     if not _is_stage_3(zero):
         passed = getattr(zero, "temp_grad_buffer_for_gpu_offload", None)
         rest = [buffer for bucket in zero.ipg_buckets.values() for buffer in bucket.buffer]
@@ -139,13 +140,11 @@ def held_by_zero(engine: Any, module: nn.Module) -> dict[str, list[Tensor]]:
             "parameters": list(module.parameters()),
             # Gradients of earlier batches, where they accumulate.
             "gradients": [gradient for group in waiting if group is not None for gradient in group],
-            "optimizer": masters,
             "rest": [*rest, *_there([passed])],
         }
     return {
         "parameters": [] if "parameters" in offloads else _parts(module),
         "gradients": [] if "optimizer" in offloads else [zero.grad_partitions_flat_buffer],
-        "optimizer": masters,
         # Parameters that stay gathered.
         "rest": [*(bucket.buffer for bucket in zero.ipg_buckets.values()), *module.parameters()],
     }

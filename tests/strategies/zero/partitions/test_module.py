@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_autopar.memory.storages import storage_sizes
 from lightning_autopar.plans import Plan
 from lightning_autopar.state.flat_parts import FlatPart
 from lightning_autopar.state.scratch_files import ScratchFile
 from lightning_autopar.strategies.base import process_group
 from lightning_autopar.strategies.zero import deepspeed_compat as doorway
 from lightning_autopar.strategies.zero.partitions import gathered_state as zero_state
-from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, is_whole, make_whole, parts
+from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, held_by_zero, is_whole, make_whole, parts
 from lightning_autopar.strategies.zero.partitions.optimizer_pieces import OptimizerBridge, fragment_parts
 from lightning_autopar.strategies.zero.partitions.parameter_views import ParameterViews
 from lightning_autopar.strategies.zero.settings import deepspeed_config, zero_settings
@@ -152,6 +153,31 @@ def test_states_come_whole_and_go_in_parts(tmp_path: Path) -> None:
                 assert_like(again, expected.state_dict())
 
     run_ranks(work, 3, timeout_seconds=150)
+
+
+@pytest.mark.parametrize("offload", [(), ("optimizer",)])
+def test_deepspeeds_own_copy_is_gone(offload: tuple[Any, ...]) -> None:
+    """Its views of it are views of what is stepped, so no memory is kept, and its functions give what was stepped."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    def work(rank: int, world_size: int) -> None:
+        expected, _ = plain_steps("AdamW", 2)
+        for stage in (1, 2):
+            under = Partitioned("AdamW", stage, world_size, offload=offload)
+            under.steps(0, 2)
+            stepped = {flat.untyped_storage().data_ptr() for _, flat, _ in doorway.partitions(under.engine.optimizer)}
+            kinds = held_by_zero(under.engine, under.module).values()
+            sizes = [storage_sizes(tensors, CPU) for tensors in kinds]
+            assert len(set().union(*sizes)) == sum(map(len, sizes)), "a tensor is counted in two kinds"
+            for (name, parameter), plain in zip(under.module.named_parameters(), expected.parameters(), strict=True):
+                if not parameter.requires_grad:
+                    continue
+                mapping: Any = parameter
+                if (its := mapping._hp_mapping) is not None:
+                    assert its.hp_fragment.untyped_storage().data_ptr() in stepped, name
+                assert_like(safe_get_full_fp32_param(parameter), plain.detach())
+
+    run_ranks(work, 2, timeout_seconds=120)
 
 
 def expected_before(kind: str) -> dict[str, Any]:
