@@ -248,7 +248,8 @@ def test_a_plan_is_refused_where_its_host_lacks_memory_and_taken_where_the_spec_
 def test_an_assumption_is_told() -> None:
     report = make_report(footprint(), parse_spec("2xRTX4090"), Constraints())
     words = " ".join(str(report).split())
-    assert "Host memory: 94.6 GiB, assumed (twice the devices', at most 256 GiB a device; 'RTX4090-24GB@128GiB'" in words
+    assumed = "Host memory: 94.6 GiB, assumed (twice the devices', at most 256 GiB a device; to say that a node has 128 GiB, write "
+    assert f"{assumed}'RTX4090-24GB@128GiB' in the spec)" in words
     larger = replace(LARGE, blocks=(), optimizer_bytes=200 * GIB, parameter_bytes=4 * GIB, gradient_bytes=4 * GIB)
     reason = Appraiser(larger, parse_spec("2xRTX4090"), Constraints()).candidate(plan_on("2xRTX4090")).reason
     assert "which has 89.8 GiB (94.6 GiB assumed less the 5 % margin; " in (reason or "")
