@@ -61,9 +61,9 @@ for name in sys.argv[1:]:  # "free": what takes least of each device
 #: With it the GPU of rank 1 hangs from the second step on, and that is seen soon.
 HANG = """
 from lightning_autopar.strategies.processes import peer_watch
-from lightning_autopar.strategies.processes import stalls
+from lightning_autopar.strategies.processes import stalled_workers
 from tests.nullgpu import control
-stalls.STOOD_SECONDS, stalls.FIRST_SECONDS, stalls.PATIENCE, peer_watch._QUEUE_SECONDS = 2.0, 2.0, 0, 0.5
+stalled_workers.STOOD_SECONDS, stalled_workers.FIRST_SECONDS, stalled_workers.PATIENCE, peer_watch._QUEUE_SECONDS = 2.0, 2.0, 0, 0.5
 def hang(module, batch, batch_idx):
     if module.global_rank == 1 and batch_idx == 1:
         control.fault("hang", rank=1)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank, recomputed
+from lightning_autopar.engines import Engine, Question, Rank, recomputed
 from lightning_autopar.memory.allocator.options import MIB
 from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeParts
@@ -146,6 +146,16 @@ class DDP(Engine):
         sent = "only gradients are communicated" if question.footprint.training else "each takes its share of the samples"
         return (build_plan(question, devices, self.name, f"a replica on each device: {sent}"),)
 
+    def refusal(self, question: Question) -> str | None:
+        """Refuse backward passes within the backward pass: DDP takes their parameters for unused ones, and then gets their gradients."""
+        split = question.constraints.split
+        if split is None or not split.reentrant:
+            return None
+        return (
+            f"the backward of {split.reentrant} runs a backward pass of its own, in which parameters get gradients that DDP doesn't "
+            "wait for; use torch.utils.checkpoint with use_reentrant=False, or layers that aren't reversible"
+        )
+
     def unfit(self, trainer: Any, kinds: Mapping[str, str]) -> str | None:
         """Refuse sparse gradients on GPUs, which exchange gradients by NCCL."""
         from lightning_autopar._lightning_compat import TrainerFn
@@ -154,16 +164,6 @@ class DDP(Engine):
         if trainer.state.fn != TrainerFn.FITTING or trainer.strategy.root_device.type != "cuda":
             return None
         return sparse_gradients(trainer.lightning_module, "which NCCL can't reduce")
-
-    def look(self, first: FirstStep) -> Finding:
-        """Refuses backward passes within the backward pass: DDP takes their parameters for unused ones, and then gets their gradients."""
-        if first.split is None or not first.split.reentrant:
-            return Finding()
-        reason = (
-            f"the backward of {first.split.reentrant} runs a backward pass of its own, in which parameters get gradients that DDP doesn't "
-            "wait for; use torch.utils.checkpoint with use_reentrant=False, or layers that aren't reversible"
-        )
-        return Finding(refusals={self.name: reason})
 
     def bytes(self, rank: Rank) -> Iterable[DeviceBytes]:
         """All of the state and of the step; DDP's buckets hold the gradients."""

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autopar import engines
-from lightning_autopar.engines import FirstStep
+from lightning_autopar.constraints import Constraints
+from lightning_autopar.engines import Question
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.parity.sharing_probe import probe_sharing
 from lightning_autopar.strategies.parity.split_probe import probe_split
@@ -150,6 +151,6 @@ class Checkpointed(nn.Linear):
 def test_a_backward_pass_within_the_backward_pass_is_refused_under_ddp(reentrant: bool, name: str) -> None:
     split, _ = probe_split(Module(Checkpointed(reentrant)), None, first())
     assert split.reentrant == name
-    told = FirstStep(trainer=None, stage="fit", batch=first(), validation=lambda: None, footprint=None, split=split)
-    refusal = engines.named("ddp").look(told).refusals.get("ddp")
+    question = Question(footprint=None, inventory=None, constraints=Constraints(split=split))  # type: ignore[arg-type]
+    refusal = engines.named("ddp").refusal(question)
     assert refusal is None if not reentrant else refusal is not None and name in refusal and "use_reentrant=False" in refusal

@@ -33,10 +33,10 @@ warnings.simplefilter("ignore")
 import lightning.pytorch as pl, torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
-from lightning_autopar.strategies.processes import stalls
+from lightning_autopar.strategies.processes import stalled_workers
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 
-stalls.STOPPED_SECONDS = 2.0
+stalled_workers.STOPPED_SECONDS = 2.0
 torch.set_num_threads(1)
 task = json.loads(sys.argv[1])
 if task.get("cuda"):

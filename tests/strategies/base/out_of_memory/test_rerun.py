@@ -333,4 +333,4 @@ class ByHand(Short):
 @pytest.mark.parametrize("engine", ["single", "ddp"])
 @pytest.mark.parametrize("make", [partial(InOptimizer, ""), partial(InValidation, ""), ByHand])
 def test_what_is_no_step_of_automatic_optimization_ends_the_run(make: Callable[[], Any], engine: Any) -> None:
-    assert "ran in" not in short(make, plan(engine, ranks=1 if engine == "single" else 2))
+    assert "samples ran in" not in short(make, plan(engine, ranks=1 if engine == "single" else 2))
