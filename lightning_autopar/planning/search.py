@@ -277,10 +277,9 @@ class Search:
             return
         plain, count = without_recompute(best.plan), len(best.plan.recompute)
         order = self.remedies.order(plain)
-        for number in (count, count - 1, count + 1):
+        for number in (number for number in (count, count - 1, count + 1) if 0 < number <= len(order)):
             for blocks in (order[-number:], order[:number]):
-                if 0 < number <= len(order):
-                    self._replay_if_faster(with_recompute(plain, self.footprint, blocks))
+                self._replay_if_faster(with_recompute(plain, self.footprint, blocks))
 
     def _replay_if_faster(self, plan: Plan) -> None:
         """Replay a plan that would be faster than the best one."""

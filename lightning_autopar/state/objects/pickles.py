@@ -25,7 +25,7 @@ from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, fingerpr
 MOST_OBJECTS = 1_000_000
 #: Pickled chunks of at least this size are compared by a sum, at the speed of memory.
 _CHUNK_BYTES = 1024**2
-#: What is pickled by its name.
+#: Python pickles objects of these types by their names.
 _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
 
 

@@ -45,7 +45,8 @@ def hidden_from_users() -> Iterator[None]:
 
     Code that asks combines its ranks' values by itself (it divides by the labels of all ranks, or gathers embeddings). Here a batch's parts
     are already combined to one device's values, so that it would do so twice; and where ranks run stages, its peers wouldn't come.
-    Callbacks see the group: each rank's get its own part of the batch, and ask to let one rank alone write.
+    Callbacks see the group: each rank's get its own part of the batch, and ask to let one rank alone write. Loaders' code, which waits for
+    no collective, runs under ``exact/data/loader_pass.without_group``; that takes the group away from torch, too.
     """
     own = dist.is_initialized
 

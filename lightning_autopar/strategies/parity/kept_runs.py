@@ -1,7 +1,7 @@
 """What runs of a step keep on the module and in variables: how that of a batch's parts combines into that of the whole batch.
 
-Ranks and parts exchange what a step keeps when its forward is over. What hooks keep during the backward pass (of an activation's gradient,
-say) comes later, and is told. Knows runs of a step; nothing of losses, draws or logs.
+Ranks and parts exchange what a step keeps when its forward is over. A hook may keep something during the backward pass, such as the norm
+of an activation's gradient. Nobody exchanges that; the report names it. Knows runs of a step; nothing of losses, draws or logs.
 """
 
 from __future__ import annotations

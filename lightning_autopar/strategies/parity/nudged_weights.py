@@ -1,8 +1,8 @@
 """Moves weights and counters from where they start, so that the first step doesn't hide what later ones compute.
 
-A second network that starts as a copy of the first, a gate or an adapter that starts at zero: at the first weights their terms of a loss
-are zero, and a sum of a sum and a mean looks like a sum alone. A projection
-that is drawn anew after a thousand calls: no first step draws it. Knows a module's parameters, buffers and attributes; nothing of batches.
+A second network may start as a copy of the first, and a gate or an adapter at zero. At the first weights their terms of a loss are zero,
+and a sum of a sum and a mean looks like a sum alone. A projection may be drawn anew after a thousand calls; no first step draws it.
+Knows a module's parameters, buffers and attributes; nothing of batches.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ def _hooks(module: nn.Module) -> set[tuple[str, int]]:
 
 
 def held_by_zero(engine: Any, module: nn.Module) -> dict[str, list[Tensor]]:
-    """The device's tensors by kind: ``"parameters"``, ``"gradients"``, ``"rest"``. What the optimizer steps is a part of the parameters, or
-    on the host.
+    """The device's tensors by kind: ``"parameters"``, ``"gradients"``, ``"rest"``. The tensors that the optimizer updates lie within the
+    parameters' bytes, or on the host.
     """
     zero, offloads = engine.optimizer, _offloads(engine)
     if not _is_stage_3(zero):
