@@ -40,6 +40,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from lightning_autopar.text import error_line
+
 T = TypeVar("T")
 
 _HEADER = struct.Struct("!?Q")
@@ -225,7 +227,7 @@ def _answer(writer: int, function: Callable[..., Any], args: tuple[Any, ...]) ->
         succeeded = True
     except BaseException as error:  # a SystemExit in the user's code is a failure here, too
         # The failure of the child's own child has its reason already.
-        reason = error.reason if isinstance(error, ChildFailed) else traceback.format_exception_only(type(error), error)[-1].strip()
+        reason = error.reason if isinstance(error, ChildFailed) else error_line(error)
         payload = pickle.dumps((reason, traceback.format_exc()))
         succeeded = False
     try:

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write and read them; and text from outside, made safe for a terminal or a log.
+"""Sizes and durations as people write and read them; text from outside, made safe for a terminal or a log; and an exception in a line.
 
 Knows no torch, device or plan.
 """
@@ -6,7 +6,10 @@ Knows no torch, device or plan.
 from __future__ import annotations
 
 import math
+import os
 import re
+import sys
+import traceback
 import unicodedata
 
 _UNITS = {"": 1, "b": 1}
@@ -131,6 +134,28 @@ def printable(text: str, most: int = 500) -> str:
     return "".join(_INSTEAD if unicodedata.category(character) in _UNFIT else character for character in short)
 
 
+#: Packages in whose code nobody looks for what they did themselves.
+_FRAMEWORKS = {"lightning", "lightning_autopar", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torch", "torchgen"}
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
+
+
 def error_line(error: BaseException) -> str:
-    """An exception in a line: its class, and the first line of what it says."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    """An exception in a line: its class, the first line of what it says, and the user's line that led to it."""
+    said = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {said}{_users_line(error)}"
+
+
+def _users_line(error: BaseException | None) -> str:
+    """Where the user's own code was, or if none was there an installed package's, when an exception or what led to it was raised."""
+    own = installed = ""
+    while error is not None and not own:
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            package, file = str(frame.f_globals.get("__name__", "")).partition(".")[0], frame.f_code.co_filename
+            if package in _FRAMEWORKS or package in sys.stdlib_module_names or file.startswith("<"):
+                continue
+            if _INSTALLED in file:
+                installed = f", at {os.path.basename(file)}:{line}"
+            else:
+                own = f", at {os.path.basename(file)}:{line}"
+        error = error.__cause__ or error.__context__
+    return own or installed

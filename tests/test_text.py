@@ -1,6 +1,7 @@
 import pytest
+import torch
 
-from lightning_autopar.text import format_bytes, format_change, format_seconds, format_share, parse_memory
+from lightning_autopar.text import error_line, format_bytes, format_change, format_seconds, format_share, parse_memory
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,19 @@ def test_kibibytes_are_told_without_a_percentage() -> None:
     assert format_change(1100 << 20, 1000 << 20) == "+10.0%"
     assert format_change(35 << 10, 1 << 10) == "+34 KiB"
     assert format_change(1 << 10, 35 << 10) == "-34 KiB"
+
+
+def _torch_refuses() -> None:
+    torch.ones(2) @ torch.ones(3)
+
+
+def test_an_error_names_the_users_line_that_led_to_it() -> None:
+    with pytest.raises(RuntimeError) as found:
+        _torch_refuses()
+    line = _torch_refuses.__code__.co_firstlineno + 1
+    assert error_line(found.value).startswith("RuntimeError: inconsistent tensor size")
+    assert error_line(found.value).endswith(f", at test_text.py:{line}")
+    wrapped = ValueError("it failed\nat length")
+    wrapped.__cause__ = found.value
+    assert error_line(wrapped) == f"ValueError: it failed, at test_text.py:{line}"
+    assert error_line(ValueError()) == "ValueError: no message"

@@ -272,6 +272,8 @@ def _each(value: Any, share: BatchShare) -> int:
 def _largest(value: Any) -> float:
     if isinstance(value, (list, tuple)):
         return max((_largest(each) for each in value), default=0.0)
+    if isinstance(value, (int, float)):  # by far the most: those of a replay buffer
+        return abs(float(value)) if math.isfinite(value) else 0.0
     try:
         number = _number(value)
     except TypeError:
@@ -288,6 +290,8 @@ def _alike(one: Any, other: Any, within: float = 0.0) -> bool:
         return len(one) == len(other) and all(_alike(a, b, within) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_alike(value, other[key], within) for key, value in one.items())
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return type(one) is type(other) and (one == other or abs(one - other) <= within or (one != one and other != other))
     try:
         a, b = _number(one), _number(other)
     except TypeError:

@@ -313,6 +313,10 @@ def _sentence(module: nn.Module, reason: str) -> str:
         )
     if told := re.search(r"RuntimeError: (the step has .*)", reason):
         return told[1].partition(", or run with allow")[0]
+    if "FSDP does not support deepcopy" in reason:
+        return (
+            f"the step copies a module (copy.deepcopy{reason[reason.rfind(', at ') :]}), and FSDP2 can't copy one with sharded parameters"
+        )
     if "uniform original parameter dtype" in reason:
         return "the parameters of a block have several dtypes, and FSDP2 needs one"
     return f"the step fails on sharded parameters ({reason})"

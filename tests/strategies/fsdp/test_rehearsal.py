@@ -187,7 +187,19 @@ def test_a_step_that_fails_anyway_says_nothing_about_shards_and_doesnt_pass() ->
     check = rehearse_fsdp(Broken(), None, _first(), BLOCKS)
     assert check.outcome == "not made"
     assert check.refusal is not None
-    assert "couldn't be checked, as the step fails on the CPU with whole parameters, too (ValueError: broken)" in check.refusal
+    words = "couldn't be checked, as the step fails on the CPU with whole parameters, too (ValueError: broken, at test_rehearsal.py:"
+    assert words in check.refusal
+
+
+def test_a_step_that_copies_its_network_is_refused_by_its_line() -> None:
+    class Copying(Fitted):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) + 0.0 * sum(weight.sum() for weight in copy.deepcopy(self.net).parameters())
+
+    line = Copying.loss.__code__.co_firstlineno + 1
+    refusal = rehearse_fsdp(Copying(), None, _first(), BLOCKS).refusal
+    assert refusal is not None
+    assert f"the step copies a module (copy.deepcopy, at test_rehearsal.py:{line}), and FSDP2 can't copy one" in refusal
 
 
 def test_a_step_that_takes_too_long_doesnt_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -633,7 +633,10 @@ def test_a_step_that_fails_altogether_is_not_probed() -> None:
     finding, _ = probe_split(Broken(), None, first_of(samples()))
     assert finding.splittable
     assert not finding.probed
-    assert finding.reason == "the step can't be tried on the CPU (RuntimeError: no such kernel on this device)"
+    line = Broken.loss.__code__.co_firstlineno + 1
+    assert (
+        finding.reason == f"the step can't be tried on the CPU (RuntimeError: no such kernel on this device, at test_split_probe.py:{line})"
+    )
 
 
 def test_infinite_losses_are_no_agreement() -> None:

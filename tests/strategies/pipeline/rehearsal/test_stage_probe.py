@@ -119,7 +119,7 @@ class Unvalidated(Stack):
 
 def test_a_validation_that_fails_is_named() -> None:
     found = confirm_stages(Unvalidated(), None, dict.fromkeys(("training_step", "validation_step"), batch()), "fit", ("blocks.2",))
-    assert "can't be run on the CPU (in validation_step: IndexError: beyond)" in (found.value.refusal or "")
+    assert "can't be run on the CPU (in validation_step: IndexError: beyond, at test_stage_probe.py:" in (found.value.refusal or "")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
@@ -383,7 +383,9 @@ def test_hooks_that_look_at_parameters() -> None:
     for kind, hook in ((Watches, "on_train_batch_end"), (Weighs, "on_train_epoch_end")):
         refusal = probed(kind()).value.refusal
         assert refusal is not None
-        assert re.search(rf"in stages {hook} fails \('\w+' reads the values of the parameter '.*', which another stage has\)", refusal)
+        assert re.search(
+            rf"in stages {hook} fails \('\w+' reads the values of the parameter '.*', which another stage has, at \w+.py:\d+\)", refusal
+        )
 
 
 class Exports(Tells):
