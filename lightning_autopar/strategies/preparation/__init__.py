@@ -6,6 +6,7 @@ Modules, in reading order:
     engine_looks       engines look at the first step, beside other checks
     divisible_batch    can a batch be run in parts, by how it was made
     longest_footprint  the first batch's footprint becomes the longest one's
+    late_parameters    which hook puts parameters into the module after the run has begun
     trainer_options    which engines the Trainer's options rule out
     decide             from settings and findings to a plan
     decision           Decision: the report and the run plan

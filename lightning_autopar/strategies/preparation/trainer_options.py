@@ -10,6 +10,7 @@ from lightning_autopar import engines
 from lightning_autopar._lightning import Trainer, callbacks, is_param_in_hook_signature, lightning_hasattr
 from lightning_autopar._lightning_compat import TrainerFn, has_own_loaders
 from lightning_autopar.plans import all_engines
+from lightning_autopar.strategies.preparation.late_parameters import late_parameters
 
 
 def finder_of(trainer: Trainer) -> Any:
@@ -52,6 +53,8 @@ def exclusions(trainer: Trainer, *, finds: bool = False) -> dict[str, str]:
         if rescales and trainer.state.fn == TrainerFn.FITTING:
             excluded["multi"] = f"{name!r} has max_norm, which rescales the rows of a batch in place: each device would do so to other rows"
     stage = trainer.state.fn
+    if stage == TrainerFn.FITTING and (late := late_parameters(trainer)) is not None:
+        excluded["multi"] = late
     if stage == TrainerFn.FITTING and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         excluded["multi"] = "training_step takes dataloader_iter and draws batches by itself, so that they can't be split"
         excluded["micro_batches"] = "training_step takes dataloader_iter and draws batches by itself, so that they can't run in parts"

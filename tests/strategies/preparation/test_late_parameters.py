@@ -1,0 +1,72 @@
+"""Hooks that put parameters into the module once the run has begun, and their healthy neighbours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from lightning_autopar.strategies.preparation.late_parameters import late_parameters
+from tests.strategies.modules import Regression, trainer
+
+
+class Probes(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.probe = nn.Linear(4, 2).to(pl_module.device)
+
+
+class Registers(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.register_parameter("scale", nn.Parameter(next(pl_module.parameters()).new_ones(1)))
+
+
+class Remembers(Callback):
+    """Writes to the module, but no parameters; and keeps a probe of its own."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.began = True
+        pl_module.frozen = nn.Linear(4, 2).requires_grad_(False)
+        self.probe = nn.Linear(4, 2)
+
+
+class Needs(Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.batches = trainer.train_dataloader.dataset.nothing
+
+
+class Lazy(Regression):
+    def on_fit_start(self) -> None:
+        self.extra = nn.Linear(4, 2)
+
+
+def found(folder: Path, *callbacks: Callback, module: Any = None) -> str | None:
+    run = trainer("single", folder, callbacks=[*callbacks])
+    run.strategy._lightning_module = module or Regression()
+    run.state.fn = TrainerFn.FITTING
+    sentence = late_parameters(run)
+    assert not hasattr(run.lightning_module, "probe")  # it was tried elsewhere
+    return sentence
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (Probes(), "the callback Probes puts the parameter 'probe.weight' into the module in on_fit_start"),
+        (Registers(), "the callback Registers puts the parameter 'scale' into the module in on_train_start"),
+    ],
+)
+def test_a_callback_that_adds_some_is_named(callback: Callback, words: str, tmp_path: Path) -> None:
+    assert (found(tmp_path, Remembers(), callback) or "").startswith(words)
+
+
+def test_a_module_that_adds_some_is_named(tmp_path: Path) -> None:
+    assert (found(tmp_path, module=Lazy()) or "").startswith("the module puts the parameter 'extra.weight' into the module in on_fit_start")
+
+
+def test_others_are_not(tmp_path: Path) -> None:
+    assert found(tmp_path, Remembers(), Needs()) is None
+    assert found(tmp_path) is None
