@@ -1,5 +1,4 @@
-"""Every plan that transformers' Trainer can run, with its prediction, as a report; the settings for the best; and what this Trainer can't
-run, or a reader should know."""
+"""Every plan that transformers' Trainer can run, with its prediction, as a report; the settings for the best; and what it can't run."""
 
 from __future__ import annotations
 
