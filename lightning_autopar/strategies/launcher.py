@@ -1,6 +1,7 @@
 """From a call of ``fit`` to a running plan: decide in the parent, then run where the plan says.
 
-The parent touches no GPU before the plan is made. It doesn't know how a plan is found (``decide``) nor how workers live (``generation``).
+The parent touches no GPU before the plan is made. It doesn't know how a plan is found (``decide``), nor how
+workers live (``worker_supervisor``).
 """
 
 from __future__ import annotations
