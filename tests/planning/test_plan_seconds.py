@@ -9,12 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autopar.devices.inventory import Link
-from lightning_autopar.planning.plan_seconds import device_speed, predict_seconds
+from lightning_autopar.devices.inventory import Device, Link, idle_share
+from lightning_autopar.memory.work.work import Work
+from lightning_autopar.planning.plan_seconds import predict_seconds
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.timing import ACCUMULATED_BYTES_PER_SECOND, OFFLOADED_PARAMETER, SHARDED_OPERATION
 from lightning_autopar.strategies.zero.engine import Zero
 from lightning_autopar.strategies.zero.settings import ZeroSettings
+from lightning_autopar.timing.data_sheet import DATA_SHEET
+from lightning_autopar.timing.rates import slowed
+from lightning_autopar.timing.roofline import computing_dtype
 from lightning_autopar.timing.step_seconds import Seconds
 from tests.fakes.rates import PlainRates
 from tests.fakes.traced import BLOCKS, GPUS, HERE, traced
@@ -339,6 +343,14 @@ def test_replicas_of_a_pipeline_reduce_their_gradients_and_tied_stages_too() -> 
 
 
 # -- the data sheet's rates --------------------------------------------------------------------------------------------------------------
+
+
+def device_speed(device: Device, precision: str = "32-true") -> float:
+    """FLOP/s of large matrix products that others leave of a device."""
+    product = Work(
+        kind="matmul", name="mm", dtype=computing_dtype(precision), flops=2 << 36, moved_bytes=3 << 26, shape=(1, 4096, 4096, 4096)
+    )
+    return product.flops / slowed(DATA_SHEET, (device,)).work_seconds(device, product) * idle_share(device)
 
 
 def test_half_precision_is_faster_on_a_gpu_and_an_unknown_gpu_is_slow() -> None:
