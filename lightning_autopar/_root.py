@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 ROOTS = ("lightning.pytorch", "pytorch_lightning")
 #: How the names of all modules of either begin.
 LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
+#: The packages between the user's code and the devices.
+FRAMEWORK = frozenset({"torch", "torchmetrics", "lightning_autopar", *(name.removesuffix(".") for name in LIGHTNING)})
+#: With packages whose objects hold values, and no code of the user's.
+NOT_THE_USERS = FRAMEWORK | {"builtins", "functools", "types", "numpy"}
 #: How the names of modules of ``lightning.pytorch`` begin, under either name.
 PYTORCH = tuple(f"{root}." for root in ROOTS)
 VARIABLE = "AUTOPAR_LIGHTNING"
@@ -36,6 +40,11 @@ choice: Choice | None = None
 def within(*packages: str) -> tuple[str, ...]:
     """How the names of modules in these packages of either root begin: ``lightning.pytorch.callbacks.`` and its like."""
     return tuple(f"{root}{package}." for root in PYTORCH for package in packages)
+
+
+def package_of(kind: object) -> str:
+    """The top-level package of a class's or a function's module."""
+    return str(getattr(kind, "__module__", "")).partition(".")[0]
 
 
 def choose(root: str, what: str) -> None:

@@ -40,7 +40,7 @@ PACKAGE = "lightning_autopar."
 #: Modules that run in a DDP step and not in an FSDP step.
 _DDP_ALONE = ("strategies.ddp.strategy", "_temporary")
 #: Modules of each walk, at most.
-CEILINGS = {"ddp step": 22, "fsdp step": 22, "plan": 25, "move": 9}
+CEILINGS = {"ddp step": 23, "fsdp step": 23, "plan": 25, "move": 9}
 #: Where they are told, and under which heading. Under FSDP2 the page says what is met in the place of DDP's strategy.
 PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 HEADINGS = {
@@ -78,18 +78,23 @@ class Recorder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._phase = mmap.mmap(-1, 1)
+        #: The phase, and whether the run moves: by the agent's word, so that an old worker's batch that begins just then doesn't end it.
+        self._phase = mmap.mmap(-1, 2)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._seen: set[tuple[int, int, bool, str]] = set()
 
     def enter(self, phase: int) -> None:
-        """All processes are in this phase from now on."""
+        """All processes are in this phase from now on, or when a move has ended."""
         self._phase[0] = phase
+
+    def move(self, moves: bool) -> None:
+        """A move begins or ends."""
+        self._phase[1] = moves
 
     @property
     def phase(self) -> int:
         """What the run is doing."""
-        return self._phase[0]
+        return MOVE if self._phase[1] else self._phase[0]
 
     def start(self) -> None:
         """Note this thread's calls, and those of threads and processes that begin later."""
@@ -102,7 +107,7 @@ class Recorder:
             self.enter(START if event == "return" else SEARCH)
         if event != "call" or not name.startswith(PACKAGE) or frame.f_code.co_name == "<module>":
             return
-        phase, process = self._phase[0], os.getpid()
+        phase, process = self.phase, os.getpid()
         if (phase, process, True, name) in self._seen:
             return
         code = frame.f_code
@@ -135,11 +140,13 @@ class Phases(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Rank 0 begins a batch."""
+        if trainer.global_rank != 0:
+            return
         process = os.getpid().to_bytes(8, "little")
-        if trainer.global_rank != 0 or (self.recorder.phase == MOVE and process == self.rank_0[:8]):
-            return  # the old workers go on until the new ones are ready
+        if process != self.rank_0[:8]:  # the old workers go on until the new ones are ready
+            self.recorder.move(False)
+            self.rank_0[:8] = process
         self.recorder.enter(STEP if batch_idx == _BATCH else OTHER)
-        self.rank_0[:8] = process
 
 
 class MoveOnce(pl.Callback):
@@ -157,7 +164,7 @@ class MoveOnce(pl.Callback):
             return None
         self.done = True
         decision = decide_again(self.trainer, run.decision, run.inventory(), plan=self.plan)
-        self.recorder.enter(MOVE)
+        self.recorder.move(True)
         return MoveRequest(action="move", decision=decision, reason="a walk")
 
 

@@ -206,8 +206,8 @@ def _gpus(pynvml: Any, notes: list[str]) -> list[_Gpu]:
             handle = pynvml.nvmlDeviceGetHandleByIndex(number)
             slot = _Slot(
                 handle,
-                as_text(pynvml.nvmlDeviceGetUUID(handle)),
-                as_text(pynvml.nvmlDeviceGetName(handle)),
+                pynvml.nvmlDeviceGetUUID(handle),
+                pynvml.nvmlDeviceGetName(handle),
                 topology.bus_id(pynvml.nvmlDeviceGetPciInfo(handle)),
             )
             capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
@@ -231,8 +231,8 @@ def _mig_instances(pynvml: Any, gpu: _Slot, notes: list[str]) -> tuple[_Slot, ..
     for number in range(most):
         try:
             handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, number)
-            uuid = as_text(pynvml.nvmlDeviceGetUUID(handle))
-            name = as_text(pynvml.nvmlDeviceGetName(handle))
+            uuid = pynvml.nvmlDeviceGetUUID(handle)
+            name = pynvml.nvmlDeviceGetName(handle)
         except pynvml.NVMLError as error:
             # The numbers of instances have gaps.
             if error.value != pynvml.NVML_ERROR_NOT_FOUND:
@@ -346,8 +346,3 @@ def _answer(pynvml: Any, otherwise: _T, ask: Callable[[], _T]) -> _T:
         return ask()
     except pynvml.NVMLError:
         return otherwise
-
-
-def as_text(value: str | bytes) -> str:
-    """Text; older versions of the module give bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value

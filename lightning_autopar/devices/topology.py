@@ -41,8 +41,7 @@ class _NvLinks(NamedTuple):
 
 def bus_id(pci: Any) -> str:
     """The PCI address of NVML's structure, spelt so that two can be compared."""
-    text = pci.busId.decode(errors="replace") if isinstance(pci.busId, bytes) else str(pci.busId)
-    return text.strip("\0 ").lower()
+    return str(pci.busId).strip("\0 ").lower()
 
 
 def links(pynvml: Any, ports: Sequence[Port]) -> tuple[Link, ...]:

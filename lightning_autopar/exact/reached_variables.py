@@ -19,7 +19,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-_LIBRARIES = frozenset({"lightning_autopar", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics"})
+from lightning_autopar._root import FRAMEWORK, package_of
+
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 #: Modules whose classes hold what is put into them.
 _DATAS = frozenset({"builtins", "collections", "numpy", "types"})
@@ -221,7 +222,7 @@ def _is_data(value: Any) -> bool:
 def _is_followed(value: Any) -> bool:
     """Whether a variable's value is one that a step may keep something in: a progress bar or a logger of others' counts for itself."""
     kind = type(value)
-    root = kind.__module__.partition(".")[0]
+    root = package_of(kind)
     home = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {"__name__": kind.__module__}
     return _is_data(value) and (root in _DATAS or isinstance(value, Tensor) or _is_users(home))
 
@@ -241,5 +242,5 @@ def _is_users(namespace: Mapping[str, Any]) -> bool:
     if root == "__main__":
         return True
     file = namespace.get("__file__") or ""
-    library = root in _LIBRARIES or root in sys.stdlib_module_names or root == "builtins"
+    library = root in FRAMEWORK or root in sys.stdlib_module_names or root == "builtins"
     return not library and not file.startswith(_STANDARD_LIBRARY) and not any(f"/{each}/" in file for each in _INSTALLED)

@@ -8,7 +8,6 @@ Modules, in reading order:
     training_arguments  each TrainingArguments that the script makes
     train_calls         the script's calls of ``train``
     trainer_step        a training step of its Trainer as a LightningModule's, and its footprint
-    trainer_limits      what this Trainer can and can't run, and what a reader should know
     planning            every plan that it can run, as a report
     relaunch            the script again, in the plan's processes
 """

@@ -1,4 +1,4 @@
-"""Every plan that transformers' Trainer can run, with its prediction, as a report; and the settings for the best."""
+"""Every plan that transformers' Trainer can run, with its prediction, as a report; the settings for the best; and what it can't run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.engines import Question
-from lightning_autopar.huggingface import trainer_limits
 from lightning_autopar.huggingface.relaunch import launched_by_others
 from lightning_autopar.huggingface.settings import Batch, Settings
-from lightning_autopar.huggingface.trainer_step import Look, look
+from lightning_autopar.huggingface.trainer_step import Look, checkpointing_field, has_own, look
 from lightning_autopar.huggingface.training_arguments import told_by
 from lightning_autopar.memory.allocator.options import options_from_environment
 from lightning_autopar.memory.cuda_overhead import target_of
@@ -83,7 +82,7 @@ def plan_for(trainer: Any, asked: Asked) -> Planned:
             f"a launcher has started this process ({variable} is set), but for transformers' Trainer lightning-autopar starts processes "
             "itself, as many as the plan needs; start it without the launcher"
         )
-    trainer_limits.refuse(trainer)
+    refuse(trainer)
     settings = AutoParallelStrategy(**asked.options).settings
     if settings.batch != "global":
         raise ValueError(
@@ -106,8 +105,8 @@ def plan_for(trainer: Any, asked: Asked) -> Planned:
         objective="memory" if settings.objective == "memory" else "speed",
         exact=settings.exact,
         precision=precision,
-        excluded={**missing_packages(inventory), **trainer_limits.excluded(trainer, found, on_cpu=on_cpu)},
-        notes=dict.fromkeys(all_engines(), trainer_limits.notes(trainer)),
+        excluded={**missing_packages(inventory), **excluded(trainer, found, on_cpu=on_cpu)},
+        notes=dict.fromkeys(all_engines(), notes(trainer)),
         split=_split(trainer, found),
         allocator=options_from_environment(os.environ),
     )
@@ -126,8 +125,8 @@ def plan_for(trainer: Any, asked: Asked) -> Planned:
     return Planned(
         report=report,
         settings=None if best is None else _settings(trainer, best, found, batch, on_cpu=on_cpu),
-        steps=trainer_limits.optimizer_steps(trainer, batch),
-        said=trainer_limits.said_of(trainer.args),
+        steps=optimizer_steps(trainer, batch),
+        said=said_of(trainer.args),
     )
 
 
@@ -165,7 +164,7 @@ def _looked_at(trainer: Any, rows: int, precision: str, inventory: Inventory) ->
 
 def _split(trainer: Any, found: Look) -> SplitFinding | None:
     """What a batch in parts changes, by transformers' own account."""
-    reason = trainer_limits.differences(trainer, found)
+    reason = differences(trainer, found)
     apart = tuple(sorted(name.removeprefix("aten.") for name in found.footprint.random_draws))
     if reason is None and not apart:
         return None
@@ -191,7 +190,7 @@ class _Space:
 
     def __init__(self, trainer: Any, question: Question, found: Look, batch: Batch) -> None:
         self._trainer, self._question, self._found, self._batch = trainer, question, found, batch
-        self._samples = trainer_limits.samples_of(trainer)
+        self._samples = samples_of(trainer)
         can = {block.fqn for block in recomputable(question.footprint)}
         self._layers = found.layers if found.layers and can.issuperset(found.layers) else ()
 
@@ -222,7 +221,7 @@ class _Space:
 
     def _recomputing(self, plan: Plan) -> Iterator[Plan]:
         """The plan without and with recomputation, if its samples are the script's."""
-        if trainer_limits.last_batch(self._trainer, plan, self._batch, self._samples)[1]:
+        if last_batch(self._trainer, plan, self._batch, self._samples)[1]:
             return
         if self._question.constraints.exact and self._told(plan):
             return
@@ -252,13 +251,13 @@ class _Space:
         notes = candidate.notes
         if as_script:  # the script splits its batch by itself
             notes = tuple(words for words in notes if words not in split_notes(self._question.constraints))
-            if parts > 1 and (words := trainer_limits.undivided(self._trainer, self._found, "parts")) is not None:
+            if parts > 1 and (words := undivided(self._trainer, self._found, "parts")) is not None:
                 notes += (f"the script's own gradient_accumulation_steps={parts}: {words}",)
         return replace(candidate, notes=(*notes, *self._told(plan)))
 
     def _told(self, plan: Plan) -> list[str]:
-        last = trainer_limits.last_batch(self._trainer, plan, self._batch, self._samples)[0]
-        return [words for words in (last, trainer_limits.grouped(self._trainer, plan)) if words is not None]
+        last = last_batch(self._trainer, plan, self._batch, self._samples)[0]
+        return [words for words in (last, grouped(self._trainer, plan)) if words is not None]
 
 
 def _settings(trainer: Any, best: Candidate, found: Look, batch: Batch, *, on_cpu: bool) -> Settings:
@@ -274,3 +273,161 @@ def _settings(trainer: Any, best: Candidate, found: Look, batch: Batch, *, on_cp
         step_seconds=best.step_seconds,
         peak_bytes=max(best.needs.values()),
     )
+
+
+#: Methods that make up the loop or its batches: with others, nobody knows what a step is without running it.
+_LOOP = ("_inner_training_loop", "_run_epoch", "_prepare_inputs", "get_batch_samples")
+#: Features that no plan for this Trainer may have, each with the reason.
+_NEVER = {
+    "shares": "transformers' Trainer gives each device equally many samples",
+    "replicas": "transformers' Trainer needs a parallelism_config for hybrid sharding, which autopar doesn't make",
+}
+#: Arguments that change a step in a way that isn't predicted.
+_UNCOUNTED = {
+    "torch_compile": "the prediction is of the step that isn't compiled",
+    "use_liger_kernel": "the prediction is of the model's own kernels, which take more memory",
+    "neftune_noise_alpha": "the noise isn't part of the prediction",
+    "auto_find_batch_size": "where memory runs out, transformers takes fewer samples a step",
+}
+
+
+def refuse(trainer: Any) -> None:
+    """Refuse a Trainer whose step can't be known.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    name = type(trainer).__name__
+    for method in _LOOP:
+        if has_own(trainer, method):
+            raise ValueError(
+                f"{name} has a {method} of its own, so that what a step does can't be told without running it; start the script without "
+                "lightning-autopar"
+            )
+    if trainer.train_dataset is None:
+        raise ValueError(f"{name} has no train_dataset, so that there is no step to plan for; give it one")
+    spread = "the script spreads the model over several devices itself (device_map, or a DistributedConfig)"
+    if getattr(trainer, "is_model_parallel", False) or getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise ValueError(f"{spread}; load it without, or start the script without lightning-autopar")
+
+
+def excluded(trainer: Any, found_out: Look, *, on_cpu: bool) -> dict[str, str]:
+    """What no plan may be or have, with the sentence that says why, as ``Constraints.excluded``."""
+    args, found = trainer.args, dict(_NEVER)
+    own_optimizer = trainer.optimizer is not None or trainer.lr_scheduler is not None
+    for name in all_engines():
+        if (words := engines.named(name).not_by_transformers(on_cpu=on_cpu, own_optimizer=own_optimizer)) is not None:
+            found[name] = words
+    if getattr(args, "save_only_model", False) and getattr(args, "load_best_model_at_end", False):
+        for name in (each for each in all_engines() if not engines.named(each).whole):
+            found.setdefault(name, "transformers refuses it for save_only_model=True with load_best_model_at_end=True")
+    if (field := checkpointing_field(args)) is not None:
+        found["recompute"] = f"the script sets {field}=True, which counts already"
+    if has_own(trainer, "get_train_dataloader"):
+        words = "makes its loader in a get_train_dataloader of its own, whose batches TrainingArguments don't change"
+        found["multi"] = found["micro_batches"] = f"{type(trainer).__name__} {words}"
+    if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
+        found["multi"] = "train_sampling_strategy='batch_rebalance' makes other batches for several processes"
+    for key, of in (("multi", "devices"), ("micro_batches", "parts")):
+        if (words := undivided(trainer, found_out, of)) is not None:
+            found.setdefault(key, words)
+    return found
+
+
+def undivided(trainer: Any, found_out: Look, of: str) -> str | None:
+    """Says that several ``"devices"`` or ``"parts"`` of a batch make gradients larger by their number; None where they don't."""
+    if not found_out.counts or found_out.divides or (of == "parts" and getattr(trainer, "loss_is_scaled_for_ga", None) is False):
+        return None
+    named = type(trainer.model).__name__ if not has_own(trainer, "compute_loss") else f"{type(trainer).__name__}.compute_loss"
+    taken = "is handed num_items_in_batch, but its loss doesn't depend on it"
+    if found_out.divides is None:
+        taken = "is handed num_items_in_batch, and whether its loss is divided by it isn't known"
+    remedy = "accepts_loss_kwargs=False on the model" if of == "devices" else "loss_is_scaled_for_ga=False on the Trainer"
+    return f"{named} {taken}: transformers would make the gradients larger by the number of {of}; {remedy} mends that"
+
+
+def differences(trainer: Any, found_out: Look) -> str | None:
+    """Why a batch in parts has another loss than the script's; None where it has the same."""
+    if not found_out.divides:
+        return (
+            "the loss is a mean over each part of a batch, and transformers takes the mean over the parts: where parts have different "
+            "numbers of samples or tokens, that isn't the mean over the batch"
+        )
+    if not getattr(trainer.args, "average_tokens_across_devices", True):
+        return "average_tokens_across_devices=False: each device divides by the number of its own tokens"
+    return None
+
+
+def notes(trainer: Any) -> tuple[str, ...]:
+    """What a reader should know of any plan, a sentence each."""
+    args, found = trainer.args, []
+    evaluates = getattr(args, "eval_strategy", "no") != "no"
+    if has_own(trainer, "training_step"):
+        own = f"{type(trainer).__name__} has a training_step of its own"
+        found.append(f"{own}: the prediction is of its compute_loss and a backward pass, and not of what else it does")
+    if trainer.compute_metrics is not None and evaluates:
+        found.append("compute_metrics: an evaluation keeps the model's outputs for all samples; the predicted memory leaves them out")
+    return (*found, *(f"{name}={getattr(args, name)}: {words}" for name, words in _UNCOUNTED.items() if getattr(args, name, None)))
+
+
+def samples_of(trainer: Any) -> int | None:
+    """The samples of an epoch; None where the dataset doesn't say."""
+    try:
+        return len(trainer.train_dataset)
+    except TypeError:
+        return None
+
+
+def optimizer_steps(trainer: Any, batch: Batch) -> int | None:
+    """The optimizer's steps of the whole run; None where nobody knows."""
+    args, samples = trainer.args, samples_of(trainer)
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    if samples is None:
+        return None
+    each = batch.per_device * batch.replicas
+    batches = samples // each if args.dataloader_drop_last else -(-samples // each)
+    an_epoch = max(1, -(-batches // batch.accumulation))
+    return -(-int(args.num_train_epochs * an_epoch * 1000) // 1000)
+
+
+def last_batch(trainer: Any, plan: Plan, batch: Batch, samples: int | None) -> tuple[str | None, bool]:
+    """What becomes of an epoch's last batch under a plan, as a sentence, None where it is the script's; and whether the run then has other
+    steps than the script's, rather than other samples in one step.
+    """
+    at_once, steps = batch.size // plan.micro_batches, optimizer_steps(trainer, batch)  # by all devices
+    if samples is not None and steps is not None and steps * batch.size <= samples:
+        return None, False  # the run ends before
+    if samples is None:
+        unknown = "the dataset doesn't say its length, so that nobody knows whether an epoch's last batch is the script's"
+        return (unknown, False) if plan.world_size > 1 or plan.micro_batches != batch.accumulation else (None, False)
+    if trainer.args.dataloader_drop_last:
+        before, now = (samples // size * size for size in (batch.per_device * batch.replicas, at_once))
+        if before != now:
+            return (
+                f"dataloader_drop_last=True would drop {samples - now} samples of an epoch, and the script drops {samples - before}",
+                True,
+            )
+        return None, False
+    if plan.world_size > 1 and (missing := -samples % at_once):
+        return (
+            f"accelerate fills up an epoch's last batch with {missing} of its first samples, to share it among {plan.world_size} devices",
+            False,
+        )
+    return None, False
+
+
+def grouped(trainer: Any, plan: Plan) -> str | None:
+    """What several processes change in a sampler that groups samples, as a sentence; None where nothing."""
+    strategy = getattr(trainer.args, "train_sampling_strategy", None)
+    if plan.world_size == 1 or (strategy != "group_by_length" and not getattr(trainer.args, "group_by_length", False)):
+        return None
+    return "samples are grouped by length over a process's batches, so that several devices take them in another order"
+
+
+def said_of(args: Any) -> Mapping[str, Any]:
+    """The values of the arguments that a plan may change, as the script has them."""
+    batch = told_by(args).batch
+    names = ("fsdp", "fsdp_config", "deepspeed", "activation_checkpointing", "gradient_checkpointing")
+    found = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return {**found, "per_device_train_batch_size": batch.per_device, "gradient_accumulation_steps": batch.accumulation}

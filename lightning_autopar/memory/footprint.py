@@ -209,6 +209,7 @@ class Footprint:
         evaluation_bytes: the most that a validation step of the same run holds beside parameters, gradients, optimizer state and buffers;
             its batch included. None where there is none or it isn't known.
         evaluation_parts: the same while each part of the step runs, in the order of :meth:`parts`; empty where it isn't known.
+        evaluation_failed: whether a validation step failed where training's was traced.
         conduct: what the step itself does with parameters; None where it wasn't traced.
         tied: groups of FQNs that share one parameter.
         training: False where the step is one of validation, test or prediction (no gradients, no optimizer).
@@ -252,6 +253,7 @@ class Footprint:
     tape: Tape | None = None
     evaluation_bytes: int | None = None
     evaluation_parts: tuple[int, ...] = ()
+    evaluation_failed: bool = False
     conduct: Conduct | None = None
     tied: tuple[tuple[str, ...], ...] = ()
     training: bool = True

@@ -6,21 +6,17 @@ that hides, the engine in which order it all runs. It measures nothing, and must
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory, idle_share
 from lightning_autopar.engines import Engine
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Plan
 from lightning_autopar.timing.data_sheet import DATA_SHEET
 from lightning_autopar.timing.rates import Phase, Rates, slowed
-from lightning_autopar.timing.roofline import computing_dtype, layout_of, part_load
+from lightning_autopar.timing.roofline import layout_of, part_load
 from lightning_autopar.timing.step_seconds import Seconds, Step
-
-#: A matrix product that every device computes well, to compare devices.
-_LARGE = 4096
 
 
 def predict_seconds(
@@ -59,25 +55,6 @@ def step_of(
 ) -> Step:
     """The step of a plan; the arguments are those of :func:`predict_seconds`."""
     return (engine or engines.of(plan)).step(footprint, plan, inventory, precision, rates or DATA_SHEET)
-
-
-def device_speed(device: Device, precision: str = "32-true", rates: Rates | None = None) -> float:
-    """FLOP/s of large matrix products that others leave of a device."""
-    return _speed_of(computing_dtype(precision), slowed(rates or DATA_SHEET, (device,)), device) * idle_share(device)
-
-
-def _speed_of(dtype: str, rates: Rates, device: Device) -> float:
-    key = dtype, rates.token, rates.device_class(device)
-    if key not in _SPEEDS:
-        if len(_SPEEDS) > 4096:
-            _SPEEDS.clear()
-        size, width = _LARGE, 2 if dtype in ("bf16", "fp16") else 4
-        work = Work(kind="matmul", name="mm", dtype=dtype, flops=2 * size**3, moved_bytes=3 * width * size**2, shape=(1, size, size, size))
-        _SPEEDS[key] = work.flops / rates.work_seconds(device, work)
-    return _SPEEDS[key]
-
-
-_SPEEDS: dict[tuple[Hashable, ...], float] = {}
 
 
 def part_seconds(

@@ -122,7 +122,7 @@ class RunHistory:
         Raises:
             ValueError: if no plan ran.
         """
-        return str(run_page(self))
+        return str(page(f"{self.title or 'a run'} · lightning-autopar", _body(self)))
 
     def picture(self) -> Picture:
         """The page's drawings as SVG, which a notebook shows as a cell's last value.
@@ -144,7 +144,7 @@ class RunHistory:
 
     def _repr_html_(self) -> str | None:
         """For a notebook; None where no plan ran."""
-        return str(run_fragment(self)) if self.spans else None
+        return str(fragment(_body(self))) if self.spans else None
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """For IPython in a terminal, and stored with the page in a notebook: a line for the run, and one for each mark."""
@@ -179,11 +179,6 @@ def devices_of(history: RunHistory) -> list[str]:
 def short_name(device: str) -> str:
     """The part of a UUID that tells a host's devices apart."""
     return device[:_DEVICE_CHARACTERS] if device.startswith(("GPU-", "MIG-")) else device
-
-
-def is_steep(values: Sequence[float]) -> bool:
-    """Whether a linear axis would show only the first of these losses, which are finite."""
-    return min(values) > 0 and max(values) / min(values) > _LOG_RATIO
 
 
 def thinned(points: Sequence[LossPoint]) -> Sequence[LossPoint]:
@@ -237,20 +232,6 @@ _MOST_DEVICES, _MOST_MARKS = 16, 200
 _GRID, _LEAST_GRID = 2000, 1.5
 #: The share of the width of a character on a wide page, and of a mark's number on every page.
 _CHARACTER_SHARE, _NUMBER_SHARE, _LEVELS = 0.0075, 0.035, 3
-
-
-def run_page(history: RunHistory) -> Html:
-    """A whole page.
-
-    Raises:
-        ValueError: if the history is empty.
-    """
-    return page(f"{history.title or 'a run'} · lightning-autopar", _body(history))
-
-
-def run_fragment(history: RunHistory) -> Html:
-    """The same for a place in another page, such as a notebook's cell."""
-    return fragment(_body(history))
 
 
 def run_picture(history: RunHistory) -> Picture:
@@ -366,7 +347,7 @@ def _loss(history: RunHistory, time: _Time) -> Row:
     if not finite:
         moments = tuple(_moments(history, time, _LOSS_PIXELS))
         return Row(name="loss", height=_LOSS_PIXELS, label="the loss was never a number", drawn=moments, words=(("never a number", None),))
-    steep = is_steep(finite)
+    steep = min(finite) > 0 and max(finite) / min(finite) > _LOG_RATIO
     low, high = min(finite), max(finite)
     span = (math.log(high / low) if steep else high - low) or 1.0
 

@@ -8,7 +8,7 @@ Modules, in reading order:
     ledger       all promises of this host; an inventory less what is promised
     leases       what this process was promised
     queue        a run's place in the queue, as a file
-    reservation  what a waiting run reserves, and whose turn it is
+    queue_order  whose turn it is, and what a waiting run reserves until then
     waiting      waits until it is the run's turn
     turn         `Turn`: how long a user waits, and the run's priority
     runs/        runs as others see them

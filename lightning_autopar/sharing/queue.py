@@ -1,6 +1,6 @@
 """A run's place in the host's queue, as a file: a run that waits writes down what it waits for, and every run reads that.
 
-No server calls the next run: each one reads all places and leases, and starts when :mod:`.reservation` says that it is its turn. Knows
+No server calls the next run: each one reads all places and leases, and starts when :mod:`.queue_order` says that it is its turn. Knows
 devices by their ids and bytes; no plan.
 """
 

@@ -1,6 +1,7 @@
 """From a call of ``fit`` to a running plan: decide in the parent, then run where the plan says.
 
-The parent touches no GPU before the plan is made. It doesn't know how a plan is found (``decide``) nor how workers live (``generation``).
+The parent touches no GPU before the plan is made. It doesn't know how a plan is found (``decide``), nor how
+workers live (``worker_supervisor``).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSetti
 from lightning_autopar.strategies.out_of_memory_restart import SmallerPlans
 from lightning_autopar.strategies.preparation.batch_size_finder import find_batch_size
 from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
-from lightning_autopar.strategies.preparation.decide import decide, decide_again, find_prospect, has_several
+from lightning_autopar.strategies.preparation.decide import decide_again, find_prospect, has_several
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.finished_run import announce_measured, learn, learn_shortage
 from lightning_autopar.strategies.preparation.plan_trial import tried
@@ -373,14 +374,14 @@ class AutoLauncher(Launcher):
         self._strategy.leases.ask_as(priority=self._strategy.settings.wait.rank, elastic=False)
         if peers.rank == 0:
             try:
-                decision = decide(
+                decision = find_prospect(
                     trainer,
                     self._strategy.settings,
                     peers.inventory(self._strategy),
                     arguments=arguments,
                     world_size=peers.world_size,
                     elastic=how is not None,
-                )
+                ).decision()
                 if peers.are_reruns:
                     decision = self._promised(decision, trainer, lambda: peers.inventory(self._strategy), elastic=how is not None)
             except BaseException as error:

@@ -135,12 +135,7 @@ def _cached_seconds(model: KnownDevice, size_bytes: int) -> float:
     """Seconds for so many bytes that are read right after they are written: from the L2 cache if they fit into half of it."""
     if size_bytes > model.l2_bytes / 2:
         return memory_seconds(model, size_bytes)
-    return min(memory_seconds(model, size_bytes), size_bytes / l2_bytes_per_second(model))
-
-
-def l2_bytes_per_second(model: KnownDevice) -> float:
-    """Bandwidth of the cache that all multiprocessors share."""
-    return _L2_BYTES_PER_SECOND * model.multiprocessors
+    return min(memory_seconds(model, size_bytes), size_bytes / (_L2_BYTES_PER_SECOND * model.multiprocessors))
 
 
 def tiled_seconds(model: KnownDevice, dtype: str, batch: int, m: int, n: int, k: int) -> float:

@@ -204,10 +204,6 @@ class Step:
         """Seconds of communication after the update, without overlap."""
         return 0.0
 
-    def ranks_on_nodes(self) -> Counter[int]:
-        """How many ranks each node has."""
-        return Counter(device.node for device in self.devices)
-
     def offload(self, run: RankWork) -> float:
         """The update in host memory, all ranks of a node on its cores, where the plan offloads it.
 
@@ -215,7 +211,7 @@ class Step:
         """
         if "optimizer" not in self.plan.offload or not self.training:
             return 0.0
-        return self._host_update(run.device, 1 if self.on_cpu else max(self.ranks_on_nodes().values()))
+        return self._host_update(run.device, 1 if self.on_cpu else max(Counter(device.node for device in self.devices).values()))
 
     def _host_update(self, device: Device, ranks: int) -> float:
         """Seconds of so many ranks' parts, on the cores that they share. One pass is bound by its bytes; a loop of operations takes as long

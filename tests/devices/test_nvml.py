@@ -68,16 +68,6 @@ def test_where_nobody_else_has_a_context_nobody_computes(install_nvml: Install) 
     assert probe().devices[0].utilization == 0.0, "this very process"
 
 
-def test_texts_may_come_as_bytes(install_nvml: Install) -> None:
-    a, b = FakeGpu("GPU-a", bus_id="00000000:0A:00.0", nvlinks=["00000000:0B:00.0"]), FakeGpu("GPU-b", bus_id="00000000:0B:00.0")
-    b.nvlinks = [a.bus_id]
-    install_nvml(a, b, bytes_texts=True).connect(a, b, 2)
-    inventory = probe()
-    assert ids(inventory) == ["GPU-a", "GPU-b"]
-    assert inventory.devices[0].name == "NVIDIA H100 80GB HBM3"
-    assert inventory.links[0].kind == "nvlink"
-
-
 @pytest.mark.parametrize("module_knows", [True, False])
 def test_an_old_driver_knows_the_first_version_only(install_nvml: Install, module_knows: bool) -> None:
     nvml = install_nvml(FakeGpu("GPU-a", total_bytes=16 * GIB, free_bytes=15 * GIB), memory_v2=False)

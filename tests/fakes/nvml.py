@@ -100,7 +100,6 @@ class FakeNvml:
         p2p: pairs of UUIDs between which peer access works, by NVML's number of its kind (0 read, 1 write, 2 NVLink).
         p2p_error: the code that asking for it fails with.
         levels: NVML's level of the closest ancestor of a pair of UUIDs; 50, through the processors' link, otherwise.
-        bytes_texts: whether texts come as bytes, as in old versions.
     """
 
     NVML_ERROR_NOT_FOUND = ERROR_NOT_FOUND
@@ -110,10 +109,9 @@ class FakeNvml:
     NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
     NVMLError = NVMLError
 
-    def __init__(self, *gpus: FakeGpu, init_error: int | None = None, memory_v2: bool = True, bytes_texts: bool = False) -> None:
+    def __init__(self, *gpus: FakeGpu, init_error: int | None = None, memory_v2: bool = True) -> None:
         self.gpus = list(gpus)
         self.init_error = init_error
-        self.bytes_texts = bytes_texts
         self.p2p: dict[int, set[frozenset[str]]] = {0: set(), 1: set(), 2: set()}
         self.p2p_error: int | None = None
         self.levels: dict[frozenset[str], int] = {}
@@ -169,17 +167,17 @@ class FakeNvml:
         unknown = ERROR_NOT_SUPPORTED if action is None else 0
         return [SimpleNamespace(nvmlReturn=unknown, value=SimpleNamespace(uiVal=action or 0))]
 
-    def nvmlDeviceGetUUID(self, handle: FakeGpu | FakeInstance) -> str | bytes:
+    def nvmlDeviceGetUUID(self, handle: FakeGpu | FakeInstance) -> str:
         self._called("nvmlDeviceGetUUID", handle)
-        return self._text(handle.uuid)
+        return handle.uuid
 
-    def nvmlDeviceGetName(self, handle: FakeGpu | FakeInstance) -> str | bytes:
+    def nvmlDeviceGetName(self, handle: FakeGpu | FakeInstance) -> str:
         self._called("nvmlDeviceGetName", handle)
-        return self._text(handle.name)
+        return handle.name
 
     def nvmlDeviceGetPciInfo(self, handle: FakeGpu) -> Any:
         self._called("nvmlDeviceGetPciInfo", handle)
-        return SimpleNamespace(busId=self._text(handle.bus_id))
+        return SimpleNamespace(busId=handle.bus_id)
 
     def nvmlDeviceGetCudaComputeCapability(self, handle: FakeGpu) -> tuple[int, int]:
         self._called("nvmlDeviceGetCudaComputeCapability", handle)
@@ -261,7 +259,7 @@ class FakeNvml:
         self._called("nvmlDeviceGetNvLinkRemotePciInfo", handle)
         remote = handle.nvlinks[link]
         assert remote is not None
-        return SimpleNamespace(busId=self._text(remote))
+        return SimpleNamespace(busId=remote)
 
     def nvmlDeviceGetP2PStatus(self, a: FakeGpu, b: FakeGpu, kind: int) -> int:
         self._called("nvmlDeviceGetP2PStatus", a)
@@ -290,9 +288,6 @@ class FakeNvml:
         if isinstance(handle, FakeInstance):
             raise NVMLError(ERROR_NOT_SUPPORTED)
         return handle
-
-    def _text(self, text: str) -> str | bytes:
-        return text.encode() if self.bytes_texts else text
 
     @staticmethod
     def _processes(processes: list[tuple[int, int | None]]) -> list[Any]:

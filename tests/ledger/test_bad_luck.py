@@ -28,7 +28,7 @@ from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.sharing.lease_files import LeaseFile, live_leases
 from lightning_autopar.sharing.ledger import Held, Ledger, Room, Shortage
 from lightning_autopar.sharing.queue import Place, PlaceFile, live_places
-from lightning_autopar.sharing.reservation import SILENT_SECONDS, ahead
+from lightning_autopar.sharing.queue_order import SILENT_SECONDS, ahead
 from tests.strategies.modules import QUIET, Regression, loader
 
 

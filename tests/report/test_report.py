@@ -211,7 +211,7 @@ def test_long_titles_leave_room_for_the_reasons(width: int) -> None:
         recompute=tuple(f"net.{index}" for index in range(4)),
         offload=("optimizer", "parameters"),
     )
-    long = replace(best, plan=titled, fits=False, reason="can't be run by this version yet (offload to host memory)")
+    long = replace(best, plan=titled, fits=False, reason="can't be run by these devices alone (offload to host memory)")
     console = Console(width=width, file=io.StringIO(), color_system=None, legacy_windows=False)
     console.print(replace(found, candidates=(best, long)).table())
     text = console.file.getvalue()  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_autopar.devices.inventory import Device, DeviceProcess, Inventory
 from lightning_autopar.sharing.lease_files import Lease
 from lightning_autopar.sharing.queue import Place
-from lightning_autopar.sharing.reservation import SILENT_SECONDS, ahead, idle, left_for_later, moments, without
+from lightning_autopar.sharing.queue_order import SILENT_SECONDS, ahead, idle, left_for_later, moments, without
 from tests.sharing.hosts import DEVICES, SECOND, TOTAL, inventory, lease, place
 
 

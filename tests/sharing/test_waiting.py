@@ -22,11 +22,11 @@ from rich.console import Console
 from lightning_autopar import NothingFits, Turn
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
-from lightning_autopar.sharing import reservation as turns
+from lightning_autopar.sharing import queue_order as turns
 from lightning_autopar.sharing.leases import Leases
 from lightning_autopar.sharing.ledger import Held, Ledger, without_leased
 from lightning_autopar.sharing.queue import Place, live_places
-from lightning_autopar.sharing.reservation import Need
+from lightning_autopar.sharing.queue_order import Need
 from lightning_autopar.sharing.runs.display import RunDisplay
 from lightning_autopar.sharing.waiting import Waiting, _amounts, _ordinal
 from tests.strategies.modules import TWO, Regression, fit, loader

@@ -121,10 +121,7 @@ def _decided(plan: Plan | None, **assigned: Any) -> Iterator[None]:
     def find_prospect(trainer: Any, settings: Any, bound: Any, **_: Any) -> Any:
         return SimpleNamespace(decision=lambda inventory=None: decided(bound))
 
-    with (
-        mock.patch.object(launcher, "find_prospect", find_prospect),
-        mock.patch.object(launcher, "decide", lambda trainer, settings, bound, **_: decided(bound)),
-    ):
+    with mock.patch.object(launcher, "find_prospect", find_prospect):
         yield
 
 

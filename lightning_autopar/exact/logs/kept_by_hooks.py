@@ -15,6 +15,7 @@ from typing import Any
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import LightningModule, Trainer
+from lightning_autopar._root import package_of
 from lightning_autopar.exact.logs.logging_hooks import overridden, reached
 
 _HOOKS = tuple(f"on_{stage}_batch_{point}" for stage in ("train", "validation", "test") for point in ("start", "end"))
@@ -52,8 +53,8 @@ def _keeps(hook: Any, owner: Any, module: LightningModule) -> bool:
         return True
     if not _uses_batch(code, function.__name__, after=1 if owner is module else 3):
         return False
-    home = str(function.__module__).partition(".")[0]
-    for code, names, holder in reached([(function, owner)], module, lambda each: str(each.__module__).partition(".")[0] != home):
+    home = package_of(function)
+    for code, names, holder in reached([(function, owner)], module, lambda each: package_of(each) != home):
         # A metric's states are the whole batch's wherever they are: ranks exchange them.
         held = {**getattr(holder, "__dict__", {}), **getattr(holder, "_modules", {})}  # no property of the user's is called
         metrics = {name for name, value in held.items() if isinstance(value, (Metric, MetricCollection))}

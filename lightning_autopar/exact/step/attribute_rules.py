@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from lightning_autopar._root import LIGHTNING
+from lightning_autopar._root import NOT_THE_USERS, package_of
 from lightning_autopar.exact.data.rank_share import BatchShare
 
 Path = tuple[Any, ...]
@@ -36,7 +36,6 @@ _EQUAL = 1e-5
 #: Deeper levels, longer lists and larger tensors are data rather than what a step keeps.
 _DEEP, _MOST_ITEMS, _TENSOR_BYTES = 5, 10_000, 64 << 20
 _BUILTIN = frozenset({dict, OrderedDict, defaultdict, set, list, deque})
-_NOT_THE_USERS = ("torch.", "torchmetrics.", *LIGHTNING, "lightning_autopar.", "builtins.", "functools.", "types.", "numpy.")
 #: Stands for a value that is missing, or can't be copied.
 MISSING = SimpleNamespace()
 
@@ -395,7 +394,7 @@ def is_users(value: Any) -> bool:
     """Whether it is an object of a class of the user's, whose fields a step may change."""
     if isinstance(value, (torch.nn.Module, type)) or not hasattr(value, "__dict__"):
         return False
-    return not f"{type(value).__module__}.".startswith(_NOT_THE_USERS)
+    return package_of(type(value)) not in NOT_THE_USERS
 
 
 @dataclass(frozen=True, kw_only=True)

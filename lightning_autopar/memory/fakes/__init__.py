@@ -6,8 +6,7 @@ Modules, in reading order:
     fake_mode       torch's fake mode, without what costs time
     shadow_values   real values behind fake tensors, where they are known
     dynamic_shapes  operations whose shape depends on values
-    as_cuda         CPU tensors treated as CUDA would; which attention kernel CUDA takes
+    as_cuda         CPU tensors treated as CUDA would; its attention kernel, its recurrent layers
     cuda_autocast   CUDA's autocast lists on CPU tensors
-    cuda_rnn        CUDA's recurrent layers on CPU tensors
     composites      composite operations that treat fakes as they treat real tensors
 """

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from lightning_autopar.memory.fakes.cuda_autocast import temporary_library
 
-aten = torch.ops.aten
-
 _COMPOSITE = "CompositeImplicitAutograd"
 _HALF = (torch.float16, torch.bfloat16)
 

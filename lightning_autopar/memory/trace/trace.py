@@ -101,7 +101,6 @@ _COUNTS_ON_HOST = tuple(
 )
 _NUMBERS = ("step", "mu_product")
 #: Begins what the footprint says where the validation step failed.
-_VALIDATION_FAILED = "the validation step can't be traced"
 _RESIDENT: tuple[Kind, ...] = ("parameters", "buffers", "optimizer", "input")
 
 
@@ -352,6 +351,7 @@ class _Tracing:
             asked=rehearsal.asked,
             evaluation_bytes=evaluated[0],
             evaluation_parts=evaluated[1],
+            evaluation_failed=training and validation is not None and evaluated[0] is None,
             assumptions=tuple(dict.fromkeys(assumptions)),
         )
 
@@ -437,13 +437,9 @@ class _Tracing:
             return most, tuple(size + tracker.live["input"] for size in forward_bytes(tracker, watcher, blocks))
         except RAISED as error:
             log.debug("the validation step can't be traced", exc_info=True)
-            rehearsal.notes[f"{_VALIDATION_FAILED} ({type(error).__name__}), and is taken to need less than training"] = None
+            words = f"the validation step can't be traced ({type(error).__name__}), and is taken to need less than training"
+            rehearsal.notes[words] = None
             return None, ()
-
-
-def validation_failed(footprint: Footprint) -> bool:
-    """Whether the validation step failed where training's was traced."""
-    return any(words.startswith(_VALIDATION_FAILED) for words in footprint.assumptions)
 
 
 def _torchs_own(optimizers: Sequence[Any]) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ Modules, in reading order:
     style        colours and the style sheet
     memory       the section on memory, and its bars
     step         the section on the step, and the spans that it draws
-    plan_list    the section with every candidate
     drawing      rows and axes that the page and the picture share
     svg_file     figures as one SVG file that needs nothing but itself, in the colours of a light page
 """

@@ -68,7 +68,7 @@ _DRAWN = """
 & .predicted { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 2 2; }
 & text.halo { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round; }
 """
-#: The additional style of a picture; :mod:`picture` computes with these sizes.
+#: The additional style of a picture; :mod:`.svg_file` computes with these sizes.
 _PICTURE = """
 & text { font-variant-numeric: tabular-nums; }
 & text.words { font-size: 13px; }

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from lightning_autopar._lightning import Trainer, rank_zero_warn
-from lightning_autopar.sharing.reservation import Need
+from lightning_autopar.sharing.queue_order import Need
 from lightning_autopar.sharing.runs.progress import RunProgress, RunSpeed
 from lightning_autopar.sharing.runs.status import SHOW_SECONDS, Request, RunFiles, open_run
 

@@ -79,11 +79,6 @@ def is_array(target: Any) -> bool:
     return type(target) is numpy.ndarray and not target.dtype.hasobject and target.flags.c_contiguous
 
 
-def _size_bytes(value: Any) -> int:
-    """Of a tensor or an array; 0 of what has to be pickled to know."""
-    return int(value.nbytes) if isinstance(value, Tensor) or is_array(value) else 0
-
-
 def dispensable(owner: Any, attribute: str) -> bool:
     """Whether a class leaves this attribute out of its own pickles: then the class makes it anew, and it needn't be kept."""
     if getattr(type(owner), "__getstate__", None) is getattr(object, "__getstate__", None):

@@ -212,7 +212,7 @@ class Survey:
                 if self.is_reached(number):
                     changed = _is_other(before, now)
                 else:
-                    changed = before != now or (lazy and _is_partial(now))
+                    changed = before != now or (lazy and _is_unreadable(now) and now[1] == TooLarge.__name__)
                 if changed:
                     differing[number, part] = (value, now)
         numbers = set(looked_at)
@@ -358,11 +358,6 @@ def _is_unreadable(digest: Any) -> bool:
 def _is_other(before: Any, now: Any) -> bool:
     """Whether something besides the module has changed; parts that can't be searched may be shared by processes, and always count."""
     return bool(before[1:] != now[1:] if _is_unreadable(before) and _is_unreadable(now) else before != now)
-
-
-def _is_partial(digest: Any) -> bool:
-    """Whether it is so because the part is too large."""
-    return _is_unreadable(digest) and digest[1] == TooLarge.__name__
 
 
 def _length(value: Any) -> int:

@@ -18,13 +18,13 @@ from torch.distributed import Store
 
 from lightning_autopar._lightning import ParallelStrategy
 from lightning_autopar._lightning_compat import distributed_is_initialized, init_dist_connection
-from lightning_autopar._root import LIGHTNING
+from lightning_autopar._root import FRAMEWORK
 from lightning_autopar._temporary import patched
 
 #: The variable in which the parent names the file where its forked workers meet. Unlike a port, nobody else can take a file in between.
 RENDEZVOUS_FILE = "AUTOPAR_RENDEZVOUS_FILE"
 #: Packages whose code runs the ranks: they see the group.
-_SEE_THE_GROUP = ("torch", "torchmetrics", "deepspeed", "accelerate", "lightning_autopar", *(name.strip(".") for name in LIGHTNING))
+_SEE_THE_GROUP = FRAMEWORK | {"deepspeed", "accelerate"}
 #: Lightning's functions that call callbacks' hooks, and a module's hooks and steps.
 _CALLS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
 #: Where processes that weren't forked meet, if not where the environment says.

@@ -14,7 +14,7 @@ from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.ledger import Held, Shortage
 from lightning_autopar.sharing.queue import PlaceFile
-from lightning_autopar.sharing.reservation import Need
+from lightning_autopar.sharing.queue_order import Need
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.elastic.running_generation import RunningGeneration

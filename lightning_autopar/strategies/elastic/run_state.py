@@ -202,7 +202,7 @@ _MOVE_SECONDS = 2.0
 
 
 class RunState:
-    """The state of a run, for its agent and, as a :class:`.watcher.RunView`, for watchers.
+    """The state of a run, for its agent and, as a :class:`.move_requests.RunView`, for watchers.
 
     Args:
         decision: the first one.

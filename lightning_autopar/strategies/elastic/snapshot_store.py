@@ -31,7 +31,7 @@ from lightning_autopar.state.snapshot_folder import SPARE, provide, set_aside, s
 
 log = logging.getLogger(__name__)
 
-#: Not the name of a run's folder (``generation.run_folder``), which the next run removes if its run is dead.
+#: Not the name of a run's folder (``worker_supervisor.run_folder``), which the next run removes if its run is dead.
 _LOCK, _MANIFEST = LOCKS["snapshots"], "manifest.json"
 #: How many complete snapshots are kept: if one is damaged, another is left.
 _KEPT = 2

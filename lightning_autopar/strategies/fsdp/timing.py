@@ -54,7 +54,7 @@ class FSDPStep(Step):
         if not (self.training and self.on_cpu):
             return 0
         looped = 0 if self.one_pass() else sum(work.count for work in self.layout.optimizer)
-        return fsdp_calls(parameters=self._parameters, units=self.units) + SHARDED_OPERATION * looped
+        return FSDP_PARAMETER * max(0, self._parameters - FSDP_UNIT_PARAMETERS * self.units) + SHARDED_OPERATION * looped
 
     def beside(self, run: RankWork) -> float:
         """Also what offloading a parameter from a GPU takes."""
@@ -128,8 +128,3 @@ def fsdp_units(
         for layer in layout.layers
     ]
     return units, unit(sharding.root.gathered, sharding.root.reduced)
-
-
-def fsdp_calls(*, parameters: int, units: int) -> int:
-    """Calls of a step under FSDP2 beyond those in the measured cost of a unit."""
-    return FSDP_PARAMETER * max(0, parameters - FSDP_UNIT_PARAMETERS * units)

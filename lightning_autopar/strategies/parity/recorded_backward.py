@@ -28,7 +28,7 @@ _NOTHING = 1e-4
 
 
 def groups_first_of(observed: Observation) -> bool:
-    """Whether draws were assumed to be ordered by group, then by sample; see :class:`.draws.Rows`."""
+    """Whether draws were assumed to be ordered by group, then by sample; see :class:`.random_draws.Rows`."""
     return any(isinstance(draw.choice, Rows) and draw.choice.groups_first for draw in observed.draws.draws or ())
 
 

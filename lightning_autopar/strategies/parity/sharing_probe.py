@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_unflatten
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import transfer_batch
-from lightning_autopar._root import LIGHTNING
+from lightning_autopar._root import FRAMEWORK, package_of
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import Dealing, share_of
@@ -57,8 +57,6 @@ _SECONDS, _RUNS = 60.0, 8
 #: How often the step runs while submodules are ruled out one after the other.
 _ROUNDS = 20
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-#: Whose code may ask torch for the process group within a step.
-_NOT_THE_USERS = ("torch", "torchmetrics", "lightning_autopar", *(name.removesuffix(".") for name in LIGHTNING))
 
 
 def with_shared_network(
@@ -302,7 +300,7 @@ class _SharingProbe(_Probe):
 
     def _noting(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         def asked(*args: Any, **kwargs: Any) -> Any:
-            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
+            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in FRAMEWORK:
                 self.asks = name
             return own(*args, **kwargs)
 
@@ -516,7 +514,7 @@ def _may_be_shared(child: nn.Module) -> bool:
 def _users_hooks(child: nn.Module) -> bool:
     """Whether it has hooks around forward of the user's; torch's compute a weight from its norm."""
     hooks = (*child._forward_hooks.values(), *child._forward_pre_hooks.values())
-    return any((getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0] not in _NOT_THE_USERS for hook in hooks)
+    return any(package_of(hook if getattr(hook, "__module__", None) else type(hook)) not in FRAMEWORK for hook in hooks)
 
 
 def _as_guessed(plan: DrawPlan) -> bool:

@@ -17,7 +17,7 @@ import psutil
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from lightning_autopar._root import LIGHTNING
+from lightning_autopar._root import NOT_THE_USERS, package_of
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.step.attribute_rules import MISSING, items_of, refill, rewrite
 from lightning_autopar.exact.step.kept_attributes import Place
@@ -30,7 +30,8 @@ _HOST_SHARE = 0.5
 #: The most objects and bytes in attributes: more objects, or larger tensors, are data rather than what a step keeps.
 _MOST_OBJECTS, _TENSOR_BYTES = 10_000, 64 << 20
 _TORCHS = frozenset(vars(nn.Module()))
-_NOT_THE_USERS = ("torch.", *LIGHTNING, "lightning_autopar.", "builtins.", "functools.", "types.", "numpy.")
+#: What a metric keeps is undone as well.
+_LEFT_ALONE = NOT_THE_USERS - {"torchmetrics"}
 
 
 @dataclass(kw_only=True)
@@ -163,7 +164,7 @@ def _held_by(module: nn.Module, outside: Mapping[str, Any]) -> list[tuple[str, C
             left += [(name, item) for item in (value.values() if isinstance(value, dict) else value)]
         elif isinstance(value, tuple):
             left += [(name, item) for item in value]
-        elif hasattr(value, "__dict__") and not f"{type(value).__module__}.".startswith(_NOT_THE_USERS):
+        elif hasattr(value, "__dict__") and package_of(type(value)) not in _LEFT_ALONE:
             left.append((name, value.__dict__))
     return undo
 

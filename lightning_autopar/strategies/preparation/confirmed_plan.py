@@ -26,7 +26,7 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.report.report import NothingFits
-from lightning_autopar.sharing.reservation import Need
+from lightning_autopar.sharing.queue_order import Need
 from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
 from lightning_autopar.strategies.parity.check_outcome import Check, not_made
 from lightning_autopar.strategies.parity.engine_rehearsal import STEPS

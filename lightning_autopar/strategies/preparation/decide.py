@@ -65,24 +65,6 @@ class Settings:
     wait: Turn = field(default_factory=Turn)
 
 
-def decide(
-    trainer: Trainer,
-    settings: Settings,
-    bound: tuple[Inventory, int | None],
-    *,
-    arguments: Mapping[str, Any] | None = None,
-    world_size: int | None = None,
-    elastic: bool = False,
-) -> Decision:
-    """The best plan for what the trainer is about to do. The arguments are those of :func:`find_prospect`.
-
-    Raises:
-        NothingFits: if no plan fits.
-        ValueError: as :func:`find_prospect`, or if a pinned plan can't be run here.
-    """
-    return find_prospect(trainer, settings, bound, arguments=arguments, world_size=world_size, elastic=elastic).decision()
-
-
 def find_prospect(
     trainer: Trainer,
     settings: Settings,

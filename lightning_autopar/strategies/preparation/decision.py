@@ -19,7 +19,7 @@ from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import weighing_notes
 from lightning_autopar.plans import all_engines
 from lightning_autopar.report.report import Candidate, Report
-from lightning_autopar.sharing.reservation import Need
+from lightning_autopar.sharing.queue_order import Need
 from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
 from lightning_autopar.strategies.preparation.findings import Findings, Questions
 from lightning_autopar.timing.measured_rates import MeasuredRates

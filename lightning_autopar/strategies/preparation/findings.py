@@ -38,7 +38,7 @@ from lightning_autopar.memory.cuda_overhead import Target
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, first_batch, fresh, tensors_of
 from lightning_autopar.memory.trace.guessed_footprint import guess
-from lightning_autopar.memory.trace.trace import trace, validation_failed
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.sharing_probe import with_shared_network
@@ -143,7 +143,7 @@ def find_out(trainer: Trainer, questions: Questions) -> Findings:
     try:
         findings = run_clean(_find, trainer, questions, timeout_seconds=TRACE_SECONDS, meanwhile=partial(_import_early, questions.engines))
         raised = isinstance(findings, Findings) and findings.split is not None and findings.split.raised
-        if findings is None or raised or (isinstance(findings, Findings) and validation_failed(findings.footprint)):
+        if findings is None or raised or (isinstance(findings, Findings) and findings.footprint.evaluation_failed):
             findings = failure_of_step(trainer, questions.target) or findings
         if findings is None:
             findings = run_clean(_find, trainer, questions, True, timeout_seconds=TRACE_SECONDS)

@@ -2,7 +2,7 @@
 
 Every wait of a run has a bound, and somebody who notices:
 
-- A worker that dies: the parent sees it within `generation.LOOK_SECONDS`, and ends the others after `generation.GRACE_SECONDS`.
+- A worker that dies: the parent sees it within `LOOK_SECONDS` of `worker_supervisor`, and ends the others after `GRACE_SECONDS`.
 - A worker, or a process that it started, that is stopped (SIGSTOP): the parent sees its state, and ends the run after `STOPPED_SECONDS`.
 - Workers that all stand still (`Stand`): the parent asks each for its place and for its GPU's count, and ends the run when all have stood
   in collectives, computing nothing, or before GPUs that do nothing of what they were given, for `STOOD_SECONDS`. A GPU may take far longer
@@ -11,8 +11,8 @@ Every wait of a run has a bound, and somebody who notices:
   may well validate, or write a checkpoint, for so long.
 - An elastic run without a batch for `CheckpointMigrate(hang_seconds=)`: its agent ends the workers. A move waits as long for its snapshot,
   and `agent._READY_SECONDS` for its new workers.
-- A worker that failed: `worker._ABORT_SECONDS` for taking leave of its group, `generation._HOOKS_SECONDS` for the user's hooks.
-- A worker that was killed and doesn't go, since it is in the kernel: `generation._KILL_SECONDS`.
+- A worker that failed: `worker._ABORT_SECONDS` for taking leave of its group, `worker_supervisor._HOOKS_SECONDS` for the user's hooks.
+- A worker that was killed and doesn't go, since it is in the kernel: `worker_supervisor._KILL_SECONDS`.
 - Processes of somebody else's launcher, and reruns of a script: each watches those on its host, and its own GPU (`peer_watch`).
 - A wait for others' devices ends when the user says (`AUTOPAR_WAIT`); children that trace or rehearse have time limits where they are made.
 """

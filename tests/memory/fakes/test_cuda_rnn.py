@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_autopar.memory.fakes.as_cuda import as_cuda
-from lightning_autopar.memory.fakes.cuda_rnn import reserve_bytes
+from lightning_autopar.memory.fakes.as_cuda import as_cuda, reserve_bytes
 from lightning_autopar.memory.fakes.fakes import ShadowValues, fake_copy, fake_mode
 from tests.memory.cuda import BF16, FLOAT, Seen, amp, aten, on_cuda
 

@@ -25,7 +25,7 @@ from lightning_autopar.memory.trace import trace as tracing
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
 from lightning_autopar.memory.trace.guessed_footprint import guess
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.strategies.preparation.decide import Settings, decide
+from lightning_autopar.strategies.preparation.decide import Settings, find_prospect
 from tests.conformance.zoo import ZOO
 from tests.memory.measured import Copies, make_trainer, peak_bytes, real_peak_bytes
 from tests.memory.trace.test_trace import GPT, Module, images, mlp, resnet, tokens, vectors
@@ -194,7 +194,7 @@ def fitting(module: pl.LightningModule, loader: Any, **options: Any) -> pl.Train
 def decided(trainer: pl.Trainer) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return decide(trainer, Settings(allow=("single",)), (parse_spec("1xcpu:1GiB"), None)).report.footprint
+        return find_prospect(trainer, Settings(allow=("single",)), (parse_spec("1xcpu:1GiB"), None)).decision().report.footprint
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from lightning_autopar.strategies.parity import fewer_blocks
 from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 from lightning_autopar.strategies.preparation import decide as deciding
 from lightning_autopar.strategies.preparation import findings
-from lightning_autopar.strategies.preparation.decide import Settings, decide, decide_again
+from lightning_autopar.strategies.preparation.decide import Settings, decide_again, find_prospect
 from lightning_autopar.strategies.preparation.decision import Decision
 
 
@@ -89,7 +89,8 @@ def trainer_for(module: Any, loader: Any, root: Path, strategy: Any = None, **op
 def plan(trainer: Any, *, spec: str = "2xcpu:1GiB", elastic: bool = False, **settings: Any) -> Decision:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return decide(trainer, Settings(**{"allow": ("single", "ddp", "fsdp"), **settings}), (parse_spec(spec), None), elastic=elastic)
+        allowed = Settings(**{"allow": ("single", "ddp", "fsdp"), **settings})
+        return find_prospect(trainer, allowed, (parse_spec(spec), None), elastic=elastic).decision()
 
 
 def test_nothing_is_changed_by_planning(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_a_step_that_takes_too_long_to_look_at_is_guessed(tmp_path: Path, monkey
     monkeypatch.setattr(findings, "TRACE_SECONDS", 2.0)
     trainer = trainer_for(Net(), DataLoader(Dataset(), batch_size=4), tmp_path)
     with pytest.warns(UserWarning, match="guessed: the child process was stopped after 2 seconds"):
-        decision = decide(trainer, Settings(allow=("ddp",)), (parse_spec("2xcpu:1GiB"), None))
+        decision = find_prospect(trainer, Settings(allow=("ddp",)), (parse_spec("2xcpu:1GiB"), None)).decision()
     assert any("guess" in text for text in decision.report.footprint.assumptions)
     assert decision.run_plan.plan.engine == "ddp"
 

@@ -286,7 +286,7 @@ def rehearse(copy: LightningModule, trainer: Trainer | None, fn: str, precision:
 
 
 def _show(parameters: Mapping[str, Tensor]) -> None:
-    """Give absent tensors a gradient that raises when a hook reads it, as :meth:`.gradient_norms.StageGradients.show` does."""
+    """Give absent tensors a gradient that raises when a hook reads it, as :meth:`.clipping_norms.StageGradients.show` does."""
     for name, parameter in parameters.items():
         if is_absent(parameter) and parameter.requires_grad and parameter.grad is None:
             parameter.grad = absent_like(parameter.detach(), f"the gradient of the parameter {name!r}")

@@ -326,7 +326,7 @@ def ways_to_cut(possible: Sequence[str]) -> list[tuple[str, ...]]:
 @contextmanager
 def norms_aside() -> Iterator[None]:
     """While open, nothing clips gradients and every norm of them is 1: over several stages the engine takes norms. The functions' code is
-    replaced, as their names may have been imported anywhere (``pipeline/weights/gradient_norms`` does the same).
+    replaced, as their names may have been imported anywhere (``pipeline/weights/clipping_norms`` does the same).
     """
     exchanged = [
         (getattr(clip_grad, name), _one) for name in ("_get_total_norm", "clip_grad_norm_", "_clip_grads_with_norm_", "clip_grad_value_")

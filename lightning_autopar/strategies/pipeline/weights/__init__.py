@@ -2,7 +2,7 @@
 
 Modules, in reading order:
 
-    gradient_norms    gradient norms over stages; gradients of shared parameters
+    clipping_norms    gradient norms over stages; gradients of shared parameters
     gathered_weights  weights gathered whole, loaded in parts
     checkpoint_files  what Lightning asks about files; a module built once for all
     tensor_transfers  tensors between ranks of a pipeline

@@ -1,6 +1,6 @@
 """What a Lightning strategy does about weights, gradients and files where the module's stages lie on several ranks.
 
-A mixin that comes after :class:`.EngineMixin` in an engine's bases. It joins :mod:`.gathered_weights`, :mod:`.gradient_norms` and
+A mixin that comes after :class:`.EngineMixin` in an engine's bases. It joins :mod:`.gathered_weights`, :mod:`.clipping_norms` and
 :mod:`.module_building` to Lightning's interface. Knows the trainer, ranks and absent tensors; not how stages run.
 """
 
@@ -19,7 +19,7 @@ from lightning_autopar.state.checkpoint import OneFile
 from lightning_autopar.state.pretrained import shapes_only
 from lightning_autopar.strategies.pipeline.weights import gathered_weights as weights
 from lightning_autopar.strategies.pipeline.weights import module_building
-from lightning_autopar.strategies.pipeline.weights.gradient_norms import SharedParameters, StageGradients
+from lightning_autopar.strategies.pipeline.weights.clipping_norms import SharedParameters, StageGradients
 from lightning_autopar.strategies.pipeline.weights.tensor_transfers import Group, Pipeline
 
 

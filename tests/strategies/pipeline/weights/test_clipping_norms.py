@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from lightning_autopar.exact.absent.absent_tensor import MissingValue, is_absent
-from lightning_autopar.strategies.pipeline.weights.gradient_norms import StageGradients
+from lightning_autopar.strategies.pipeline.weights.clipping_norms import StageGradients
 from tests.ranks import run_ranks
 from tests.strategies.pipeline.by_hand import KEPT, hollow, net, pipeline
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.sharing.lease_files import Lease
-from lightning_autopar.sharing.reservation import Asking, Need, least, may_ask, quantum_seconds, reserve
+from lightning_autopar.sharing.queue_order import Asking, Need, least, may_ask, quantum_seconds, reserve
 from tests.sharing.hosts import SECOND, inventory, lease, place
 
 

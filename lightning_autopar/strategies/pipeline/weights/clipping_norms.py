@@ -315,7 +315,7 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def _get_total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> Any:
-    from lightning_autopar.strategies.pipeline.weights import gradient_norms as norms
+    from lightning_autopar.strategies.pipeline.weights import clipping_norms as norms
 
     return norms.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
 
@@ -323,25 +323,25 @@ def _get_total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bo
 def _clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> Any:
-    from lightning_autopar.strategies.pipeline.weights import gradient_norms as norms
+    from lightning_autopar.strategies.pipeline.weights import clipping_norms as norms
 
     return norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 def _clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> None:
-    from lightning_autopar.strategies.pipeline.weights import gradient_norms as norms
+    from lightning_autopar.strategies.pipeline.weights import clipping_norms as norms
 
     norms.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
 
 
 def _clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
-    from lightning_autopar.strategies.pipeline.weights import gradient_norms as norms
+    from lightning_autopar.strategies.pipeline.weights import clipping_norms as norms
 
     norms.clip_grad_value_(parameters, clip_value, foreach)
 
 
 def _grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
-    from lightning_autopar.strategies.pipeline.weights import gradient_norms as norms
+    from lightning_autopar.strategies.pipeline.weights import clipping_norms as norms
 
     return norms.grad_norm(module, norm_type, group_separator)
 

@@ -191,7 +191,7 @@ def reserve(
         plan: gives what the best plan for these devices takes; None where nothing fits.
         inventory: the devices as they are now, less what others were promised.
         leases: others'.
-        ahead: see :func:`~lightning_autopar.sharing.reservation.ahead`.
+        ahead: see :func:`~lightning_autopar.sharing.queue_order.ahead`.
         now_ns: on the host's monotonic clock.
         quantum: see :func:`quantum_seconds`, which it is by default.
         refused: names of leases that aren't asked, see :class:`Asking`.
