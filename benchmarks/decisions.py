@@ -40,7 +40,7 @@ from machine import machine
 from lightning_autopar import Plan, Report
 from lightning_autopar.planning.plan_bytes import predict
 from lightning_autopar.planning.plan_seconds import predict_seconds
-from lightning_autopar.planning.refusals import not_asked_for
+from lightning_autopar.planning.refusals import cannot_run
 
 RESULTS = Path(__file__).resolve().parent / "results" / "decisions.json"
 #: Measured steps of the first round, and of each further one.
@@ -169,7 +169,7 @@ def _result(scenario: Scenario, report: Report, done: Sequence[Measured]) -> dic
 
 def _plans(scenario: Scenario, report: Report) -> list[Plan]:
     """The planner's own candidates that can be run, and every other plan, each once."""
-    own = [key(candidate.plan) for candidate in report.candidates if candidate.bytes and not_asked_for(candidate.plan) is None]
+    own = [key(candidate.plan) for candidate in report.candidates if candidate.bytes and cannot_run(candidate.plan) is None]
     found: dict[object, Plan] = {}
     for plan in (*own, *every_plan(report.footprint, scenario.inventory)):
         # Shares that come to the same samples are the same plan here.

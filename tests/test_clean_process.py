@@ -98,8 +98,8 @@ def test_one_fresh_process_is_kept_for_all_checks(unclean: None, monkeypatch: py
     assert len(parents) == 1
     assert parents != {os.getpid()}
     assert psutil.Process(parents.pop()).ppid() == os.getpid()
-    monkeypatch.setenv("AUTOPAR_WAIT", "set after it was started")
-    assert _clean_process.run_clean(os.getenv, "AUTOPAR_WAIT", timeout_seconds=60) == "set after it was started"
+    monkeypatch.setenv("AUTOPAR_DISK", "set after it was started")
+    assert _clean_process.run_clean(os.getenv, "AUTOPAR_DISK", timeout_seconds=60) == "set after it was started"
 
 
 def test_what_fails_there_is_told_and_leaves_the_process_as_it_was(unclean: None) -> None:

@@ -10,7 +10,7 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import cuttable, recomputable_order, shardable
-from lightning_autopar.planning.refusals import not_asked_for
+from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
 
 #: Into how many parts a batch is taken where it doesn't fit whole.
@@ -124,7 +124,7 @@ def every_plan(footprint: Footprint, inventory: Inventory) -> list[Plan]:
                     found += [replace(shared, micro_batches=parts) for parts in MICRO_BATCHES if parts * count <= footprint.batch_size]
         if (cuts := even_cuts(footprint, count)) and _PARTS_A_STAGE * count <= footprint.batch_size:
             found.append(Plan(engine="pipeline", devices=ids, cuts=cuts, schedule="1f1b", micro_batches=_PARTS_A_STAGE * count))
-    return [plan for plan in found if not_asked_for(plan) is None]
+    return [plan for plan in found if cannot_run(plan) is None]
 
 
 def even_cuts(footprint: Footprint, stages: int) -> tuple[str, ...]:

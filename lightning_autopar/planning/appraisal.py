@@ -24,7 +24,7 @@ from lightning_autopar.planning import plan_bytes
 from lightning_autopar.planning.candidates import notes_of
 from lightning_autopar.planning.plan_bytes import host_bytes
 from lightning_autopar.planning.plan_seconds import predict_seconds
-from lightning_autopar.planning.refusals import host_refusal, memory_refusal, not_asked_for
+from lightning_autopar.planning.refusals import cannot_run, host_refusal, memory_refusal
 from lightning_autopar.plans import Plan, order_of
 from lightning_autopar.report.report import Candidate, DeviceNeed
 from lightning_autopar.text import format_seconds
@@ -137,7 +137,7 @@ class Appraiser:
         host = self._host_need(plan)
         needs = found.needs if self.hopeful else self.needs(plan)
         reason = self.shortage(needs) or self._host_shortage(host)
-        missing = not_asked_for(plan, allow=self.constraints.allow, pinned=self.constraints.pinned is not None)
+        missing = cannot_run(plan, allow=self.constraints.allow, pinned=self.constraints.pinned is not None)
         if reason is None and missing is not None:
             reason = f"{missing}; it would take {format_seconds(seconds.step)} a step"
         return Candidate(
@@ -380,6 +380,7 @@ def configuration(plan: Plan) -> tuple[object, ...]:
         plan.replicas,
         plan.zero_stage,
         plan.offload,
+        plan.optimizer_on_disk,
         plan.schedule,
         plan.micro_batches > 1,
         bool(plan.shares),

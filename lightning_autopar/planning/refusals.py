@@ -17,8 +17,19 @@ from lightning_autopar.memory.footprint import Footprint, Sharing
 from lightning_autopar.plans import Engine, Plan, all_engines, entry_of, offered_engines
 from lightning_autopar.text import format_bytes
 
-#: What a plan may do besides.
-Feature = Literal["micro_batches", "shares", "replicas", "offload"]
+Feature = Literal["micro_batches", "shares", "replicas", "offload", "disk"]
+#: The features that single, ddp and fsdp plans may have. A plan with another feature is predicted and shown, never chosen.
+RUNS: frozenset[Feature] = frozenset({"micro_batches", "shares", "replicas", "offload"})
+#: Features that run if a pinned plan has them; planning itself chooses no plan with them.
+PINNED: frozenset[Feature] = frozenset({"disk"})
+
+_WORDS: dict[Feature, str] = {
+    "micro_batches": "micro-batches inside a batch",
+    "shares": "uneven shares of a batch",
+    "replicas": "hybrid sharding",
+    "offload": "offload to host memory",
+    "disk": "the optimizer's state on disk",
+}
 
 
 def engine_runs(engine: Engine, allow: Sequence[Engine]) -> bool:
@@ -26,15 +37,31 @@ def engine_runs(engine: Engine, allow: Sequence[Engine]) -> bool:
     return entry_of(engine).offered or engine in allow
 
 
-def not_asked_for(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False) -> str | None:
-    """That nobody asked for the plan's engine, in a few words; None where it may be taken.
+def features_of(plan: Plan) -> list[Feature]:
+    """What a plan does besides."""
+    needed: dict[Feature, bool] = {
+        "micro_batches": plan.micro_batches > 1,
+        "shares": bool(plan.shares),
+        "replicas": plan.replicas > 1,
+        "offload": bool(plan.offload),
+        "disk": plan.optimizer_on_disk,
+    }
+    return [feature for feature, there in needed.items() if there]
+
+
+def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False) -> str | None:
+    """Why this version can't run the plan, or that nobody asked for its engine, in a few words; None where it may be taken.
 
     Args:
         plan: any.
         allow: the engines that the user names.
         pinned: whether the user asked for it.
     """
-    return None if pinned or engine_runs(plan.engine, allow) else f"add {plan.engine!r} to allow= to use this"
+    if not pinned and not engine_runs(plan.engine, allow):
+        return f"add {plan.engine!r} to allow= to use this"
+    able = RUNS | PINNED if pinned else RUNS
+    missing = [_WORDS[feature] for feature in features_of(plan) if feature not in able]
+    return f"can't be run by this version yet ({' and '.join(missing)})" if missing else None
 
 
 def engine_refusal(engine: Engine, question: Question) -> str | None:

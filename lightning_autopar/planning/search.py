@@ -517,7 +517,7 @@ class Search:
         return next(one for one, other in hopeful if other is best)
 
     def _beyond(self) -> None:
-        """Plans of engines that nobody asked for: on the best devices, on as many as may be, and on one."""
+        """What can't be run by this version yet: on the best devices, on as many as may be, and on one."""
         sets, question = self._notable_sets(), self.appraiser.question
         hidden = enumerate_candidates(question, speed=self.speed, keep=lambda engine: not self._runs(engine), sets=sets)
         blocks = [block.fqn for block in recomputable(self.footprint)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.planning.refusals import not_asked_for
+from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
 from tests.fakes.values import MIB, footprint
 
@@ -163,7 +163,7 @@ def test_every_plan_that_can_be_run_is_there_once() -> None:
     here = scenarios.Scenario(model="gpt", batch=8, devices="1xcpu:1GiB,1xcpu:3GiB").inventory
     plans = scenarios.every_plan(footprint(), here)
     assert len(plans) == len(set(plans))
-    assert all(not_asked_for(plan) is None for plan in plans)
+    assert all(cannot_run(plan) is None for plan in plans)
     kinds = {(plan.engine, plan.world_size, plan.reshard_after_forward, bool(plan.recompute)) for plan in plans}
     assert kinds >= {
         ("single", 1, None, False),

@@ -20,7 +20,7 @@ from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser
 from lightning_autopar.planning.block_units import recomputable
 from lightning_autopar.planning.candidates import micro_batch_counts
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.refusals import not_asked_for
+from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits, Report
 from tests.fakes.values import GIB, MIB, block, cpu, footprint, gpu, inventory
@@ -98,7 +98,7 @@ def test_what_fits_exceeds_no_device_and_everything_else_says_why(blocks: Any, b
     assert found.candidates
     for candidate in found.candidates:
         if candidate.fits:
-            assert not_asked_for(candidate.plan) is None
+            assert cannot_run(candidate.plan) is None
             for device in candidate.plan.devices:
                 need = max(candidate.bytes[device].allocated, candidate.bytes[device].reserved)
                 assert need * (1 + step.margin) <= min(here.device(device).free_bytes, GIB) * 0.9

@@ -2,7 +2,8 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.planning.refusals import not_asked_for
+from lightning_autopar.planning import refusals as runnable
+from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
 
 TWO = ("cpu:0", "cpu:1")
@@ -20,11 +21,17 @@ FSDP = {"engine": "fsdp", "reshard_after_forward": True}
     ],
 )
 def test_what_of_a_plan_cannot_be_run(values: dict[str, Any], missing: str | None) -> None:
-    assert not_asked_for(Plan(**values)) == missing
+    assert cannot_run(Plan(**values)) == missing
 
 
 def test_what_is_pinned_may_be_what_planning_takes_not_by_itself() -> None:
     plan = Plan(engine="zero", devices=TWO, zero_stage=2)
-    assert not_asked_for(plan, allow=("single", "ddp")) == "add 'zero' to allow= to use this"
-    assert not_asked_for(plan, allow=("single", "zero")) is None
-    assert not_asked_for(plan, pinned=True) is None
+    assert cannot_run(plan, allow=("single", "ddp")) == "add 'zero' to allow= to use this"
+    assert cannot_run(plan, allow=("single", "zero")) is None
+    assert cannot_run(plan, pinned=True) is None
+
+
+def test_features_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runnable, "RUNS", frozenset())
+    plan = Plan(**FSDP, devices=(*TWO, "cpu:2", "cpu:3"), replicas=2, micro_batches=2)  # type: ignore[arg-type]
+    assert cannot_run(plan) == "can't be run by this version yet (micro-batches inside a batch and hybrid sharding)"

@@ -57,7 +57,7 @@ def _title(candidate: Candidate) -> str:
     step = f", {format_seconds(candidate.seconds.step)} a step" if candidate.seconds else ""
     if candidate.fits:
         return f"{candidate.plan.title()}: {format_bytes(max(candidate.needs.values(), default=0))} on the fullest device{step}"
-    verdict = "wasn't asked for" if not candidate.runnable else "doesn't fit"
+    verdict = "can't be run by this version" if not candidate.runnable else "doesn't fit"
     return f"{candidate.plan.title()} {verdict}{step}"
 
 

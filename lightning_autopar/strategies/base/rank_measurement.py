@@ -55,7 +55,9 @@ def plan_of(strategy: Strategy) -> Plan:
 
 
 def optimizer_states(strategy: Strategy) -> Iterator[Tensor]:
-    """The optimizers' states."""
+    """The optimizers' states; none where they lie on disk, in pages that the kernel takes back."""
+    if plan_of(strategy).optimizer_on_disk:
+        return iter(())
     return here(_tensors(chain.from_iterable(bare_optimizer(optimizer).state.values() for optimizer in strategy.optimizers)))
 
 

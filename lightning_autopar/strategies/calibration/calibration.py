@@ -324,10 +324,10 @@ def _ranks(
 
 
 def of_host(inventory: Inventory, known: Calibration) -> list[Curve]:
-    """The speed of updates on the host."""
+    """The speeds of copies between devices and the host, and of updates there."""
     from lightning_autopar.strategies.calibration.between_ranks import measure_host
 
-    return measure_host(HOST, inventory.host_threads)
+    return measure_host(HOST, inventory.host_threads, cache_folder("rates") or Path(tempfile.gettempdir()))
 
 
 def _host_loop(known: Calibration) -> list[Curve]:

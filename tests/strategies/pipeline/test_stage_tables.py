@@ -17,7 +17,7 @@ from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser
 from lightning_autopar.planning.block_units import cuttable
 from lightning_autopar.planning.plan_seconds import device_speeds, part_seconds
 from lightning_autopar.planning.planner import make_report
-from lightning_autopar.planning.refusals import not_asked_for
+from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits, Report
 from lightning_autopar.strategies.pipeline.memory import pipeline_bytes
@@ -107,7 +107,7 @@ def test_a_pipeline_for_each_schedule_that_memory_suffices_for(gpt: Footprint) -
     assert [plan.schedule for plan in plans] == ["gpipe", "1f1b", "interleaved_1f1b"]
     appraiser = Appraiser(gpt, here, Constraints(memory_margin=0.0))
     assert all(appraiser.holds(plan) for plan in plans)
-    assert all(not_asked_for(plan) is None for plan in plans)
+    assert all(cannot_run(plan) is None for plan in plans)
     assert all(plan.schedule == "gpipe" or plan.micro_batches >= plan.devices_per_replica for plan in plans)
 
 
