@@ -7,6 +7,7 @@ make others, about as many. Estimated, and yet to be counted: stages 1 and 2 wit
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -123,7 +124,7 @@ class ZeroStep(Step):
         copied = 2 * (copy_seconds(rates, run.device, 2 * part) if self.on_cpu else rates.host_copy_seconds(run.device, part))
         seconds = super().offload(run) + copied
         if plan.optimizer_on_disk:  # read and written, without overlap
-            share = round(self.footprint.optimizer_bytes / plan.world_size * max(self.ranks_on_nodes().values()))
+            share = round(self.footprint.optimizer_bytes / plan.world_size * max(Counter(device.node for device in self.devices).values()))
             seconds += sum(rates.disk_seconds(share, write=write) or share / _DISK_RATE for write in (False, True))
         return seconds
 
