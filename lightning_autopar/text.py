@@ -12,6 +12,8 @@ import sys
 import traceback
 import unicodedata
 
+from lightning_autopar._root import FRAMEWORK
+
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[_letter] = _UNITS[_letter + "ib"] = 1024**_power
@@ -134,8 +136,6 @@ def printable(text: str, most: int = 500) -> str:
     return "".join(_INSTEAD if unicodedata.category(character) in _UNFIT else character for character in short)
 
 
-#: Packages in whose code nobody looks for what they did themselves.
-_FRAMEWORKS = {"lightning", "lightning_autopar", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torch", "torchgen"}
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
@@ -151,7 +151,7 @@ def _users_line(error: BaseException | None) -> str:
     while error is not None and not own:
         for frame, line in traceback.walk_tb(error.__traceback__):
             package, file = str(frame.f_globals.get("__name__", "")).partition(".")[0], frame.f_code.co_filename
-            if package in _FRAMEWORKS or package in sys.stdlib_module_names or file.startswith("<"):
+            if package in FRAMEWORK or package in sys.stdlib_module_names or file.startswith("<"):
                 continue
             if _INSTALLED in file:
                 installed = f", at {os.path.basename(file)}:{line}"
