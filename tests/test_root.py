@@ -230,7 +230,4 @@ def test_no_string_names_one_root_alone() -> None:
             texts = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
             found |= {f"{path.name}: {each}" for each in texts if re.fullmatch(rf"{_ROOTS}(\.[\w.]*)?", each)}
     loggers = {f"calibration.py: {name}" for name in (*_root.ROOTS, "lightning", "lightning.fabric", "lightning_fabric")}
-    libraries = {
-        f"{file}: {name}" for file in ("reached_variables.py", "users_traceback.py") for name in ("lightning", PL, "lightning_fabric")
-    }
-    assert found == {*loggers, *libraries, "host.py: lightning", "doctor.py: lightning"}
+    assert found == {*loggers, "host.py: lightning", "doctor.py: lightning"}

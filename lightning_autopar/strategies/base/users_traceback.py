@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-#: Packages whose frames a user doesn't look for.
-NOT_THE_USERS = ("lightning", "lightning_autopar", "lightning_fabric", "pytorch_lightning", "torch")
+from lightning_autopar._root import FRAMEWORK
+
 #: Frames of every call of a module, which say nothing.
 _CALLS = ("_wrapped_call_impl", "_call_impl")
 #: How many of the first and of the last frames are always shown.
@@ -25,9 +25,9 @@ def package_of(frame: Any) -> str:
 
 
 def is_users(frame: Any) -> bool:
-    """Whether a frame is the user's, or that of a library that isn't among those above and not Python's own."""
+    """Whether a frame is the user's, or that of a library that is neither a framework (:data:`_root.FRAMEWORK`) nor Python's own."""
     package = package_of(frame)
-    return package not in NOT_THE_USERS and package not in sys.stdlib_module_names
+    return package not in FRAMEWORK and package not in sys.stdlib_module_names
 
 
 def users_part(found: TracebackType | None) -> TracebackType | None:

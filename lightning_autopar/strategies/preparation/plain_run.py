@@ -20,11 +20,12 @@ from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar._lightning import Callback, DummyLogger, SingleDeviceStrategy, Trainer
 from lightning_autopar._lightning_compat import TrainerFn, installed, is_overridden, run_attached
+from lightning_autopar._root import FRAMEWORK
 from lightning_autopar.exact.logs.logging_hooks import overridden
 from lightning_autopar.memory.cuda_overhead import Target
 from lightning_autopar.memory.trace.first_batch import RAISED
 from lightning_autopar.memory.trace.trace import module_bytes
-from lightning_autopar.strategies.base.users_traceback import NOT_THE_USERS, is_users, package_of
+from lightning_autopar.strategies.base.users_traceback import is_users, package_of
 from lightning_autopar.strategies.base.worker_exception import Failure, out_of_memory
 from lightning_autopar.strategies.calibration.calibration import be_silent
 
@@ -115,7 +116,7 @@ class _Asked:
     @classmethod
     def note(cls, frame: Any) -> None:
         """Note it if the code of this frame is the user's, or a reader of a LightningModule that the user's code calls."""
-        if package_of(frame) in NOT_THE_USERS and frame.f_code.co_name in _READERS:
+        if package_of(frame) in FRAMEWORK and frame.f_code.co_name in _READERS:
             frame = frame.f_back
         cls.yes |= is_users(frame)
 
