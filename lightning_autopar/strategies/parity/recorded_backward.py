@@ -197,6 +197,6 @@ class _Signs:
         return total
 
 
-def _pieces(gradient: Tensor) -> tuple[Tensor, ...]:
+def _pieces(gradient: Tensor) -> Sequence[Tensor]:
     dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return dense.reshape(-1).split(_ELEMENTS)
+    return torch.split(dense.reshape(-1), _ELEMENTS)
