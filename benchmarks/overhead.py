@@ -3,8 +3,9 @@
 Three figures, each from fresh processes, by hand and with autopar in turns:
 
 - step: seconds a step, the same plan on both sides (one device, DDP, FSDP2). Both sides' processes are there at once and train in turns, a
-  block of steps each; two blocks are a pair, which side comes first changes from pair to pair. Told are the median of the pairs' ratios and
-  its 95 % interval, of the wall's seconds and of the CPU seconds of all ranks together, which other people's work disturbs less;
+  block of steps each; which side comes first changes from block to block. Two processes of one side differ by up to 3 % for as long as
+  they live: so several pairs of processes are started, one after the other. Told are the median of their ratios and its 95 % interval, of
+  the wall's seconds and of the CPU seconds of all ranks together, which other people's work disturbs less;
 - first_step: seconds from the call of ``fit`` to the start of the first step, autopar's planning included, against Lightning's DDP;
 - memory: host memory (sum of PSS over all processes) of four ranks around one model, at its peak before the first step.
 
@@ -335,12 +336,16 @@ def median_interval(values: list[float]) -> tuple[float, float]:
     return ordered[place], ordered[-1 - place]
 
 
-def measure_steps(runs: Runs, engine: str, pairs: int, block: int, **model: Any) -> dict[str, Any]:
-    """Seconds a step of one engine, the plan pinned. The first block of each side warms up."""
-    found = runs.in_blocks(engine, RANKS[engine], blocks=pairs + 1, block=block, pinned=True, **model)
-    # A step is over when all ranks are there; what it costs is what all of them took together.
-    wall = {side: [max(rank["wall"] for rank in ranks) / block for ranks in found[side][1:]] for side in SIDES}
-    cpu = {side: [sum(rank["cpu"] for rank in ranks) / block for ranks in found[side][1:]] for side in SIDES}
+def measure_steps(runs: Runs, engine: str, pairs: int, blocks: int, block: int, **model: Any) -> dict[str, Any]:
+    """Seconds a step of one engine, the plan pinned: of each process the median block's. The first block warms up."""
+    wall: dict[str, list[float]] = {side: [] for side in SIDES}
+    cpu: dict[str, list[float]] = {side: [] for side in SIDES}
+    for _ in range(pairs):
+        found = runs.in_blocks(engine, RANKS[engine], blocks=blocks + 1, block=block, pinned=True, **model)
+        for side in SIDES:
+            # A step is over when all ranks are there; what it costs is what all of them took together.
+            wall[side].append(statistics.median(max(rank["wall"] for rank in ranks) / block for ranks in found[side][1:]))
+            cpu[side].append(statistics.median(sum(rank["cpu"] for rank in ranks) / block for ranks in found[side][1:]))
     return {**compare(wall, STEP_BOUNDS[engine]), "cpu": compare(cpu, STEP_BOUNDS[engine])}
 
 
@@ -368,14 +373,14 @@ def measure_memory(runs: Runs, engines: tuple[str, ...], model_bytes: int, layer
 def benchmark(quick: bool, only: str | None = None, engine: str | None = None) -> dict[str, Any]:
     """All figures, or those asked for, as the JSON file holds them; each is printed when it is known."""
     if quick:
-        repetitions, pairs, block = 1, 1, 3
+        repetitions, pairs, blocks, block = 1, 1, 1, 3
         model: dict[str, Any] = {"layers": 2, "width": 64, "batch": 4}
         model_bytes, layers = 8 * 1024**2, 2
     else:
-        repetitions, pairs, block = 5, 24, 8
+        repetitions, pairs, blocks, block = 5, 8, 6, 4
         model = {"layers": 4, "width": 128, "batch": 16}
         model_bytes, layers = 1024**3, 16
-    settings = {"repetitions": repetitions, "pairs": pairs, "steps_a_block": block, **model}
+    settings = {"repetitions": repetitions, "pairs": pairs, "blocks": blocks, "steps_a_block": block, **model}
     report: dict[str, Any] = {**machine(), "quick": quick, "settings": settings}
     engines = (engine,) if engine else ENGINES
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
@@ -383,7 +388,7 @@ def benchmark(quick: bool, only: str | None = None, engine: str | None = None) -
         if only in (None, "step"):
             report["step"] = {}
             for name, (kind, dropout) in itertools.product(engines, DROPOUTS.items()):
-                found = measure_steps(runs, name, pairs, block, dropout=dropout, **model)
+                found = measure_steps(runs, name, pairs, blocks, block, dropout=dropout, **model)
                 report["step"].setdefault(name, {})[kind] = found
                 print(f"step, {name}, {kind}: {line(found)}; CPU: {line(found['cpu'])}", flush=True)
         if only in (None, "first_step"):

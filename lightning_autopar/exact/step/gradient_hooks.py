@@ -31,7 +31,8 @@ class GradientHooks:
     """
 
     def __init__(self, parameters: Iterable[Parameter] = ()) -> None:
-        self._parameters = [parameter for parameter in parameters if any(_users(hooks) for hooks in _hooks_of(parameter))]
+        hooked = [each for each in parameters if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)]
+        self._parameters = [parameter for parameter in hooked if any(_users(hooks) for hooks in _hooks_of(parameter))]
         self._held: list[tuple[Parameter, list[dict[int, Any]]]] = []
         self._earlier: dict[Parameter, Tensor] = {}
 

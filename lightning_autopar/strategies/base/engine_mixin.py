@@ -70,6 +70,7 @@ class EngineMixin(Strategy):
     #: Whether the gradients that backward leaves in the parameters are the whole batch's, so that the user's hooks can be called then.
     completes_gradients = False
     _layer_sync: Any
+    _in_order: tuple[Parameter, ...] = ()  # the trained parameters, where the engine knows them: no step walks through the module then
 
     def attach(self, run_plan: RunPlan) -> None:
         """Give the engine its run plan; called once, before the trainer sees the engine."""
@@ -104,8 +105,7 @@ class EngineMixin(Strategy):
         self._prediction_limits: list[float] = []
         self._asked_predictions: int | float | None = None
         self._saved_gradients: dict[str, Tensor] = {}
-        #: Whether the state is saved between two batches rather than in a hook.
-        self.at_boundary = False
+        self.at_boundary = False  # whether the state is saved between two batches rather than in a hook
         #: What this rank may take of its GPU; None where nothing limits it.
         self.gpu_limit: GpuLimit | None = None
         #: How an elastic run came to this plan.
@@ -562,7 +562,7 @@ class EngineMixin(Strategy):
         if self.gpu_limit is not None:
             self.gpu_limit.step(steps=int(batch_idx % self._trainer.accumulate_grad_batches == 0))
         split = self.completes_gradients and (self.splits or bool(self.run_plan.shared) or self._micro is not None)
-        self._hooks = GradientHooks(self._trainer.lightning_module.parameters() if split else ())
+        self._hooks = GradientHooks((self._in_order or self._trainer.lightning_module.parameters()) if split else ())
         super().on_train_batch_start(batch, batch_idx)
 
     def on_train_start(self) -> None:

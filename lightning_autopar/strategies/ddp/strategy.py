@@ -49,7 +49,6 @@ class DDPEngine(SplitMixin, DDPStrategy):
     _advised = False
     _trained: frozenset[int] = frozenset()
     _known: frozenset[int] = frozenset()
-    _in_order: tuple[Parameter, ...] = ()
     _reduced = False
 
     def __init__(self, run_plan: RunPlan, *, forked: bool) -> None:

@@ -53,6 +53,7 @@ class WholeParameters:
         #: The module may have sharded only some of its parameters itself.
         self._others = frozenset(id(parameter) for parameter in root.parameters() if not isinstance(parameter, DTensor))
         _keep_writes(self._units)
+        self._on_gpus = [group for unit in self._units for group in groups_of(unit) if group.device.type == "cuda"]
         within = {id(child) for name, module in root.named_modules() if name in set(uneven) for child in module.modules()}
         _agree_on_gradients(self._units, within)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self.reshard()) for optimizer in optimizers]
@@ -69,7 +70,7 @@ class WholeParameters:
     def inside(self, *, backward: bool = False) -> Iterator[None]:
         """The context of a step or its backward pass, where FSDP2 itself knows when to gather."""
         if not backward:
-            for group in (group for unit in self._units for group in groups_of(unit)):
+            for group in self._on_gpus:
                 # Gathers wait for earlier writes to shards by themselves.
                 group._versions = [_version(parameter.sharded_param) for parameter in group.fsdp_params]
         before, self._inside = self._inside, True
@@ -254,7 +255,7 @@ def _keep_writes(units: Iterable[FSDPModule]) -> None:
     for group in groups:
         if "unshard" in vars(group):
             continue
-        group.unshard = partial(_unshard, group, group.unshard)
+        group.unshard = partial(_unshard, group, group.unshard) if group.device.type == "cuda" else group.unshard
         for parameter in group.fsdp_params:
             parameter.to_unsharded = partial(_to_unsharded, parameter, parameter.to_unsharded)
             for name in ("to_sharded", "to_sharded_post_forward"):
@@ -281,11 +282,11 @@ def groups_of(unit: Any) -> list[Any]:
 
 
 def _unshard(group: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-    """Gather; on a GPU after this step's writes to the shards, as gathers run on another stream."""
+    """Gather, after this step's writes to the shards: on a GPU gathers run on another stream."""
     shards = [parameter.sharded_param for parameter in group.fsdp_params]
     frozen = not any(shard.requires_grad for shard in shards)
     versions = [_version(shard) for shard in shards]
-    if group.device.type == "cuda" and (frozen or versions != vars(group).get("_versions", versions)):
+    if frozen or versions != vars(group).get("_versions", versions):
         _order(group)
     original(*args, **kwargs)
 

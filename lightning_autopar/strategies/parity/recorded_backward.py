@@ -1,15 +1,18 @@
 """The losses of a step that is tried: noted where backward begins, and compared between a batch's parts and the whole batch.
 
+A gradient is looked at as soon as autograd has it, and let go: all of a large model's gradients would be as large as the model itself.
 Knows autograd, shares of a batch, and who runs backward in a module.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -17,6 +20,7 @@ from torch.nn import Parameter
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.log_rules import weighted
+from lightning_autopar.exact.step.gradient_hooks import OurHook
 from lightning_autopar.exact.step.random_draws import Rows
 from lightning_autopar.exact.step.shared_network import gradients_asked_for
 from lightning_autopar.exact.step.users_backward import parameters_of
@@ -25,6 +29,8 @@ from lightning_autopar.strategies.parity.own_functions import Signature, name_of
 
 #: A parameter's gradient that is so small beside all others' is rounding, such as a bias's before a normalization.
 _NOTHING = 1e-4
+#: So many of a gradient's elements are looked at at once.
+_ELEMENTS = 1 << 16
 
 
 def groups_first_of(observed: Observation) -> bool:
@@ -55,8 +61,16 @@ class Backwards:
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         self._parameters = list(parameters.values())
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        #: For each backward pass on the whole batch the signs of its gradients.
-        self._signs: list[list[Tensor | None]] = []
+        #: For each backward pass on the whole batch the signs of its gradients, by the parameter's place and by how often it had one before
+        #: in this pass: a node's own backward pass may give it another.
+        self._signs: list[dict[tuple[int, int], _Signs]] = []
+        #: The same of the pass that runs, and the slopes along them, by the parameter's place.
+        self._new_signs: dict[tuple[int, int], _Signs] = {}
+        self._slopes: dict[int, Tensor] = {}
+        self._given: Counter[int] = Counter()
+        self._looks = False
+        #: Whether nobody looks at gradients once a backward pass is over; else they are zeros then.
+        self.unseen = False
         #: Whether a step makes gradients of parameters without ``backward``: no engine exchanges these.
         self.differentiates = False
         #: Which gradients there were when the last backward pass was over, and how often they had been written to.
@@ -91,12 +105,9 @@ class Backwards:
             if torch._C._current_graph_task_id() != -1 and parameters_of(given):
                 self.reentrant = self.reentrant or name_of(torch._C._current_autograd_node())
             self._look_at(own_functions(given))
-            result = original(tensors, *args, **kwargs)
-            losses.extend((*given, *self._slopes(self._passes)))
-            self._passes += 1
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
+            with self._seen():
+                result = original(tensors, *args, **kwargs)
+            losses.extend((*given, *self._taken()))
             self._left = self._versions()
             return result
 
@@ -122,19 +133,70 @@ class Backwards:
 
     def _look_at(self, functions: Sequence[Any]) -> None:
         """Note the functions of the whole batch's graph; try those of a part's that aren't over samples."""
-        if self._passes == len(self._signs):
+        if self._on_whole:
             self._functions.update(signature(node) for node in functions)
         else:
             self.missed = max(self.missed, not_linear([node for node in functions if signature(node) in self._functions], self._names))
 
-    def _slopes(self, number: int) -> list[Tensor]:
-        """Along the signs of the whole batch's gradients: by hand of all parameters together; else of each, where what is next to nothing
-        beside the others' counts as nothing.
+    @contextmanager
+    def _seen(self) -> Iterator[None]:
+        """The context of a backward pass: each gradient's slope is taken when it is complete."""
+        looks = self._looks  # this pass is within another one
+        with patched(self, "_looks", True), ExitStack() as hooks:
+            for index, parameter in enumerate(self._parameters if not looks else ()):
+                if parameter.requires_grad and parameter.is_leaf:
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(OurHook(self._see, index)).remove)
+            yield
+
+    def _see(self, index: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient, place = parameter.grad.detach(), (index, self._given[index])
+        self._given[index] += 1
+        if self._on_whole:
+            self._new_signs[place] = _Signs(gradient)
+        signs = self._new_signs.get(place) if self._on_whole else self._signs[self._passes].get(place)
+        if signs is not None:
+            self._slopes[index] = self._slopes.get(index, 0.0) + signs.slope(gradient)
+        if self.unseen:
+            parameter.grad = None
+        else:
+            parameter.grad.zero_()
+
+    @property
+    def _on_whole(self) -> bool:
+        return self._passes == len(self._signs)
+
+    def _taken(self) -> list[Tensor]:
+        """Of the pass that is over the slopes along the signs of the whole batch's gradients: by hand of all parameters together; else of
+        each, where what is next to nothing beside the others' counts as nothing.
         """
-        gradients = [parameter.grad for parameter in self._parameters]
-        if number == len(self._signs):
-            self._signs.append([None if each is None else each.sign() for each in gradients])
-        pairs = zip(gradients, self._signs[number], strict=True)
-        slopes = [(gradient * signs).sum().double() for gradient, signs in pairs if gradient is not None and signs is not None]
-        total = torch.stack(slopes).sum() if slopes else torch.zeros(())
+        if self._on_whole:
+            self._signs.append(self._new_signs)
+        places = sorted({index for index, _ in self._signs[self._passes]})
+        nothing = torch.zeros((), dtype=torch.float64)
+        slopes = [self._slopes.get(index, nothing) for index in places]
+        self._passes += 1
+        self._new_signs, self._slopes = {}, {}
+        self._given.clear()
+        total = torch.stack(slopes).sum() if slopes else nothing
         return [slope + _NOTHING * total for slope in slopes] if self.each else [total]
+
+
+class _Signs:
+    """Where a gradient is positive, in a bit an element."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._bits = [numpy.packbits((piece > 0).numpy()) for piece in _pieces(gradient)]
+
+    def slope(self, gradient: Tensor) -> Tensor:
+        """Along these signs; another gradient of the same shape."""
+        total = torch.zeros((), dtype=torch.float64)  # a sum in float32 may be rounded by more than counts as a difference
+        for bits, piece in zip(self._bits, _pieces(gradient), strict=True):
+            positive = torch.from_numpy(numpy.unpackbits(bits, count=piece.numel())).bool()
+            total += torch.where(positive, piece, -piece).sum(dtype=torch.float64)
+        return total
+
+
+def _pieces(gradient: Tensor) -> Sequence[Tensor]:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return torch.split(dense.reshape(-1), _ELEMENTS)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_autopar._lightning import LightningModule, Trainer
-from lightning_autopar._lightning_compat import transfer_batch
+from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS, SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng
@@ -169,6 +169,7 @@ class _Probe(KeptRuns):
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.metrics = MetricTrial(module)
         self.backwards = Backwards(dict(module.named_parameters()))
+        self.backwards.unseen = module.automatic_optimization and not is_overridden("backward", module)
         #: The values before the step; empty until they are known.
         self.buffers: dict[str, Tensor] = {}
         self._prepared = False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from tests.strategies.fitted import BLOCKS, Fitted, assert_same, numbers, plan
 
 DDP, PARTS, BOTH = plan("ddp", ranks=3), plan("single", ranks=1, micro_batches=2), plan("ddp", micro_batches=2)
@@ -96,3 +98,16 @@ class Looks(Fitted):
 )
 def test_gradients_are_the_whole_batchs(make: Any, under: Any, options: dict[str, Any]) -> None:
     assert_same(make, numbers(27), under, **options)
+
+
+def test_a_parameter_without_hooks_costs_a_step_no_call() -> None:
+    def calls(count: int) -> int:
+        parameters, seen = [torch.nn.Parameter(torch.zeros(1)) for _ in range(count)], list[Any]()
+        sys.setprofile(lambda frame, event, _: seen.append(frame) if event == "call" else None)
+        try:
+            GradientHooks(parameters)
+        finally:
+            sys.setprofile(None)
+        return len(seen)
+
+    assert calls(100) == calls(1)

@@ -510,6 +510,55 @@ def test_gradients_that_cannot_be_compared_are_told() -> None:
     assert probe_split(Base(), None, first_of(samples()))[0].notes == ()
 
 
+class Deep(Base):
+    """Four layers, of which no two have their gradients at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def loss(self, x: Tensor) -> Tensor:
+        y = x
+        for layer in self.layers:
+            y = layer(y)
+            y.register_hook(self.look)
+        return F.mse_loss(y, x)
+
+    def look(self, _: Tensor) -> None:
+        assert all(parameter.grad is None for parameter in self.parameters())
+
+
+class DeepByHand(ByHand):
+    """Reads its gradients once the backward pass is over."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        assert all(parameter.grad is not None for parameter in self.parameters())
+
+
+@pytest.mark.parametrize("make", [Deep, DeepByHand])
+def test_gradients_are_let_go_as_they_come_unless_the_user_may_read_them(make: type[Base]) -> None:
+    found, _ = probe_split(make(), None, first_of(samples()))
+    assert (found.probed, found.difference, found.notes) == (True, 0.0, ())
+
+
+class TwoExperts(Base):
+    """A sample goes through one of two layers, by its sign; a part of the batch may have samples of one sign alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 4)
+
+    def loss(self, x: Tensor) -> Tensor:
+        rows = [(x[:, 0] > 0, self.layer), (x[:, 0] <= 0, self.other)]
+        return sum(layer(x[chosen]).square().sum() for chosen, layer in rows if chosen.any()) / len(x)
+
+
+def test_a_parameter_that_a_part_of_the_batch_does_without_has_no_gradient_there() -> None:
+    found, _ = probe_split(TwoExperts(), None, first_of([abs(sample) * sign for sample, sign in zip(samples(2), (1, -1), strict=True)]))
+    assert (found.difference, found.notes) == (0.0, ())
+
+
 def test_gradients_that_nobody_exchanges_rule_splitting_out() -> None:
     assert "without backward" in (probe_split(GradientsByHand(), None, first_of(samples()))[0].reason or "")
     found, _ = probe_split(OwnGradients(), None, first_of(samples()))
