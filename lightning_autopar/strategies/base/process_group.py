@@ -154,7 +154,7 @@ def wait_for_all_ranks(what: str, remedy: str = _FOR_ALL, *, within: timedelta |
     """
     store: Any = dist.distributed_c10d._get_default_store()
     patience = within or PATIENCE
-    key = f"autopar/outside/{store.add(f'autopar/outside/rank{dist.get_rank()}', 1)}"
+    key = f"autopar/outside/{store.add(f'autopar/outside/rank{dist.get_rank()}', 1)}/{what}"
     if store.add(key, 1) == dist.get_world_size():
         store.set(f"{key}/all", "")
     try:

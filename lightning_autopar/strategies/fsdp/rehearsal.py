@@ -86,7 +86,7 @@ def rehearse_fsdp(
     return check
 
 
-def why_unsharded(first: FirstStep, rehearsed: Check | None, units: Sequence[str]) -> str | None:
+def why_unsharded(first: FirstStep, rehearsed: Check | None) -> str | None:
     """Why FSDP2 doesn't run a step right; None where nothing is known against it.
 
     An evaluation loses nothing on shards.
@@ -94,22 +94,22 @@ def why_unsharded(first: FirstStep, rehearsed: Check | None, units: Sequence[str
     Args:
         first: the step; meant for a forked child.
         rehearsed: what a rehearsal of it found; None where there was none.
-        units: FQNs of the blocks that are sharded as units of their own.
     """
     module, refusal = first.trainer.lightning_module, None if rehearsed is None else rehearsed.refusal
     if first.stage == "fit" and first.untried is not None:
         refusal = unshardable(module) or not_made(first.untried).refusal
     if refusal is None and first.split is not None:
-        refusal = _routed(module, first.split.uneven_calls, units)
+        refusal = _routed(module, first.split.uneven_calls)
     return refusal or unshardable(module)
 
 
-def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequence[str]) -> str | None:
-    """Why the module can't be sharded if the samples decide which of its blocks are called: all ranks must gather a block together."""
-    outermost = () if module.automatic_optimization else [name for name, _ in module.named_children()]
-    for name in uneven_calls:
-        if name in units or name in outermost:
-            return f"the samples decide whether {name!r} is called (as with routed experts), and FSDP2 needs every rank to call every block"
+def _routed(module: LightningModule, uneven_calls: Sequence[str]) -> str | None:
+    """Why the module can't be sharded if the samples decide which of its parts are called: under manual optimization each is a unit of its
+    own, which all ranks must gather together.
+    """
+    for name in () if module.automatic_optimization else uneven_calls:
+        if name in dict(module.named_children()):
+            return f"the samples decide whether {name!r} is called (as with routed experts), and FSDP2 needs every rank to call it"
     return None
 
 
@@ -217,7 +217,7 @@ def _step(rehearsal: BareStep, gathered: WholeParameters, batch: Any, index: int
     def call(*args: Any) -> Any:
         nonlocal begun
         begun += 1
-        with gathered.inside():
+        with gathered.inside("training_step"):
             output = step(*args)
         begun -= 1
         if any(is_overridden(hook, rehearsal.module) for hook in BEFORE_BACKWARD):
@@ -227,7 +227,7 @@ def _step(rehearsal: BareStep, gathered: WholeParameters, batch: Any, index: int
     def inside(*args: Any, **kwargs: Any) -> None:
         nonlocal begun
         begun += 1
-        with gathered.inside(backward=True):
+        with gathered.inside(None):
             backward(*args, **kwargs)
         begun -= 1
 

@@ -243,7 +243,7 @@ class _ShardingStrategy(ModelParallelStrategy):
         """The user's step; under automatic optimization its backward pass puts the parameters back into shards. A hook that is called
         before it finds shards only: an average of another network's weights can't be taken of shards and whole parameters.
         """
-        with self._gathered.inside():
+        with self._gathered.inside("training_step"):
             output = super().training_step(*args, **kwargs)
         if not self._module.automatic_optimization or self._hooks_before_backward:
             self._gathered.reshard()
@@ -263,14 +263,14 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     def _evaluation(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Reshard after the step: no backward pass follows that would."""
-        with self._gathered.inside():
+        with self._gathered.inside(step.__name__):
             output = step(*args, **kwargs)
         self._gathered.reshard()
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Recomputation in backward calls modules, which must not count as calls by a hook."""
-        with self._gathered.inside(backward=True):
+        with self._gathered.inside(None):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def give_up_gathered(self) -> None:

@@ -14,6 +14,7 @@ rank would silently have its own shard's.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._lightning_compat import DummyExperiment
+from lightning_autopar._temporary import patched
 from lightning_autopar.exact.step.step_rollback import GRAD, own_gradient
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 
@@ -47,8 +49,12 @@ class WholeParameters:
 
     def __init__(self, root: nn.Module, optimizers: Iterable[Optimizer] = (), uneven: Iterable[str] = ()) -> None:
         self._root = root
-        self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        units = {name: module for name, module in root.named_modules() if isinstance(module, FSDPModule)}
+        self._units = list(units.values())
         self._inside = False
+        self._orders = defaultdict[str, _GatherOrder](partial(_GatherOrder, [name for name in units if name]))
+        #: The order of the step that runs; None outside of a step's forward.
+        self._order: _GatherOrder | None = None
         self._visits = 0
         #: The module may have sharded only some of its parameters itself.
         self._others = frozenset(id(parameter) for parameter in root.parameters() if not isinstance(parameter, DTensor))
@@ -59,6 +65,9 @@ class WholeParameters:
         if isinstance(root, FSDPModule):
             # FSDP2 takes the module that runs first for the root, unless told before; and a hook may call a part of the root first.
             root._get_fsdp_state()._lazy_init()
+            self._handles += [
+                unit.register_forward_pre_hook(partial(self._meet, name), prepend=True) for name, unit in units.items() if name
+            ]
             for module in (root, *_outside_units(root)):
                 self._handles += [
                     module.register_forward_pre_hook(self._enter, prepend=True),
@@ -66,17 +75,23 @@ class WholeParameters:
                 ]
 
     @contextmanager
-    def inside(self, *, backward: bool = False) -> Iterator[None]:
-        """The context of a step or its backward pass, where FSDP2 itself knows when to gather."""
-        if not backward:
+    def inside(self, step: str | None) -> Iterator[None]:
+        """The context of a step by its name, or of a backward pass, where FSDP2 itself knows when to gather."""
+        order = None if step is None else self._orders[step]
+        if order is not None:
             for group in (group for unit in self._units for group in groups_of(unit)):
                 # Gathers wait for earlier writes to shards by themselves.
                 group._versions = [_version(parameter.sharded_param) for parameter in group.fsdp_params]
-        before, self._inside = self._inside, True
-        try:
+            order.begin()
+        with patched(self, "_inside", True), patched(self, "_order", order):
             yield
-        finally:
-            self._inside = before
+        if order is not None:
+            order.end()
+
+    def _meet(self, name: str, unit: Any, args: Any) -> None:
+        """Before a unit's forward: if it is to gather parameters in a step, all ranks must be about to."""
+        if self._order is not None and any(group.is_sharded for group in groups_of(unit)):
+            self._order.gathers(name)
 
     def knows(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether a parameter was there from the beginning; some are whole where others are shards."""
@@ -138,15 +153,49 @@ def _outside_units(root: nn.Module) -> Iterator[nn.Module]:
     yield from dict.fromkeys(walk(root, True))
 
 
-# -- which of them get gradients ------------------------------------------------------------------------------------------------------
+# -- which of them ranks gather, and which get gradients ----------------------------------------------------------------------------------
 
 
-#: Ranks have met when they gathered this unit.
+#: By how much ranks may be apart within a step, as they have met where it began.
 SKEW = timedelta(seconds=30)
 _SAMPLES_DECIDE = (
-    "samples decide which modules of a block are called (as with routed experts), and in the batches that planning looked at they didn't; "
+    "samples decide which modules are called (as with routed experts), and in the batches that planning looked at they didn't; "
     "run with allow=['single', 'ddp'], or let the step call each of them"
 )
+
+
+class _GatherOrder:
+    """The order in which a step's forward gathers units. A gather takes all ranks: where this one departs from the order that is expected, as
+    it skips a unit that none of its samples needs, it waits until all ranks do, rather than gather another unit than they.
+
+    Args:
+        expected: the units' names, in an order that is as good as any before the first step.
+    """
+
+    def __init__(self, expected: list[str]) -> None:
+        self._expected = expected
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._place, self._gathered, self._new = 0, list[str](), False
+
+    def gathers(self, name: str) -> None:
+        """A unit is about to be gathered."""
+        left = self._expected[self._place :]
+        if name not in left[:1]:
+            wait_for_all_ranks(f"{name!r} was called{f' before {left[0]!r}' if left else ' again'}", _SAMPLES_DECIDE, within=SKEW)
+        if name in left:
+            self._place += left.index(name) + 1
+        else:
+            self._new = True
+        self._gathered.append(name)
+
+    def end(self) -> None:
+        """The step's forward is over."""
+        if left := self._expected[self._place :]:
+            wait_for_all_ranks(f"a step ended without a call of {left[0]!r}", _SAMPLES_DECIDE, within=SKEW)
+        if self._new:
+            self._expected = self._gathered
 
 
 def _agree_on_gradients(units: Iterable[FSDPModule], uneven: Collection[int]) -> None:

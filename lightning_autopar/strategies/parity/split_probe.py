@@ -48,6 +48,7 @@ _LOG = logging.getLogger(__name__)
 
 _EQUAL = 1e-5  # relative difference of losses that count as equal: rounding of float32 sums taken in another order
 _UNCOMPARED = "not checked: whether the gradients of a batch's parts make those of the whole batch (comparing them failed)"
+_ALONE = 4  # samples of which each is run alone, to see which submodules it calls
 _ORDERS = 4  # how often a step that shuffles samples at random is compared again
 
 
@@ -105,9 +106,9 @@ def probe_split(
     try:
         do_without(module, sorts)
         with nudged(module):
-            found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds)
+            found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds, routes=bool(blocks))
         if found.raised or math.isnan(found.difference):  # a step that only its own weights fit
-            found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds)
+            found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds, routes=bool(blocks))
     finally:
         rng.restore(state, {})
     if not sorts:
@@ -184,7 +185,7 @@ class _Probe(KeptRuns):
         self.drifting: tuple[float, str] | None = None
         self.written: tuple[float, str] | None = None
 
-    def run(self, sizes: Sequence[int], time_limit_seconds: float) -> tuple[SplitFinding, DrawPlan]:
+    def run(self, sizes: Sequence[int], time_limit_seconds: float, *, routes: bool = False) -> tuple[SplitFinding, DrawPlan]:
         try:
             self._prepare()
             started = time.monotonic()
@@ -217,6 +218,8 @@ class _Probe(KeptRuns):
             if not finding.difference <= found.difference or not found.log_rules:
                 found = finding
         plan, failed = self._with_later_draws(plan, sizes[0])
+        if routes:
+            found = replace(found, uneven_calls=tuple(sorted({*found.uneven_calls, *self._uneven_alone()})))
         notes = (f"not checked: whether the step draws other random numbers once its counters have gone far (there it fails: {failed})",)
         return replace(found, notes=found.notes + notes * bool(failed)), plan
 
@@ -413,6 +416,18 @@ class _Probe(KeptRuns):
             return math.inf
         finally:
             hooks.release()
+
+    def _uneven_alone(self) -> tuple[str, ...]:
+        """The submodules that some samples alone call more or less often than the whole batch does: parts of this batch may hold samples of
+        each kind, and those of a later one not.
+        """
+        shares = self.weighing.shares(self.batches.count)[:_ALONE]
+        try:
+            self._observed(self.losses, shares)
+        except Exception:  # the step isn't made for one sample
+            _LOG.debug("the step fails on one sample", exc_info=True)
+            return ()
+        return undo.uneven([effects.calls for effects in self.effects])
 
     def _with_later_draws(self, plan: DrawPlan, size: int) -> tuple[DrawPlan, str]:
         """See :func:`later_draws`."""

@@ -703,6 +703,6 @@ def test_a_module_without_blocks_has_layers_which_are_no_units() -> None:
     footprint = trace(Module(net), None, batch)
     assert [block.fqn for block in footprint.blocks] == ["net.stem", "net.body", "net.head"]
     assert not any(block.repeated or block.recomputable for block in footprint.blocks)
-    assert shardable(footprint) == ((), ())
+    assert shardable(footprint, None) == ((), ())
     assert sum(part.parameters for part in (*footprint.blocks, *footprint.outer)) == footprint.parameters
     assert [block.fqn for block in trace(Module(net), None, batch, stage="validate").blocks] == ["net.stem", "net.body", "net.head"]

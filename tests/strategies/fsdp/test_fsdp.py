@@ -413,6 +413,40 @@ def test_an_expert_that_is_first_left_out_later_is_told_from_a_hang(monkeypatch:
     assert "other parameters than in the batch before got a gradient on rank 1" in run_ranks(train, 2)[1]
 
 
+@pytest.mark.parametrize(
+    ("skipped", "told"),
+    [(0, "'experts.1' was called before 'experts.0' on rank 1"), (2, "a step ended without a call of 'experts.2' on rank 1")],
+)
+def test_a_unit_that_no_sample_of_a_rank_calls_is_told_from_a_mix_of_parameters(
+    monkeypatch: pytest.MonkeyPatch, skipped: int, told: str
+) -> None:
+    """Ranks that gather units of equal size at once would each get parts of both. Where all skip it, none has to wait."""
+    monkeypatch.setattr(whole_parameters, "SKEW", datetime.timedelta(seconds=1))
+
+    def train(rank: int, world_size: int) -> str:
+        module = Routing(2)
+        module.automatic_optimization = True
+        shard_alone(module)
+        gathered = WholeParameters(module)
+        try:
+            for step, skips in enumerate(((), (skipped,), (), (skipped,) * rank)):
+                with gathered.inside("training_step"):
+                    loss = sum(expert(torch.ones(1, 2)).sum() for index, expert in enumerate(module.experts) if index not in skips)
+                with gathered.inside(None):
+                    loss.backward()
+        except RuntimeError as error:
+            assert step == 3
+            return str(error)
+        return ""
+
+    def shard_alone(module: Routing) -> None:
+        module.experts = module.experts[:3]
+        for each in (*module.experts, module):
+            fully_shard(each, mesh=init_device_mesh("cpu", (2,)))
+
+    assert told in run_ranks(train, 2)[1]
+
+
 def test_a_call_on_one_rank_alone_is_told_from_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "PATIENCE", datetime.timedelta(seconds=1))
 
