@@ -76,7 +76,7 @@ def rehearse_fsdp(
     engine = Engine(
         steps=partial(_steps, tuple(shard_fqns), by_plan),
         where="on sharded parameters",
-        lost=_held(module) or "what the step does to whole parameters is lost on shards",
+        lost=_held(module) or _of_own_class(module) or "what the step does to whole parameters is lost on shards",
         sentence=partial(_sentence, module),
         traced=lambda conduct: _traced(module, conduct) or optimizers().refusal,
     )
@@ -115,13 +115,16 @@ def _routed(module: LightningModule, uneven_calls: Sequence[str]) -> str | None:
 
 def unshardable(module: nn.Module) -> str | None:
     """What FSDP2 refuses in a module whatever the step does; None if there is nothing."""
+    places: dict[tuple[int, Any], str] = {}
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             return f"the parameter {name!r} gets its shape in the first step, and FSDP2 shards it before"
-        if parameter.dim() == 0:
-            return f"the parameter {name!r} is a scalar, which FSDP2 can't shard; make it a tensor of one element, torch.ones(1)"
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return f"the parameter {name!r} has a hook of its own (register_hook), which is lost when FSDP2 replaces it by a shard"
+        if parameter.numel() and not parameter.is_meta:
+            other = places.setdefault((parameter.data_ptr(), parameter.shape), name)
+            if other != name:
+                return f"the parameters {other!r} and {name!r} share their memory, and FSDP2 shards each by itself; make them one parameter"
     return sparse_gradients(module, "which FSDP2 can't reduce")
 
 
@@ -140,7 +143,7 @@ def _traced(module: nn.Module, conduct: Conduct) -> str | None:
     if conduct.mixed is not None:
         name, where = conduct.mixed
         return f"{where} uses the parameter {name!r} together with tensors that aren't parameters, and FSDP2 has only shards of it there"
-    return _held(module)
+    return _held(module) or _of_own_class(module)
 
 
 def _held(module: nn.Module) -> str | None:
@@ -149,6 +152,14 @@ def _held(module: nn.Module) -> str | None:
         return None
     name, attribute = found
     return f"{attribute!r} holds the parameter {name!r} itself, in the place of which FSDP2 puts shards that {attribute!r} doesn't know"
+
+
+def _of_own_class(module: nn.Module) -> str | None:
+    """That a parameter is of a class of its own, which an optimizer may ask for; None where none is."""
+    for name, parameter in module.named_parameters():
+        if type(parameter) is not nn.Parameter and issubclass(type(parameter), nn.Parameter):
+            return f"the parameter {name!r} is a {type(parameter).__name__}, and FSDP2 puts shards in its place, which aren't"
+    return None
 
 
 def held(module: nn.Module) -> tuple[str, str] | None:

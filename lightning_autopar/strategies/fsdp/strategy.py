@@ -45,7 +45,8 @@ from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.refused_parameters import refuse_new
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.split_mixin import SplitMixin
-from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, groups_of, whole_results
+from lightning_autopar.strategies.fsdp.same_collectives import groups_of
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, replicate_scalars, whole_results
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 _OVERLOADS = ("default", "tensor_lr")
@@ -359,7 +360,8 @@ def shard(
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     _let_go(module)
-    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload or OffloadPolicy()}
+    scalars = {parameter for parameter in module.parameters() if not parameter.ndim}
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload or OffloadPolicy(), "ignored_params": scalars}
     units = [module.get_submodule(fqn) for fqn in fqns]
     # Of the views that a unit hands on as they came, which nobody can change in place: torch says so by an exception.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -373,6 +375,7 @@ def shard(
                 child.register_forward_hook(_without_views, with_kwargs=True)
                 fully_shard(child, **options, reshard_after_forward=reshard_after_forward)
         fully_shard(module, **options)
+    replicate_scalars(module, mesh)
     if not any(map(is_compiled, module.modules())):  # torch reads the mark where it compiles, and nowhere else
         for child in module.modules():
             # By this mark transformers (5.23, ``is_fsdp_managed_module``) runs a layer that layerdrop skips all the same, as ranks might

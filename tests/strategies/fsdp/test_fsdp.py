@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base import process_group
 from lightning_autopar.strategies.fsdp import strategy as fsdp
-from lightning_autopar.strategies.fsdp import whole_parameters
+from lightning_autopar.strategies.fsdp import same_collectives
 from lightning_autopar.strategies.fsdp.strategy import shard, unshard
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 from tests.ranks import run_ranks
@@ -63,6 +63,31 @@ class Own(Fitted):
 
     def loss(self, batch: Any) -> Tensor:
         return mse_loss(self.net(batch[0]) * self.scale, batch[1]) + 0.1 * self.net[4].weight.pow(2).sum()
+
+
+class Tempered(Fitted):
+    """Scalars: of its own, in a block, frozen, in two places, one that never gets a gradient, and one that the step itself writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.unused = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(2.0))
+        self.fixed = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.average = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+        for block in self.net[1:4]:
+            block.gate = self.scale
+            block.register_forward_hook(lambda block, args, output: output * block.gate.exp())
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(self.scale, alpha=0.1)
+        return mse_loss(self.net(batch[0]) * self.scale + self.fixed * self.average, batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.scale.clamp_(0.2, 0.99)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01, weight_decay=0.5)
 
 
 class Frozen(Fitted):
@@ -211,6 +236,7 @@ class Late(Fitted):
         (Viewing, numbers(), LAYERS),
         (Passing, numbers(), LAYERS),
         (Sharing, numbers(), BLOCKS),
+        (Tempered, numbers(), BLOCKS),
     ],
 )
 def test_training_is_plain_lightnings(make: Any, data: Any, units: tuple[str, ...]) -> None:
@@ -348,6 +374,12 @@ class Averaging(Fitted):
         self.average.update_parameters(self.net)
 
 
+@pytest.mark.parametrize("clipping", ["norm", "value"])
+@pytest.mark.parametrize("under", [plan("fsdp", ranks=4, replicas=2, reshard=False, shard=BLOCKS), plan("fsdp", ranks=1, shard=BLOCKS)])
+def test_scalars_are_clipped_and_reduced_over_copies(under: Plan, clipping: str) -> None:
+    assert_same(Tempered, numbers(), under, gradient_clip_val=0.05, gradient_clip_algorithm=clipping, accumulate_grad_batches=2)
+
+
 def test_text_is_generated_in_a_hook() -> None:
     assert_same(Generating, tokens(), plan("fsdp", shard=LAYERS))
 
@@ -392,7 +424,7 @@ def test_experts_in_a_block_may_have_samples_on_some_ranks_only(under: Plan) -> 
 
 
 def test_an_expert_that_is_first_left_out_later_is_told_from_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_parameters, "SKEW", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(same_collectives, "SKEW", datetime.timedelta(seconds=1))
 
     def train(rank: int, world_size: int) -> str:
         module = nn.Sequential(Routing(2))
@@ -421,7 +453,7 @@ def test_a_unit_that_no_sample_of_a_rank_calls_is_told_from_a_mix_of_parameters(
     monkeypatch: pytest.MonkeyPatch, skipped: int, told: str
 ) -> None:
     """Ranks that gather units of equal size at once would each get parts of both. Where all skip it, none has to wait."""
-    monkeypatch.setattr(whole_parameters, "SKEW", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(same_collectives, "SKEW", datetime.timedelta(seconds=1))
 
     def train(rank: int, world_size: int) -> str:
         module = Routing(2)
