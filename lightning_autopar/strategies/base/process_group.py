@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import Store, distributed_c10d
 
 from lightning_autopar._lightning import ParallelStrategy
 from lightning_autopar._lightning_compat import distributed_is_initialized, init_dist_connection
@@ -25,6 +25,8 @@ from lightning_autopar._temporary import patched
 RENDEZVOUS_FILE = "AUTOPAR_RENDEZVOUS_FILE"
 #: Packages whose code runs the ranks: they see the group.
 _SEE_THE_GROUP = ("torch", "torchmetrics", "deepspeed", "accelerate", "lightning_autopar", *(name.strip(".") for name in LIGHTNING))
+#: The modules whose functions ask for others.
+_ASKED = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 #: Lightning's functions that call callbacks' hooks, and a module's hooks and steps.
 _CALLS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
 #: Where processes that weren't forked meet, if not where the environment says.
@@ -41,24 +43,29 @@ def meet_at(store: Store) -> None:
 
 @contextmanager
 def hidden_from_users() -> Iterator[None]:
-    """While open, ``torch.distributed.is_initialized()`` tells a module's code that there is no process group, as on one device.
+    """While open, ``torch.distributed`` tells a module's code that there is no process group, as on one device, by whatever names the code
+    has imported its functions.
 
     Code that asks combines its ranks' values by itself (it divides by the labels of all ranks, or gathers embeddings). Here a batch's parts
     are already combined to one device's values, so that it would do so twice; and where ranks run stages, its peers wouldn't come.
     Callbacks see the group: each rank's get its own part of the batch, and ask to let one rank alone write. Loaders' code, which waits for
     no collective, runs under ``exact/data/loader_pass.without_group``; that takes the group away from torch, too.
     """
-    own = dist.is_initialized
+    kind: Any = distributed_c10d._WorldMeta
+    own: Any = kind.WORLD
 
-    def is_initialized() -> bool:
-        return own() and _sees_the_group(sys._getframe(1))
+    def world(owner: Any) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup | None = own.fget(owner)
+        return group if group is None or _sees_the_group(sys._getframe(1)) else None
 
-    with patched(dist, "is_initialized", is_initialized):
+    with patched(kind, "WORLD", property(world, own.fset)):
         yield
 
 
 def _sees_the_group(caller: FrameType | None) -> bool:
     """Whether the code that asks is a package's that runs the ranks, or called by a callback."""
+    while caller is not None and caller.f_globals.get("__name__") in _ASKED:
+        caller = caller.f_back
     if caller is not None and caller.f_globals.get("__name__", "").partition(".")[0] in _SEE_THE_GROUP:
         return True
     while caller is not None and caller.f_code.co_name not in _CALLS:
