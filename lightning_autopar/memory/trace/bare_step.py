@@ -235,8 +235,8 @@ class BareStep:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """What the module has asked its trainer for, of ``DIFFERS``."""
-        return tuple(self._trainer.asked)
+        """What the module has asked its trainer for, of ``DIFFERS``, and the paths of the files that it has written."""
+        return (*self._trainer.asked, *self._written)
 
     @property
     def accumulate(self) -> int:
