@@ -16,7 +16,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autopar._lightning import LightningModule, LightningOptimizer, Precision, Trainer
@@ -433,25 +433,31 @@ class BareStep:
 
 
 @contextmanager
-def announced(optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callable[[str], None]) -> Iterator[None]:
+def announced(
+    optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callable[[str], None], nested: Callable[[str], None]
+) -> Iterator[None]:
     """While open, ``enter`` is called for each backward pass and each optimizer's step, also those that the user starts.
 
     Args:
         optimizers: those to watch.
         automatic: whether the optimizer follows backward; if not, the user's step decides what follows.
         enter: gets the phase's name.
+        nested: gets the name of a function whose backward runs another backward pass, from which parameters get gradients.
     """
     original = torch.autograd.backward
     inside = False
 
-    def backward(*args: Any, **kwargs: Any) -> Any:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         if inside:  # a backward pass within a node of another: reentrant checkpointing
-            return original(*args, **kwargs)
+            if _reaches_parameters([tensors] if isinstance(tensors, Tensor) else tensors):
+                function = getattr(type(torch._C._current_autograd_node()), "_forward_cls", None)
+                nested("a hook" if function is None else f"{function.__module__}.{function.__qualname__}")
+            return original(tensors, *args, **kwargs)
         inside = True
         enter("backward")
         try:
-            result = original(*args, **kwargs)
+            result = original(tensors, *args, **kwargs)
         finally:
             inside = False
         enter("optimizer" if automatic else "forward")
@@ -465,6 +471,20 @@ def announced(optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callab
             stack.callback(before.remove)
             stack.callback(after.remove)
         yield
+
+
+def _reaches_parameters(tensors: Iterable[Tensor]) -> bool:
+    """Whether parameters get gradients from a backward pass that begins at these."""
+    left: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen = set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if isinstance(getattr(node, "variable", None), nn.Parameter):
+                return True
+            left += [inner for inner, _ in node.next_functions]
+    return False
 
 
 @contextmanager

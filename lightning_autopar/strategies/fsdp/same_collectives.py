@@ -25,8 +25,8 @@ _SAMPLES_DECIDE = (
 
 
 class GatherOrder:
-    """The order in which a step's forward gathers units. A gather takes all ranks: where this one departs from the order that is expected, as
-    it skips a unit that none of its samples needs, it waits until all ranks do, rather than gather another unit than they.
+    """The order in which a step's forward gathers units. A gather takes all ranks: where this one departs from the order that is expected,
+    as it skips a unit that none of its samples needs, it waits until all ranks do, rather than gather another unit than they.
 
     Args:
         expected: the units' names, in an order that is as good as any before the first step.

@@ -50,7 +50,7 @@ class WholeParameters:
 
     def __init__(self, root: nn.Module, optimizers: Iterable[Optimizer] = (), uneven: Iterable[str] = ()) -> None:
         self._root = root
-        units = {name: module for name, module in root.named_modules() if isinstance(module, FSDPModule)}
+        units: dict[str, Any] = {name: module for name, module in root.named_modules() if isinstance(module, FSDPModule)}
         self._units = list(units.values())
         self._scalars = _Scalars(root)
         self._groups = [group for unit in self._units for group in groups_of(unit)]
@@ -69,9 +69,9 @@ class WholeParameters:
             # FSDP2 takes the module that runs first for the root, unless told before; and a hook may call a part of the root first.
             root._get_fsdp_state()._lazy_init()
             for unit in self._units if self._scalars.fsdp_params else ():
-                state: Any = unit._get_fsdp_state()
+                state = unit._get_fsdp_state()
                 state._root_post_backward_final_callback = partial(_after_backward, state, self._scalars)
-            self._handles.append(root.register_state_dict_pre_hook(lambda *_: self._scalars.reshard()))
+            self._handles.append(root.register_state_dict_pre_hook(lambda *_: self._scalars.reshard()))  # type: ignore[no-untyped-call]
             self._handles += [
                 unit.register_forward_pre_hook(partial(self._meet, name), prepend=True) for name, unit in units.items() if name
             ]

@@ -208,7 +208,6 @@ class _Probe(KeptRuns):
                 uneven_calls=self.uneven_calls,
                 counted=self.counted,
                 drawn_apart=self.drawn_apart,
-                reentrant=self.backwards.reentrant,
             )
             if finding.splittable:
                 finding = self.with_late(self.with_kept(finding, "training_step", self.losses, size))

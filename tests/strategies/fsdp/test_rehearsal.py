@@ -234,7 +234,9 @@ def large(make: Any, units: Any = None, **plan: Any) -> str | None:
     footprint = trace(module, None, _first())
     if plan:
         return rehearse_zero(module, None, _first(), Plan(engine="zero", devices=("a", "b"), **plan), conduct=footprint.conduct).refusal
-    return rehearse_fsdp(module, None, _first(), shardable(footprint, None)[0] if units is None else units, conduct=footprint.conduct).refusal
+    return rehearse_fsdp(
+        module, None, _first(), shardable(footprint, None)[0] if units is None else units, conduct=footprint.conduct
+    ).refusal
 
 
 @pytest.mark.parametrize("make", [Fitted, Rescaling, Regularised, Exchanging, InPlace, Normed, Averaged, Penalised])
