@@ -186,8 +186,8 @@ class Deep(Module):
 
 @pytest.mark.parametrize(("block", "shared"), [(Bayesian, False), (Dropping, True)])
 def test_draws_of_blocks_that_are_not_tried_must_be_by_rows(block: Any, shared: bool) -> None:
-    """Ranks guess them by their shapes: where a rank has three rows, a drawn matrix of six would be taken for two of each. Six blocks are too
-    many to be run as often as it takes, and two aren't.
+    """Ranks guess them by their shapes: where a rank has three rows, a drawn matrix of six would be taken for two of each. Six blocks are
+    too many to be run as often as it takes, and two aren't.
     """
     blocks = [SimpleNamespace(fqn=f"net.{number}", flops=10**10, repeated=True) for number in range(6)]
     long: Any = SimpleNamespace(blocks=blocks, flops=3 * 6 * 10**10, conduct=None)
