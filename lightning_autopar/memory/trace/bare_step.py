@@ -76,6 +76,8 @@ class TrainerView:
         object.__setattr__(self, "_real", trainer)
         object.__setattr__(self, "_own", {"optimizers": [], "lr_scheduler_configs": [], "precision_plugin": Precision()})
         object.__setattr__(self, "asked", {})
+        #: Whether one of the user's steps has asked for its number, or its epoch's.
+        object.__setattr__(self, "numbered", False)
         #: Whether one of the user's steps runs.
         object.__setattr__(self, "stepping", False)
 
@@ -123,6 +125,8 @@ class TrainerView:
     def __getattr__(self, name: str) -> Any:
         if name in DIFFERS and _asked_by_users(sys._getframe(1)):
             self.asked[name] = None
+        if name in _NUMBERS and self.stepping and _asked_by_users(sys._getframe(1)):
+            object.__setattr__(self, "numbered", True)
         own = object.__getattribute__(self, "_own")
         if name in own:
             return own[name]
@@ -139,11 +143,12 @@ class TrainerView:
 
 #: Attributes of a trainer whose values differ between plans, or between ranks.
 DIFFERS = ("world_size", "num_devices", "is_global_zero", "global_rank", "local_rank", "node_rank")
+_NUMBERS = ("global_step", "current_epoch")
 
 
 def _asked_by_users(caller: FrameType) -> bool:
     """Whether a user's code asks, also through the module's own ``global_rank``; and not a method of Lightning's, such as ``print``."""
-    return not caller.f_globals.get("__name__", "").startswith(LIGHTNING) or caller.f_code.co_name in DIFFERS
+    return not caller.f_globals.get("__name__", "").startswith(LIGHTNING) or caller.f_code.co_name in (*DIFFERS, *_NUMBERS)
 
 
 class StrategyView:
@@ -237,6 +242,15 @@ class BareStep:
     def asked(self) -> tuple[str, ...]:
         """What the module has asked its trainer for, of ``DIFFERS``, and the paths of the files that it has written."""
         return (*self._trainer.asked, *self._written)
+
+    @property
+    def numbered(self) -> bool:
+        """Whether a step has asked its trainer for its number."""
+        return bool(self._trainer.numbered)
+
+    def give_number(self, number: int) -> None:
+        """Let the next steps be those of this number."""
+        self._trainer.give(**dict.fromkeys(_NUMBERS, number))
 
     @property
     def accumulate(self) -> int:

@@ -25,8 +25,6 @@ from lightning_autopar._temporary import patched
 RENDEZVOUS_FILE = "AUTOPAR_RENDEZVOUS_FILE"
 #: Packages whose code runs the ranks: they see the group.
 _SEE_THE_GROUP = ("torch", "torchmetrics", "deepspeed", "accelerate", "lightning_autopar", *(name.strip(".") for name in LIGHTNING))
-#: The modules whose functions ask for others.
-_ASKED = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 #: Lightning's functions that call callbacks' hooks, and a module's hooks and steps.
 _CALLS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
 #: Where processes that weren't forked meet, if not where the environment says.
@@ -43,8 +41,8 @@ def meet_at(store: Store) -> None:
 
 @contextmanager
 def hidden_from_users() -> Iterator[None]:
-    """While open, ``torch.distributed`` tells a module's code that there is no process group, as on one device, by whatever names the code
-    has imported its functions.
+    """While open, ``torch.distributed.is_initialized()`` tells a module's code that there is no process group, as on one device, by
+    whatever name the code has imported it: what that function asks for is replaced, not the function.
 
     Code that asks combines its ranks' values by itself (it divides by the labels of all ranks, or gathers embeddings). Here a batch's parts
     are already combined to one device's values, so that it would do so twice; and where ranks run stages, its peers wouldn't come.
@@ -53,10 +51,11 @@ def hidden_from_users() -> Iterator[None]:
     """
     kind: Any = distributed_c10d._WorldMeta
     own: Any = kind.WORLD
+    code = distributed_c10d.is_initialized.__code__
 
     def world(owner: Any) -> dist.ProcessGroup | None:
-        group: dist.ProcessGroup | None = own.fget(owner)
-        return group if group is None or _sees_the_group(sys._getframe(1)) else None
+        asks = sys._getframe(1)
+        return own.fget(owner) if asks.f_code is not code or _sees_the_group(asks.f_back) else None
 
     with patched(kind, "WORLD", property(world, own.fset)):
         yield
@@ -64,8 +63,6 @@ def hidden_from_users() -> Iterator[None]:
 
 def _sees_the_group(caller: FrameType | None) -> bool:
     """Whether the code that asks is a package's that runs the ranks, or called by a callback."""
-    while caller is not None and caller.f_globals.get("__name__") in _ASKED:
-        caller = caller.f_back
     if caller is not None and caller.f_globals.get("__name__", "").partition(".")[0] in _SEE_THE_GROUP:
         return True
     while caller is not None and caller.f_code.co_name not in _CALLS:

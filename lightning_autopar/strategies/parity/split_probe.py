@@ -48,6 +48,7 @@ _LOG = logging.getLogger(__name__)
 
 _EQUAL = 1e-5  # relative difference of losses that count as equal: rounding of float32 sums taken in another order
 _UNCOMPARED = "not checked: whether the gradients of a batch's parts make those of the whole batch (comparing them failed)"
+_LATER = (1, 27_719_999)  # numbers of later steps: with 0 on both sides of what each n up to 12, 100 or 1000 divides
 _ALONE = 4  # samples of which each is run alone, to see which submodules it calls
 _ORDERS = 4  # how often a step that shuffles samples at random is compared again
 
@@ -216,6 +217,7 @@ class _Probe(KeptRuns):
                 return finding, plan
             if not finding.difference <= found.difference or not found.log_rules:
                 found = finding
+        found = self._in_later_steps(found, sizes[0])
         plan, failed = self._with_later_draws(plan, sizes[0])
         if routes:
             found = replace(found, uneven_calls=tuple(sorted({*found.uneven_calls, *self._uneven_alone()})))
@@ -415,6 +417,25 @@ class _Probe(KeptRuns):
             return math.inf
         finally:
             hooks.release()
+
+    def _in_later_steps(self, found: SplitFinding, size: int) -> SplitFinding:
+        """With what a split changes in later steps, if steps ask for their number: some do something in each n-th one, or from one on."""
+        shares = self.weighing.shares(size)
+        for number in _LATER if self.rehearsal.numbered and not found.difference else ():
+            self.rehearsal.give_number(number)
+            try:
+                differences = (difference_of(self._observed(self.losses, shares, groups_first=first), shares) for first in (False, True))
+                if (difference := next((each for each in differences if each <= _EQUAL), math.inf)) > _EQUAL:
+                    difference = self._without_rounding(lambda: difference_of(self._observed(self.losses, shares), shares))
+            except Exception:  # a number that the step isn't made for
+                _LOG.debug("the step can't be tried as number %d", number, exc_info=True)
+                continue
+            finally:
+                self.rehearsal.give_number(0)
+            if _EQUAL < difference < math.inf:
+                reason = "it is no mean over the samples in a later step: the step asks for its number (global_step, current_epoch)"
+                return replace(found, difference=difference, reason=reason, log_rules={**found.log_rules, LOSS: ()})
+        return found
 
     def _uneven_alone(self) -> tuple[str, ...]:
         """The submodules that some samples alone call more or less often than the whole batch does: parts of this batch may hold samples of
