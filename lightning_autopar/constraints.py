@@ -56,7 +56,6 @@ class SplitFinding:
         drawn_apart: what draws other random numbers on each rank, and in each part of a batch, than on one device: operations that draw
             inside of their kernels, and generators that a step leaves in another state after a part of the batch than after the whole.
         raised: whether the user's step raised an exception when it was tried.
-        reentrant: the function whose backward runs another backward pass, from which parameters get gradients; empty where there is none.
     """
 
     difference: float = 0.0
@@ -71,7 +70,6 @@ class SplitFinding:
     counted: tuple[str, ...] = ()
     drawn_apart: tuple[str, ...] = ()
     raised: bool = False
-    reentrant: str = ""
 
     @property
     def differs(self) -> bool:

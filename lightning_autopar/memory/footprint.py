@@ -222,7 +222,8 @@ class Footprint:
         configures_model: whether the module overrides ``configure_model``.
         moments: the fullest moments of the step, in order; empty where it wasn't traced, and then the peak is the sum of all categories.
         asked: what the module asks its trainer for that differs between plans or ranks: ``"world_size"``, ``"is_global_zero"``, in
-            a step ``"logger"``.
+            a step ``"logger"``; and the paths of files that it writes.
+        reentrant: the function whose backward runs another backward pass, from which parameters get gradients; empty where there is none.
         traced: False where the step could not be traced, and the activations are a guess with a wide margin.
         margin: by how much the prediction may be too low, as a share of it (0.1: up to ten per cent more).
         assumptions: what had to be guessed, a sentence each.
@@ -266,6 +267,7 @@ class Footprint:
     configures_model: bool = False
     moments: tuple[Moment, ...] = ()
     asked: tuple[str, ...] = ()
+    reentrant: str = ""
     traced: bool = True
     margin: float = 0.0
     assumptions: tuple[str, ...] = ()

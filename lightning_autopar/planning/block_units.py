@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Mapping
 from dataclasses import replace
 
+from lightning_autopar.constraints import SplitFinding
 from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
 from lightning_autopar.plans import Plan
 
 
-def shardable(footprint: Footprint) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Blocks that can be units of FSDP, and those that can't, as something outside has or uses one of their parameters."""
-    return _SHARDABLE.get(footprint, None, lambda: _shardable(footprint))
+def shardable(footprint: Footprint, split: SplitFinding | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Blocks that can be units of FSDP, and those that can't: something outside has or uses one of their parameters, or samples decide
+    whether they are called, and all ranks must gather a unit together.
+    """
+    units, left_out = _SHARDABLE.get(footprint, None, lambda: _shardable(footprint))
+    routed = () if split is None else tuple(fqn for fqn in units if fqn in split.uneven_calls)
+    return tuple(fqn for fqn in units if fqn not in routed), (*left_out, *routed)
 
 
 #: Every plan of a search needs them.

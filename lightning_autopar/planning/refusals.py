@@ -296,7 +296,8 @@ def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ..
     if not constraints.split_batch:
         return ()
     sizes = [name for name in footprint.asked if name in ("world_size", "num_devices")]
-    ranks = [name for name in footprint.asked if name not in (*sizes, "logger")]
+    files = [name for name in footprint.asked if "/" in name]
+    ranks = [name for name in footprint.asked if name not in (*sizes, *files, "logger")]
     found = [
         f"the module asks its trainer for {' and '.join(sizes)}, which is 1 on one device and not here; the batch isn't multiplied, so "
         "that a learning rate needs no scaling by it"
@@ -309,6 +310,11 @@ def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ..
         "the step writes to its logger by itself, which only rank 0 does, and only for its part of the batch and of the step; self.log "
         "writes what one device would"
     ] * ("logger" in footprint.asked)
+    found += [
+        f"the module writes {path!r}, which each rank does for its part of the batch, unless the code asks for its rank "
+        "(self.trainer.is_global_zero, rank_zero_only)"
+        for path in files[:1]
+    ]
     return tuple(found)
 
 

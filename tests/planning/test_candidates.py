@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.constraints import Constraints
+from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.devices.inventory import Link
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.engines import Question
@@ -84,6 +84,10 @@ def test_blocks_are_the_units_of_sharding_but_not_those_whose_parameters_are_oth
     plan = next(option.plan for option in options(step) if option.plan.engine == "fsdp")
     assert plan.shard == ("net.1", "net.2")
     assert any("net.0" in reason and "other code has or uses their parameters" in reason for reason in plan.reasons)
+    routed = SplitFinding(uneven_calls=("net.1", "net.2.expert"))
+    plan = next(option.plan for option in options(step, split=routed) if option.plan.engine == "fsdp")
+    assert plan.shard == ("net.2",)
+    assert any("net.0, net.1" in reason and "samples decide whether they are called" in reason for reason in plan.reasons)
 
 
 def test_nothing_is_recomputed_that_may_not_run_twice_or_saves_nothing_or_has_no_backward() -> None:

@@ -16,7 +16,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autopar._lightning import LightningModule, LightningOptimizer, Precision, Trainer
@@ -76,6 +76,8 @@ class TrainerView:
         object.__setattr__(self, "_real", trainer)
         object.__setattr__(self, "_own", {"optimizers": [], "lr_scheduler_configs": [], "precision_plugin": Precision()})
         object.__setattr__(self, "asked", {})
+        #: Whether one of the user's steps has asked for its number, or its epoch's.
+        object.__setattr__(self, "numbered", False)
         #: Whether one of the user's steps runs.
         object.__setattr__(self, "stepping", False)
 
@@ -123,6 +125,8 @@ class TrainerView:
     def __getattr__(self, name: str) -> Any:
         if name in DIFFERS and _asked_by_users(sys._getframe(1)):
             self.asked[name] = None
+        if name in _NUMBERS and self.stepping and _asked_by_users(sys._getframe(1)):
+            object.__setattr__(self, "numbered", True)
         own = object.__getattribute__(self, "_own")
         if name in own:
             return own[name]
@@ -139,11 +143,12 @@ class TrainerView:
 
 #: Attributes of a trainer whose values differ between plans, or between ranks.
 DIFFERS = ("world_size", "num_devices", "is_global_zero", "global_rank", "local_rank", "node_rank")
+_NUMBERS = ("global_step", "current_epoch")
 
 
 def _asked_by_users(caller: FrameType) -> bool:
     """Whether a user's code asks, also through the module's own ``global_rank``; and not a method of Lightning's, such as ``print``."""
-    return not caller.f_globals.get("__name__", "").startswith(LIGHTNING) or caller.f_code.co_name in DIFFERS
+    return not caller.f_globals.get("__name__", "").startswith(LIGHTNING) or caller.f_code.co_name in (*DIFFERS, *_NUMBERS)
 
 
 class StrategyView:
@@ -235,8 +240,17 @@ class BareStep:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """What the module has asked its trainer for, of ``DIFFERS``."""
-        return tuple(self._trainer.asked)
+        """What the module has asked its trainer for, of ``DIFFERS``, and the paths of the files that it has written."""
+        return (*self._trainer.asked, *self._written)
+
+    @property
+    def numbered(self) -> bool:
+        """Whether a step has asked its trainer for its number."""
+        return bool(self._trainer.numbered)
+
+    def give_number(self, number: int) -> None:
+        """Let the next steps be those of this number."""
+        self._trainer.give(**dict.fromkeys(_NUMBERS, number))
 
     @property
     def accumulate(self) -> int:
@@ -433,25 +447,31 @@ class BareStep:
 
 
 @contextmanager
-def announced(optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callable[[str], None]) -> Iterator[None]:
+def announced(
+    optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callable[[str], None], nested: Callable[[str], None]
+) -> Iterator[None]:
     """While open, ``enter`` is called for each backward pass and each optimizer's step, also those that the user starts.
 
     Args:
         optimizers: those to watch.
         automatic: whether the optimizer follows backward; if not, the user's step decides what follows.
         enter: gets the phase's name.
+        nested: gets the name of a function whose backward runs another backward pass, from which parameters get gradients.
     """
     original = torch.autograd.backward
     inside = False
 
-    def backward(*args: Any, **kwargs: Any) -> Any:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         if inside:  # a backward pass within a node of another: reentrant checkpointing
-            return original(*args, **kwargs)
+            if _reaches_parameters([tensors] if isinstance(tensors, Tensor) else tensors):
+                function = getattr(type(torch._C._current_autograd_node()), "_forward_cls", None)
+                nested("a hook" if function is None else f"{function.__module__}.{function.__qualname__}")
+            return original(tensors, *args, **kwargs)
         inside = True
         enter("backward")
         try:
-            result = original(*args, **kwargs)
+            result = original(tensors, *args, **kwargs)
         finally:
             inside = False
         enter("optimizer" if automatic else "forward")
@@ -465,6 +485,20 @@ def announced(optimizers: Iterable[Optimizer], *, automatic: bool, enter: Callab
             stack.callback(before.remove)
             stack.callback(after.remove)
         yield
+
+
+def _reaches_parameters(tensors: Iterable[Tensor]) -> bool:
+    """Whether parameters get gradients from a backward pass that begins at these."""
+    left: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen = set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if isinstance(getattr(node, "variable", None), nn.Parameter):
+                return True
+            left += [inner for inner, _ in node.next_functions]
+    return False
 
 
 @contextmanager

@@ -268,6 +268,7 @@ class _Tracing:
             if module.automatic_optimization and (len(blocks) < 2 or 2 * own < sum(parameter.numel() for parameter in parameters)):
                 watcher.watch_layers(find_layers(module, counter.calls, blocks))
 
+        nested: list[str] = []
         reached: set[int] = set()
 
         def complete(parameter: Tensor) -> None:
@@ -277,7 +278,7 @@ class _Tracing:
 
         hooks = [parameter.register_post_accumulate_grad_hook(complete) for parameter in trainable]
         with ExitStack() as stack:
-            stack.enter_context(announced(rehearsal.optimizers, automatic=module.automatic_optimization, enter=enter))
+            stack.enter_context(announced(rehearsal.optimizers, automatic=module.automatic_optimization, enter=enter, nested=nested.append))
             stack.enter_context(tracker)
             if conduct is not None:
                 stack.enter_context(conduct.watching(rehearsal))
@@ -346,6 +347,7 @@ class _Tracing:
             unused_parameters=tuple(names[id(parameter)] for parameter in trainable if id(parameter) not in reached),
             configures_model=is_overridden("configure_model", self.module),
             moments=found.moments,
+            reentrant=next(iter(nested), ""),
             traced=note is None,
             margin=_MARGIN_UNREAD if UNREAD in shadow.guesses else _MARGIN_REAL if note is not None or searching else 0.0,
             asked=rehearsal.asked,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import Store, distributed_c10d
 
 from lightning_autopar._lightning import ParallelStrategy
 from lightning_autopar._lightning_compat import distributed_is_initialized, init_dist_connection
@@ -41,19 +41,23 @@ def meet_at(store: Store) -> None:
 
 @contextmanager
 def hidden_from_users() -> Iterator[None]:
-    """While open, ``torch.distributed.is_initialized()`` tells a module's code that there is no process group, as on one device.
+    """While open, ``torch.distributed.is_initialized()`` tells a module's code that there is no process group, as on one device, by
+    whatever name the code has imported it: what that function asks for is replaced, not the function.
 
     Code that asks combines its ranks' values by itself (it divides by the labels of all ranks, or gathers embeddings). Here a batch's parts
     are already combined to one device's values, so that it would do so twice; and where ranks run stages, its peers wouldn't come.
     Callbacks see the group: each rank's get its own part of the batch, and ask to let one rank alone write. Loaders' code, which waits for
     no collective, runs under ``exact/data/loader_pass.without_group``; that takes the group away from torch, too.
     """
-    own = dist.is_initialized
+    kind: Any = distributed_c10d._WorldMeta
+    own: Any = kind.WORLD
+    code = distributed_c10d.is_initialized.__code__
 
-    def is_initialized() -> bool:
-        return own() and _sees_the_group(sys._getframe(1))
+    def world(owner: Any) -> dist.ProcessGroup | None:
+        asks = sys._getframe(1)
+        return own.fget(owner) if asks.f_code is not code or _sees_the_group(asks.f_back) else None
 
-    with patched(dist, "is_initialized", is_initialized):
+    with patched(kind, "WORLD", property(world, own.fset)):
         yield
 
 
@@ -154,7 +158,7 @@ def wait_for_all_ranks(what: str, remedy: str = _FOR_ALL, *, within: timedelta |
     """
     store: Any = dist.distributed_c10d._get_default_store()
     patience = within or PATIENCE
-    key = f"autopar/outside/{store.add(f'autopar/outside/rank{dist.get_rank()}', 1)}"
+    key = f"autopar/outside/{store.add(f'autopar/outside/rank{dist.get_rank()}', 1)}/{what}"
     if store.add(key, 1) == dist.get_world_size():
         store.set(f"{key}/all", "")
     try:

@@ -148,11 +148,10 @@ class DDP(Engine):
 
     def refusal(self, question: Question) -> str | None:
         """Refuse backward passes within the backward pass: DDP takes their parameters for unused ones, and then gets their gradients."""
-        split = question.constraints.split
-        if split is None or not split.reentrant:
+        if not (function := question.footprint.reentrant):
             return None
         return (
-            f"the backward of {split.reentrant} runs a backward pass of its own, in which parameters get gradients that DDP doesn't "
+            f"the backward of {function} runs a backward pass of its own, in which parameters get gradients that DDP doesn't "
             "wait for; use torch.utils.checkpoint with use_reentrant=False, or layers that aren't reversible"
         )
 

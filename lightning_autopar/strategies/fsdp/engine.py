@@ -86,10 +86,13 @@ class FSDP(Engine):
         return self._plan(question, devices, True, 1, ())
 
     def _plan(self, question: Question, devices: Sequence[Device], reshard: bool, copies: int, offload: tuple[Offload, ...]) -> Plan:
-        shard, left_out = shardable(question.footprint)
+        shard, left_out = shardable(question.footprint, question.constraints.split)
         reasons = ["parameters, gradients and optimizer state are sharded: each device holds its part"]
         if left_out:
-            reasons.append(f"{', '.join(left_out)} not sharded as units of their own: other code has or uses their parameters")
+            reasons.append(
+                f"{', '.join(left_out)} not sharded as units of their own: other code has or uses their parameters, or samples decide "
+                "whether they are called"
+            )
         if reshard:
             reasons.append("parameters are freed between forward and backward, for memory, and gathered a second time")
         else:
@@ -142,7 +145,7 @@ class FSDP(Engine):
         from lightning_autopar.strategies.fsdp.rehearsal import why_unsharded
 
         uneven = () if first.split is None else first.split.uneven_calls
-        refusal = why_unsharded(first, first.trial or self.trial(first), shardable(first.footprint)[0])
+        refusal = why_unsharded(first, first.trial or self.trial(first))
         return Finding(refusals={self.name: refusal}, value=uneven)
 
     def trial(self, first: FirstStep) -> Any:
@@ -152,7 +155,7 @@ class FSDP(Engine):
         if first.stage != "fit" or first.untried is not None or not first.several:
             return None
         told: dict[str, Any] = {"flops": first.footprint.flops, "conduct": first.footprint.conduct}
-        return rehearse_fsdp(first.trainer.lightning_module, first.trainer, first.batch, shardable(first.footprint)[0], **told)
+        return rehearse_fsdp(first.trainer.lightning_module, first.trainer, first.batch, shardable(first.footprint, first.split)[0], **told)
 
     def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
         """For training on several devices only a plan's further features in a module that shards itself."""

@@ -76,7 +76,7 @@ def rehearse_fsdp(
     engine = Engine(
         steps=partial(_steps, tuple(shard_fqns), by_plan),
         where="on sharded parameters",
-        lost=_held(module) or "what the step does to whole parameters is lost on shards",
+        lost=_held(module) or _of_own_class(module) or "what the step does to whole parameters is lost on shards",
         sentence=partial(_sentence, module),
         traced=lambda conduct: _traced(module, conduct) or optimizers().refusal,
     )
@@ -86,7 +86,7 @@ def rehearse_fsdp(
     return check
 
 
-def why_unsharded(first: FirstStep, rehearsed: Check | None, units: Sequence[str]) -> str | None:
+def why_unsharded(first: FirstStep, rehearsed: Check | None) -> str | None:
     """Why FSDP2 doesn't run a step right; None where nothing is known against it.
 
     An evaluation loses nothing on shards.
@@ -94,34 +94,37 @@ def why_unsharded(first: FirstStep, rehearsed: Check | None, units: Sequence[str
     Args:
         first: the step; meant for a forked child.
         rehearsed: what a rehearsal of it found; None where there was none.
-        units: FQNs of the blocks that are sharded as units of their own.
     """
     module, refusal = first.trainer.lightning_module, None if rehearsed is None else rehearsed.refusal
     if first.stage == "fit" and first.untried is not None:
         refusal = unshardable(module) or not_made(first.untried).refusal
     if refusal is None and first.split is not None:
-        refusal = _routed(module, first.split.uneven_calls, units)
+        refusal = _routed(module, first.split.uneven_calls)
     return refusal or unshardable(module)
 
 
-def _routed(module: LightningModule, uneven_calls: Sequence[str], units: Sequence[str]) -> str | None:
-    """Why the module can't be sharded if the samples decide which of its blocks are called: all ranks must gather a block together."""
-    outermost = () if module.automatic_optimization else [name for name, _ in module.named_children()]
-    for name in uneven_calls:
-        if name in units or name in outermost:
-            return f"the samples decide whether {name!r} is called (as with routed experts), and FSDP2 needs every rank to call every block"
+def _routed(module: LightningModule, uneven_calls: Sequence[str]) -> str | None:
+    """Why the module can't be sharded if the samples decide which of its parts are called: under manual optimization each is a unit of its
+    own, which all ranks must gather together.
+    """
+    for name in () if module.automatic_optimization else uneven_calls:
+        if name in dict(module.named_children()):
+            return f"the samples decide whether {name!r} is called (as with routed experts), and FSDP2 needs every rank to call it"
     return None
 
 
 def unshardable(module: nn.Module) -> str | None:
     """What FSDP2 refuses in a module whatever the step does; None if there is nothing."""
+    places: dict[tuple[int, Any], str] = {}
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             return f"the parameter {name!r} gets its shape in the first step, and FSDP2 shards it before"
-        if parameter.dim() == 0:
-            return f"the parameter {name!r} is a scalar, which FSDP2 can't shard; make it a tensor of one element, torch.ones(1)"
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return f"the parameter {name!r} has a hook of its own (register_hook), which is lost when FSDP2 replaces it by a shard"
+        if parameter.numel() and not parameter.is_meta:
+            other = places.setdefault((parameter.data_ptr(), parameter.shape), name)
+            if other != name:
+                return f"the parameters {other!r} and {name!r} share their memory, and FSDP2 shards each by itself; make them one parameter"
     return sparse_gradients(module, "which FSDP2 can't reduce")
 
 
@@ -140,7 +143,7 @@ def _traced(module: nn.Module, conduct: Conduct) -> str | None:
     if conduct.mixed is not None:
         name, where = conduct.mixed
         return f"{where} uses the parameter {name!r} together with tensors that aren't parameters, and FSDP2 has only shards of it there"
-    return _held(module)
+    return _held(module) or _of_own_class(module)
 
 
 def _held(module: nn.Module) -> str | None:
@@ -149,6 +152,14 @@ def _held(module: nn.Module) -> str | None:
         return None
     name, attribute = found
     return f"{attribute!r} holds the parameter {name!r} itself, in the place of which FSDP2 puts shards that {attribute!r} doesn't know"
+
+
+def _of_own_class(module: nn.Module) -> str | None:
+    """That a parameter is of a class of its own, which an optimizer may ask for; None where none is."""
+    for name, parameter in module.named_parameters():
+        if type(parameter) is not nn.Parameter and issubclass(type(parameter), nn.Parameter):
+            return f"the parameter {name!r} is a {type(parameter).__name__}, and FSDP2 puts shards in its place, which aren't"
+    return None
 
 
 def held(module: nn.Module) -> tuple[str, str] | None:
@@ -217,7 +228,7 @@ def _step(rehearsal: BareStep, gathered: WholeParameters, batch: Any, index: int
     def call(*args: Any) -> Any:
         nonlocal begun
         begun += 1
-        with gathered.inside():
+        with gathered.inside("training_step"):
             output = step(*args)
         begun -= 1
         if any(is_overridden(hook, rehearsal.module) for hook in BEFORE_BACKWARD):
@@ -227,7 +238,7 @@ def _step(rehearsal: BareStep, gathered: WholeParameters, batch: Any, index: int
     def inside(*args: Any, **kwargs: Any) -> None:
         nonlocal begun
         begun += 1
-        with gathered.inside(backward=True):
+        with gathered.inside(None):
             backward(*args, **kwargs)
         begun -= 1
 

@@ -45,7 +45,8 @@ from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.refused_parameters import refuse_new
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.split_mixin import SplitMixin
-from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, groups_of, whole_results
+from lightning_autopar.strategies.fsdp.same_collectives import groups_of
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, replicate_scalars, whole_results
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 _OVERLOADS = ("default", "tensor_lr")
@@ -243,7 +244,7 @@ class _ShardingStrategy(ModelParallelStrategy):
         """The user's step; under automatic optimization its backward pass puts the parameters back into shards. A hook that is called
         before it finds shards only: an average of another network's weights can't be taken of shards and whole parameters.
         """
-        with self._gathered.inside():
+        with self._gathered.inside("training_step"):
             output = super().training_step(*args, **kwargs)
         if not self._module.automatic_optimization or self._hooks_before_backward:
             self._gathered.reshard()
@@ -263,14 +264,14 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     def _evaluation(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Reshard after the step: no backward pass follows that would."""
-        with self._gathered.inside():
+        with self._gathered.inside(step.__name__):
             output = step(*args, **kwargs)
         self._gathered.reshard()
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Recomputation in backward calls modules, which must not count as calls by a hook."""
-        with self._gathered.inside(backward=True):
+        with self._gathered.inside(None):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def give_up_gathered(self) -> None:
@@ -359,7 +360,8 @@ def shard(
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     _let_go(module)
-    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload or OffloadPolicy()}
+    scalars = {parameter for parameter in module.parameters() if not parameter.ndim}
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload or OffloadPolicy(), "ignored_params": scalars}
     units = [module.get_submodule(fqn) for fqn in fqns]
     # Of the views that a unit hands on as they came, which nobody can change in place: torch says so by an exception.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -373,6 +375,7 @@ def shard(
                 child.register_forward_hook(_without_views, with_kwargs=True)
                 fully_shard(child, **options, reshard_after_forward=reshard_after_forward)
         fully_shard(module, **options)
+    replicate_scalars(module, mesh)
     if not any(map(is_compiled, module.modules())):  # torch reads the mark where it compiles, and nowhere else
         for child in module.modules():
             # By this mark transformers (5.23, ``is_fsdp_managed_module``) runs a layer that layerdrop skips all the same, as ranks might

@@ -14,10 +14,11 @@ rank would silently have its own shard's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,8 +31,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._lightning_compat import DummyExperiment
+from lightning_autopar._temporary import patched
 from lightning_autopar.exact.step.step_rollback import GRAD, own_gradient
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
+from lightning_autopar.strategies.fsdp.same_collectives import GatherOrder, agree_on_gradients, groups_of
 
 
 class WholeParameters:
@@ -47,19 +50,32 @@ class WholeParameters:
 
     def __init__(self, root: nn.Module, optimizers: Iterable[Optimizer] = (), uneven: Iterable[str] = ()) -> None:
         self._root = root
-        self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        units: dict[str, Any] = {name: module for name, module in root.named_modules() if isinstance(module, FSDPModule)}
+        self._units = list(units.values())
+        self._scalars = _Scalars(root)
+        self._groups = [group for unit in self._units for group in groups_of(unit)]
         self._inside = False
+        self._orders = defaultdict[str, GatherOrder](partial(GatherOrder, [name for name in units if name]))
+        #: The order of the step that runs; None outside of a step's forward.
+        self._order: GatherOrder | None = None
         self._visits = 0
         #: The module may have sharded only some of its parameters itself.
         self._others = frozenset(id(parameter) for parameter in root.parameters() if not isinstance(parameter, DTensor))
         _keep_writes(self._units)
         self._on_gpus = [group for unit in self._units for group in groups_of(unit) if group.device.type == "cuda"]
         within = {id(child) for name, module in root.named_modules() if name in set(uneven) for child in module.modules()}
-        _agree_on_gradients(self._units, within)
+        agree_on_gradients([*self._groups, self._scalars], within)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self.reshard()) for optimizer in optimizers]
         if isinstance(root, FSDPModule):
             # FSDP2 takes the module that runs first for the root, unless told before; and a hook may call a part of the root first.
             root._get_fsdp_state()._lazy_init()
+            for unit in self._units if self._scalars.fsdp_params else ():
+                state = unit._get_fsdp_state()
+                state._root_post_backward_final_callback = partial(_after_backward, state, self._scalars)
+            self._handles.append(root.register_state_dict_pre_hook(lambda *_: self._scalars.reshard()))  # type: ignore[no-untyped-call]
+            self._handles += [
+                unit.register_forward_pre_hook(partial(self._meet, name), prepend=True) for name, unit in units.items() if name
+            ]
             for module in (root, *_outside_units(root)):
                 self._handles += [
                     module.register_forward_pre_hook(self._enter, prepend=True),
@@ -67,17 +83,24 @@ class WholeParameters:
                 ]
 
     @contextmanager
-    def inside(self, *, backward: bool = False) -> Iterator[None]:
-        """The context of a step or its backward pass, where FSDP2 itself knows when to gather."""
-        if not backward:
+    def inside(self, step: str | None) -> Iterator[None]:
+        """The context of a step by its name, or of a backward pass, where FSDP2 itself knows when to gather."""
+        order = None if step is None else self._orders[step]
+        if order is not None:
             for group in self._on_gpus:
                 # Gathers wait for earlier writes to shards by themselves.
                 group._versions = [_version(parameter.sharded_param) for parameter in group.fsdp_params]
-        before, self._inside = self._inside, True
-        try:
+            order.begin()
+        self._scalars.unshard()
+        with patched(self, "_inside", True), patched(self, "_order", order):
             yield
-        finally:
-            self._inside = before
+        if order is not None:
+            order.end()
+
+    def _meet(self, name: str, unit: Any, args: Any) -> None:
+        """Before a unit's forward: if it is to gather parameters in a step, all ranks must be about to."""
+        if self._order is not None and any(group.is_sharded for group in groups_of(unit)):
+            self._order.gathers(name)
 
     def knows(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether a parameter was there from the beginning; some are whole where others are shards."""
@@ -87,9 +110,11 @@ class WholeParameters:
         """Put all parameters back into shards; no communication."""
         for unit in self._units:
             unit.reshard()
+        self._scalars.reshard()
 
     def give_up(self) -> None:
         """Put all parameters back into shards wherever a step has failed, also within a gather; this process runs no step any more."""
+        self._scalars.reshard()
         for unit in self._units:
             for group in groups_of(unit):
                 for parameter in group.fsdp_params:
@@ -100,6 +125,7 @@ class WholeParameters:
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._scalars.reshard()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -109,11 +135,13 @@ class WholeParameters:
         if self._inside:
             if module is not root and any(group.is_sharded for group in groups_of(root)):
                 root.unshard()  # the step has called for a state dict, which has shards
+                self._scalars.unshard()
             return
         self._visits += 1
         if self._visits == 1:
             wait_for_all_ranks(f"{type(module).__name__} was called outside of a step")
             root.unshard()
+            self._scalars.unshard()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._inside or not self._visits:
@@ -137,56 +165,6 @@ def _outside_units(root: nn.Module) -> Iterator[nn.Module]:
             yield from walk(child, outermost and container)
 
     yield from dict.fromkeys(walk(root, True))
-
-
-# -- which of them get gradients ------------------------------------------------------------------------------------------------------
-
-
-#: Ranks have met when they gathered this unit.
-SKEW = timedelta(seconds=30)
-_SAMPLES_DECIDE = (
-    "samples decide which modules of a block are called (as with routed experts), and in the batches that planning looked at they didn't; "
-    "run with allow=['single', 'ddp'], or let the step call each of them"
-)
-
-
-def _agree_on_gradients(units: Iterable[FSDPModule], uneven: Collection[int]) -> None:
-    """From now on, all ranks reduce the same gradients of a unit. FSDP2 reduces those that a rank has, in one piece: where another rank
-    has others, as its samples went to other experts, the sums are wrong, or the ranks hang.
-
-    Args:
-        units: sharded modules, the root among them.
-        uneven: ids of the modules whose parameters may get a gradient on some ranks only.
-    """
-    for group in (group for unit in units for group in groups_of(unit)):
-        if "post_backward" not in vars(group):
-            group.post_backward = partial(_post_backward, group, group.post_backward)
-        group._always_asks = any(id(parameter._module_info.module) in uneven for parameter in group.fsdp_params)
-        group._had = None
-
-
-def _post_backward(group: Any, original: Any, *args: Any) -> None:
-    """Reduce, with gradients of zeros where only other ranks have one; a parameter that nobody has a gradient of gets none."""
-    if group.reduce_grads:
-        trained = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param") and each.sharded_param.requires_grad]
-        has = [each.unsharded_accumulated_grad is not None or own_gradient(each.unsharded_param) is not None for each in trained]
-        if group._always_asks or has != group._had:
-            if not (group._always_asks or group._had is None):
-                wait_for_all_ranks("other parameters than in the batch before got a gradient", _SAMPLES_DECIDE, within=SKEW)
-            for parameter, here, anywhere in zip(trained, has, _on_any_rank(group, has), strict=True):
-                if anywhere and not here:
-                    GRAD.__set__(parameter.unsharded_param, torch.zeros_like(parameter.unsharded_param))
-        group._had = has
-    original(*args)
-
-
-def _on_any_rank(group: Any, flags: list[bool]) -> list[bool]:
-    """Which flags are set on some rank; a small collective."""
-    numbers = torch.tensor(flags, dtype=torch.int32, device=group.device)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX, group._reduce_scatter_process_group)
-    if group._is_hsdp:
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group._all_reduce_process_group)
-    return [bool(number) for number in numbers.tolist()]
 
 
 # -- what is written to them -----------------------------------------------------------------------------------------------------------
@@ -241,6 +219,121 @@ class _Gathered(nn.Parameter):
         _DATA.__set__(self, value)
 
 
+# -- scalars ---------------------------------------------------------------------------------------------------------------------------
+
+
+def replicate_scalars(module: nn.Module, mesh: Any) -> None:
+    """Put the module's scalars, which have no dimension along which FSDP2 could cut them, onto the mesh: each rank has them whole.
+
+    Args:
+        module: the root.
+        mesh: where its other parameters are sharded.
+    """
+    replicated: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None and not parameter.ndim:
+                if id(parameter) not in replicated:
+                    values = _on(mesh, parameter.detach())
+                    replicated[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                    replicated[id(parameter)].__dict__.update(parameter.__dict__)
+                child._parameters[name] = replicated[id(parameter)]
+
+
+def _on(mesh: Any, whole: Tensor) -> DTensor:
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+class _Scalar:
+    """A scalar that each rank has, by the names of FSDP2's own class for shards."""
+
+    unsharded_accumulated_grad = None
+
+    def __init__(self, sharded: Any, module: nn.Module) -> None:
+        self.sharded_param = sharded
+        self.holders: list[tuple[nn.Module, str]] = []
+        self._module_info = SimpleNamespace(module=module)
+        self.unsharded_param = self._unsharded_param = nn.Parameter(sharded.to_local().detach(), requires_grad=sharded.requires_grad)
+        self.unsharded_param.__class__ = _Gathered
+        self.unsharded_param.__dict__.update(_of=self)
+
+    def reshard(self) -> None:
+        """Put it back onto the mesh, with the step's writes to it."""
+        whole, local = self.unsharded_param, self.sharded_param.to_local()
+        whole.take_over_gradient()  # type: ignore[attr-defined]  # a _Gathered
+        if whole.data_ptr() != local.data_ptr():
+            local.detach().copy_(whole.detach())
+            _DATA.__set__(whole, local.detach())
+
+
+class _Scalars:
+    """A module's scalars, by the names of FSDP2's own class for groups of parameters. They are whole where others are, and share their
+    memory with what they are otherwise.
+    """
+
+    reduce_grads = True
+
+    def __init__(self, root: nn.Module) -> None:
+        found: dict[int, _Scalar] = {}
+        for child in root.modules():
+            for name, parameter in child._parameters.items():
+                if isinstance(parameter, DTensor) and not parameter.ndim:
+                    scalar = found.setdefault(id(parameter), _Scalar(parameter, child))
+                    scalar.holders.append((child, name))
+        self.fsdp_params = list(found.values())
+        if self.fsdp_params:
+            self._mesh: Any = self.fsdp_params[0].sharded_param.device_mesh
+            self.device = self.fsdp_params[0].unsharded_param.device
+            self._is_hsdp = self._mesh.ndim > 1
+            self._all_reduce_process_group, self._reduce_scatter_process_group = self._mesh.get_group(0), self._mesh.get_group(-1)
+
+    def unshard(self) -> None:
+        """Let the module have whole scalars."""
+        for scalar in self.fsdp_params:
+            scalar.unsharded_param.requires_grad_(scalar.sharded_param.requires_grad)
+            for module, name in scalar.holders:
+                module._parameters[name] = scalar.unsharded_param
+
+    def reshard(self) -> None:
+        """Let it have them on the mesh, as the optimizer has."""
+        for scalar in self.fsdp_params:
+            for module, name in scalar.holders:
+                _refuse_other(module, name, scalar.unsharded_param)
+                module._parameters[name] = scalar.sharded_param
+            scalar.reshard()
+
+    def post_backward(self) -> None:
+        """Give them the means of all ranks' gradients."""
+        if not (trained := [scalar for scalar in self.fsdp_params if own_gradient(scalar.unsharded_param) is not None]):
+            return
+        means = torch.stack([own_gradient(scalar.unsharded_param).double() for scalar in trained])  # type: ignore[union-attr]
+        for dimension in range(self._mesh.ndim):
+            dist.all_reduce(means, group=self._mesh.get_group(dimension))
+        for scalar, mean in zip(trained, means / self._mesh.size(), strict=True):
+            shard, whole = scalar.sharded_param, scalar.unsharded_param
+            gradient = _on(self._mesh, mean.to(whole.dtype))
+            shard.grad = gradient if shard.grad is None else shard.grad + gradient
+            GRAD.__set__(whole, None)
+
+
+def _after_backward(state: Any, scalars: _Scalars) -> None:
+    """What FSDP2 does after the backward pass, and then the same for scalars."""
+    type(state)._root_post_backward_final_callback(state)
+    scalars.post_backward()
+
+
+def _refuse_other(module: nn.Module, name: str, whole: nn.Parameter) -> None:
+    """Raise where the step has put another parameter in the place of a whole one."""
+    if module._parameters.get(name) is not whole and not isinstance(module._parameters.get(name), DTensor):
+        raise RuntimeError(
+            f"the step has put another parameter in the place of {name!r} of {type(module).__name__}, which FSDP2 holds in shards; "
+            "write to the parameter instead (with torch.no_grad(): parameter.copy_(...)), or run with allow=['single', 'ddp']"
+        )
+
+
+# -- what is written to them -----------------------------------------------------------------------------------------------------------
+
+
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
 
 
@@ -275,12 +368,6 @@ def _set_data(shard: DTensor, value: Tensor) -> None:
         shard._local_tensor.copy_(part)
 
 
-def groups_of(unit: Any) -> list[Any]:
-    """A unit's groups of parameters: torch 2.11 has one group or None, 2.13 a list."""
-    state = unit._get_fsdp_state()
-    return [group for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)] if group]
-
-
 def _unshard(group: Any, original: Any, *args: Any, **kwargs: Any) -> None:
     """Gather, after this step's writes to the shards: on a GPU gathers run on another stream."""
     shards = [parameter.sharded_param for parameter in group.fsdp_params]
@@ -308,11 +395,7 @@ def _to_sharded(groups: list[Any], group: Any, parameter: Any, original: Any) ->
         whole.take_over_gradient()
     info = parameter._module_info
     for module, name in ((info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)):
-        if module._parameters.get(name) is not whole and not isinstance(module._parameters.get(name), DTensor):
-            raise RuntimeError(
-                f"the step has put another parameter in the place of {name!r} of {type(module).__name__}, which FSDP2 holds in shards; "
-                "write to the parameter instead (with torch.no_grad(): parameter.copy_(...)), or run with allow=['single', 'ddp']"
-            )
+        _refuse_other(module, name, whole)
     if whole.__dict__.get("_taken", False) or _version(whole) != parameter._gathered_version:
         _take_part(groups, parameter, whole)
         _order(group)

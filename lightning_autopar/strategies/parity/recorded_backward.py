@@ -23,9 +23,8 @@ from lightning_autopar.exact.logs.log_rules import weighted
 from lightning_autopar.exact.step.gradient_hooks import OurHook
 from lightning_autopar.exact.step.random_draws import Rows
 from lightning_autopar.exact.step.shared_network import gradients_asked_for
-from lightning_autopar.exact.step.users_backward import parameters_of
 from lightning_autopar.strategies.parity.draw_probe import Observation
-from lightning_autopar.strategies.parity.own_functions import Signature, name_of, not_linear, own_functions, signature
+from lightning_autopar.strategies.parity.own_functions import Signature, not_linear, own_functions, signature
 
 #: A parameter's gradient that is so small beside all others' is rounding, such as a bias's before a normalization.
 _NOTHING = 1e-4
@@ -83,8 +82,6 @@ class Backwards:
         self._functions: set[Signature] = set()
         #: By how much a function's gradients for parts of a batch miss the whole batch's, and a sentence on it; 0 if there is none.
         self.missed = (0.0, "")
-        #: The function whose backward runs another backward pass, from which parameters get gradients; empty if there is none.
-        self.reentrant = ""
 
     def begin(self) -> None:
         """What follows is on the whole batch first."""
@@ -102,8 +99,6 @@ class Backwards:
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            if torch._C._current_graph_task_id() != -1 and parameters_of(given):
-                self.reentrant = self.reentrant or name_of(torch._C._current_autograd_node())
             self._look_at(own_functions(given))
             with self._seen():
                 result = original(tensors, *args, **kwargs)

@@ -95,7 +95,7 @@ def probe_sharing(
     """The same in this process, which changes the module: None and nothing where ranks can't share the network."""
     size = max(1, first.batch_size)
     counts = [size] if first.samples is None else [size, *(few for few in (8, 4) if few < size)]
-    blocks = {} if footprint is None else {block.fqn: block.flops for block in footprint.blocks if block.repeated}
+    blocks = {} if footprint is None else {block.fqn: _RUNS * block.flops for block in footprint.blocks if block.repeated}
     flops = 0 if footprint is None else footprint.flops
     chosen = extent(module, blocks, _RUNS * flops / 3 / size, counts, size)
     if chosen is None:

@@ -48,6 +48,8 @@ _LOG = logging.getLogger(__name__)
 
 _EQUAL = 1e-5  # relative difference of losses that count as equal: rounding of float32 sums taken in another order
 _UNCOMPARED = "not checked: whether the gradients of a batch's parts make those of the whole batch (comparing them failed)"
+_LATER = (1, 27_719_999)  # numbers of later steps: with 0 on both sides of what each n up to 12, 100 or 1000 divides
+_ALONE = 4  # samples of which each is run alone, to see which submodules it calls
 _ORDERS = 4  # how often a step that shuffles samples at random is compared again
 
 
@@ -105,9 +107,9 @@ def probe_split(
     try:
         do_without(module, sorts)
         with nudged(module):
-            found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds)
+            found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds, routes=bool(blocks))
         if found.raised or math.isnan(found.difference):  # a step that only its own weights fit
-            found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds)
+            found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds, routes=bool(blocks))
     finally:
         rng.restore(state, {})
     if not sorts:
@@ -185,7 +187,7 @@ class _Probe(KeptRuns):
         self.drifting: tuple[float, str] | None = None
         self.written: tuple[float, str] | None = None
 
-    def run(self, sizes: Sequence[int], time_limit_seconds: float) -> tuple[SplitFinding, DrawPlan]:
+    def run(self, sizes: Sequence[int], time_limit_seconds: float, *, routes: bool = False) -> tuple[SplitFinding, DrawPlan]:
         try:
             self._prepare()
             started = time.monotonic()
@@ -208,7 +210,6 @@ class _Probe(KeptRuns):
                 uneven_calls=self.uneven_calls,
                 counted=self.counted,
                 drawn_apart=self.drawn_apart,
-                reentrant=self.backwards.reentrant,
             )
             if finding.splittable:
                 finding = self.with_late(self.with_kept(finding, "training_step", self.losses, size))
@@ -217,7 +218,10 @@ class _Probe(KeptRuns):
                 return finding, plan
             if not finding.difference <= found.difference or not found.log_rules:
                 found = finding
+        found = self._in_later_steps(found, sizes[0])
         plan, failed = self._with_later_draws(plan, sizes[0])
+        if routes:
+            found = replace(found, uneven_calls=tuple(sorted({*found.uneven_calls, *self._uneven_alone()})))
         notes = (f"not checked: whether the step draws other random numbers once its counters have gone far (there it fails: {failed})",)
         return replace(found, notes=found.notes + notes * bool(failed)), plan
 
@@ -414,6 +418,37 @@ class _Probe(KeptRuns):
             return math.inf
         finally:
             hooks.release()
+
+    def _in_later_steps(self, found: SplitFinding, size: int) -> SplitFinding:
+        """With what a split changes in later steps, if steps ask for their number: some do something in each n-th one, or from one on."""
+        shares = self.weighing.shares(size)
+        for number in _LATER if self.rehearsal.numbered and not found.difference else ():
+            self.rehearsal.give_number(number)
+            try:
+                differences = (difference_of(self._observed(self.losses, shares, groups_first=first), shares) for first in (False, True))
+                if (difference := next((each for each in differences if each <= _EQUAL), math.inf)) > _EQUAL:
+                    difference = self._without_rounding(lambda: difference_of(self._observed(self.losses, shares), shares))
+            except Exception:  # a number that the step isn't made for
+                _LOG.debug("the step can't be tried as number %d", number, exc_info=True)
+                continue
+            finally:
+                self.rehearsal.give_number(0)
+            if _EQUAL < difference < math.inf:
+                reason = "it is no mean over the samples in a later step: the step asks for its number (global_step, current_epoch)"
+                return replace(found, difference=difference, reason=reason, log_rules={**found.log_rules, LOSS: ()})
+        return found
+
+    def _uneven_alone(self) -> tuple[str, ...]:
+        """The submodules that some samples alone call more or less often than the whole batch does: parts of this batch may hold samples of
+        each kind, and those of a later one not.
+        """
+        shares = self.weighing.shares(self.batches.count)[:_ALONE]
+        try:
+            self._observed(self.losses, shares)
+        except Exception:  # the step isn't made for one sample
+            _LOG.debug("the step fails on one sample", exc_info=True)
+            return ()
+        return undo.uneven([effects.calls for effects in self.effects])
 
     def _with_later_draws(self, plan: DrawPlan, size: int) -> tuple[DrawPlan, str]:
         """See :func:`later_draws`."""

@@ -588,6 +588,6 @@ class PipelineMaker:
             micro_batches=shape.micro_batches,
             cuts=tuple(blocks[start].fqn for start in starts[1:]),
             schedule=shape.schedule,
-            shard=shardable(self.footprint)[0] if shape.sharded else (),
+            shard=shardable(self.footprint, self.appraiser.constraints.split)[0] if shape.sharded else (),
             reasons=tuple(reasons),
         )

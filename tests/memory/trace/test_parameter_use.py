@@ -51,7 +51,7 @@ class Hidden(Fitted):
 
 def units(module: Any) -> tuple[str, ...]:
     footprint = trace(module, None, FirstBatch(batch=(torch.ones(8, 8), torch.ones(8, 1)), batch_size=8))
-    return shardable(footprint)[0]
+    return shardable(footprint, None)[0]
 
 
 @pytest.mark.parametrize("make", [Fitted, Logging, Normed])

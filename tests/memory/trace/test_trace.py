@@ -20,14 +20,17 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed import is_initialized
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from lightning_autopar.constraints import Constraints
 from lightning_autopar.memory.cuda_overhead import Target
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch, indexed
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import shardable
+from lightning_autopar.planning.refusals import world_notes
 from tests.memory.measured import attached, make_trainer, peak_bytes, real_peak_bytes
 
 
@@ -653,6 +656,20 @@ def test_asking_for_what_differs_between_ranks_is_noticed(ask: Any, asked: tuple
     assert trace(module, trainer, torch.randn(3, 4)).asked == asked
 
 
+def test_files_that_a_step_writes_are_told_where_each_rank_writes_them(tmp_path: Path) -> None:
+    """As code does that asks whether there is a process group: of that it sees nothing."""
+
+    def write(module: pl.LightningModule) -> None:
+        if not is_initialized():
+            (tmp_path / "losses").open("a").close()
+
+    footprint = trace(Asking(write), None, torch.randn(3, 4))
+    assert footprint.asked == (str(tmp_path / "losses"),)
+    (note,) = world_notes(footprint, Constraints(split_batch=True))
+    assert f"the module writes {str(tmp_path / 'losses')!r}, which each rank does" in note
+    assert not world_notes(footprint, Constraints(split_batch=False))
+
+
 class Augmented(Dataset[Tensor]):
     """Draws from a generator of its own."""
 
@@ -703,6 +720,6 @@ def test_a_module_without_blocks_has_layers_which_are_no_units() -> None:
     footprint = trace(Module(net), None, batch)
     assert [block.fqn for block in footprint.blocks] == ["net.stem", "net.body", "net.head"]
     assert not any(block.repeated or block.recomputable for block in footprint.blocks)
-    assert shardable(footprint) == ((), ())
+    assert shardable(footprint, None) == ((), ())
     assert sum(part.parameters for part in (*footprint.blocks, *footprint.outer)) == footprint.parameters
     assert [block.fqn for block in trace(Module(net), None, batch, stage="validate").blocks] == ["net.stem", "net.body", "net.head"]

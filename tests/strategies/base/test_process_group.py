@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import all_reduce, get_world_size, is_initialized
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,9 +27,9 @@ class Normalized(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, labels = batch
         count = (labels != -100).sum().float()
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(count)
-            count = count / dist.get_world_size()
+        if is_initialized():
+            all_reduce(count)
+            count = count / get_world_size()
         loss: Tensor = F.cross_entropy(self.net(x), labels, reduction="sum") / count.clamp(min=1)
         self.log("loss", loss)
         return loss

@@ -22,8 +22,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base import process_group
+from lightning_autopar.strategies.fsdp import same_collectives
 from lightning_autopar.strategies.fsdp import strategy as fsdp
-from lightning_autopar.strategies.fsdp import whole_parameters
 from lightning_autopar.strategies.fsdp.strategy import shard, unshard
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 from tests.ranks import run_ranks
@@ -63,6 +63,31 @@ class Own(Fitted):
 
     def loss(self, batch: Any) -> Tensor:
         return mse_loss(self.net(batch[0]) * self.scale, batch[1]) + 0.1 * self.net[4].weight.pow(2).sum()
+
+
+class Tempered(Fitted):
+    """Scalars: of its own, in a block, frozen, in two places, one that never gets a gradient, and one that the step itself writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.unused = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(2.0))
+        self.fixed = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.average = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+        for block in self.net[1:4]:
+            block.gate = self.scale
+            block.register_forward_hook(lambda block, args, output: output * block.gate.exp())
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(self.scale, alpha=0.1)
+        return mse_loss(self.net(batch[0]) * self.scale + self.fixed * self.average, batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.scale.clamp_(0.2, 0.99)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01, weight_decay=0.5)
 
 
 class Frozen(Fitted):
@@ -211,6 +236,7 @@ class Late(Fitted):
         (Viewing, numbers(), LAYERS),
         (Passing, numbers(), LAYERS),
         (Sharing, numbers(), BLOCKS),
+        (Tempered, numbers(), BLOCKS),
     ],
 )
 def test_training_is_plain_lightnings(make: Any, data: Any, units: tuple[str, ...]) -> None:
@@ -348,6 +374,12 @@ class Averaging(Fitted):
         self.average.update_parameters(self.net)
 
 
+@pytest.mark.parametrize("clipping", ["norm", "value"])
+@pytest.mark.parametrize("under", [plan("fsdp", ranks=4, replicas=2, reshard=False, shard=BLOCKS), plan("fsdp", ranks=1, shard=BLOCKS)])
+def test_scalars_are_clipped_and_reduced_over_copies(under: Plan, clipping: str) -> None:
+    assert_same(Tempered, numbers(), under, gradient_clip_val=0.05, gradient_clip_algorithm=clipping, accumulate_grad_batches=2)
+
+
 def test_text_is_generated_in_a_hook() -> None:
     assert_same(Generating, tokens(), plan("fsdp", shard=LAYERS))
 
@@ -392,7 +424,7 @@ def test_experts_in_a_block_may_have_samples_on_some_ranks_only(under: Plan) -> 
 
 
 def test_an_expert_that_is_first_left_out_later_is_told_from_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_parameters, "SKEW", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(same_collectives, "SKEW", datetime.timedelta(seconds=1))
 
     def train(rank: int, world_size: int) -> str:
         module = nn.Sequential(Routing(2))
@@ -411,6 +443,40 @@ def test_an_expert_that_is_first_left_out_later_is_told_from_a_hang(monkeypatch:
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
 
     assert "other parameters than in the batch before got a gradient on rank 1" in run_ranks(train, 2)[1]
+
+
+@pytest.mark.parametrize(
+    ("skipped", "told"),
+    [(0, "'experts.1' was called before 'experts.0' on rank 1"), (2, "a step ended without a call of 'experts.2' on rank 1")],
+)
+def test_a_unit_that_no_sample_of_a_rank_calls_is_told_from_a_mix_of_parameters(
+    monkeypatch: pytest.MonkeyPatch, skipped: int, told: str
+) -> None:
+    """Ranks that gather units of equal size at once would each get parts of both. Where all skip it, none has to wait."""
+    monkeypatch.setattr(same_collectives, "SKEW", datetime.timedelta(seconds=1))
+
+    def train(rank: int, world_size: int) -> str:
+        module = Routing(2)
+        module.automatic_optimization = True
+        shard_alone(module)
+        gathered = WholeParameters(module)
+        try:
+            for skips in (steps := [(), (skipped,), (), (skipped,) * rank]):
+                with gathered.inside("training_step"):
+                    loss = sum(expert(torch.ones(1, 2)).sum() for index, expert in enumerate(module.experts) if index not in skips)
+                with gathered.inside(None):
+                    loss.backward()
+        except RuntimeError as error:
+            assert skips is steps[-1]
+            return str(error)
+        return ""
+
+    def shard_alone(module: Routing) -> None:
+        module.experts = module.experts[:3]
+        for each in (*module.experts, module):
+            fully_shard(each, mesh=init_device_mesh("cpu", (2,)))
+
+    assert told in run_ranks(train, 2)[1]
 
 
 def test_a_call_on_one_rank_alone_is_told_from_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:

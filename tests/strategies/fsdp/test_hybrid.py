@@ -30,7 +30,7 @@ class Clipped(Fitted):
         if self.net is None:
             self.net = mlp(7)  # no number of ranks divides it
             self.net[2].requires_grad_(False)
-            self.scale = torch.nn.Parameter(torch.ones(1))
+            self.scale = torch.nn.Parameter(torch.tensor(1.0))
 
     def on_train_start(self) -> None:
         weight: Any = self.net[1][0].weight

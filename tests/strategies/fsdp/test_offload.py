@@ -45,11 +45,11 @@ class Watched(Fitted):
             self.net = mlp()
             self.net[0] = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.BatchNorm1d(16))
             self.net[3].requires_grad_(False)
-            self.late = MeanMetric()
+            self.late, self.scale = MeanMetric(), torch.nn.Parameter(torch.tensor(1.0))
             self.register_buffer("unkept", torch.randn(1), persistent=False)
 
     def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + self.unkept.sum()
+        return super().loss(batch) * self.scale.exp() + self.unkept.sum()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

@@ -36,10 +36,27 @@ from tests.strategies.written import Averaged, Exchanging, FollowedByHook, Held,
 TWINS = (*BLOCKS, *(name.replace("net", "target") for name in BLOCKS))
 
 
-class Scalar(Fitted):
+class Twice(Fitted):
+    """Wraps a parameter in another one, as Bayesian layers do."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.mean = nn.Parameter(self.net[0].weight)
+
+
+class Manifold(Fitted):
+    """Its optimizer treats parameters of a class in another way, as that of geoopt does."""
+
+    class Parameter(nn.Parameter):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight = self.Parameter(self.net[0].weight.detach())
+
+    def configure_optimizers(self) -> Any:
+        rates = [{"params": [each], "lr": 0.5 if isinstance(each, self.Parameter) else 0.01} for each in self.parameters()]
+        return torch.optim.SGD(rates)
 
 
 class Sparse(Fitted):
@@ -129,7 +146,8 @@ def _first() -> FirstBatch:
 @pytest.mark.parametrize(
     ("make", "cause"),
     [
-        (Scalar, "the parameter 'scale' is a scalar"),
+        (Twice, "the parameters 'mean' and 'net.0.weight' share their memory, and FSDP2 shards each by itself"),
+        (Manifold, "the parameter 'net.0.weight' is a Parameter, and FSDP2 puts shards in its place, which aren't"),
         (Late, "'net.1.0.weight' gets its shape in the first step, and FSDP2 shards it before"),
         (Sparse, "'table' has sparse gradients"),
         (Mixed, "several dtypes"),
@@ -228,7 +246,9 @@ def large(make: Any, units: Any = None, **plan: Any) -> str | None:
     footprint = trace(module, None, _first())
     if plan:
         return rehearse_zero(module, None, _first(), Plan(engine="zero", devices=("a", "b"), **plan), conduct=footprint.conduct).refusal
-    return rehearse_fsdp(module, None, _first(), shardable(footprint)[0] if units is None else units, conduct=footprint.conduct).refusal
+    return rehearse_fsdp(
+        module, None, _first(), shardable(footprint, None)[0] if units is None else units, conduct=footprint.conduct
+    ).refusal
 
 
 @pytest.mark.parametrize("make", [Fitted, Rescaling, Regularised, Exchanging, InPlace, Normed, Averaged, Penalised])

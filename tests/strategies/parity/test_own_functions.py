@@ -15,6 +15,7 @@ from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.engines import Question
 from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.strategies.parity.sharing_probe import probe_sharing
 from lightning_autopar.strategies.parity.split_probe import probe_split
 
@@ -149,8 +150,9 @@ class Checkpointed(nn.Linear):
 
 @pytest.mark.parametrize(("reentrant", "name"), [(True, "torch.utils.checkpoint.CheckpointFunction"), (False, "")])
 def test_a_backward_pass_within_the_backward_pass_is_refused_under_ddp(reentrant: bool, name: str) -> None:
-    split, _ = probe_split(Module(Checkpointed(reentrant)), None, first())
-    assert split.reentrant == name
-    question = Question(footprint=None, inventory=None, constraints=Constraints(split=split))  # type: ignore[arg-type]
+    """Found in the trace: also where no gradients are compared, as under manual optimization."""
+    footprint = trace(Module(Checkpointed(reentrant)), None, first().batch)
+    assert footprint.reentrant == name
+    question = Question(footprint=footprint, inventory=None, constraints=Constraints())  # type: ignore[arg-type]
     refusal = engines.named("ddp").refusal(question)
     assert refusal is None if not reentrant else refusal is not None and name in refusal and "use_reentrant=False" in refusal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,8 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autopar.memory.trace.first_batch import FirstBatch
-from lightning_autopar.strategies.parity import sharing_probe
-from lightning_autopar.strategies.parity.fewer_blocks import Extent
 from lightning_autopar.strategies.parity.sharing_probe import probe_sharing
 
 
@@ -186,10 +185,12 @@ class Deep(Module):
 
 
 @pytest.mark.parametrize(("block", "shared"), [(Bayesian, False), (Dropping, True)])
-def test_draws_of_blocks_that_are_not_tried_must_be_by_rows(block: Any, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks guess them by their shapes: where a rank has three rows, a drawn matrix of six would be taken for two of each."""
-    monkeypatch.setattr(sharing_probe, "extent", lambda module, blocks, *_: Extent(8, [[f"net.{number}" for number in range(5)]], ""))
-    sharing, modules = probe_sharing(Deep(nn.Sequential(*(block(6, 6) for _ in range(6)))), None, batch())
+def test_draws_of_blocks_that_are_not_tried_must_be_by_rows(block: Any, shared: bool) -> None:
+    """Ranks guess them by their shapes: where a rank has three rows, a drawn matrix of six would be taken for two of each. Six blocks are
+    too many to be run as often as it takes, and two aren't.
+    """
+    blocks = [SimpleNamespace(fqn=f"net.{number}", flops=10**10, repeated=True) for number in range(6)]
+    long: Any = SimpleNamespace(blocks=blocks, flops=3 * 6 * 10**10, conduct=None)
+    sharing, modules = probe_sharing(Deep(nn.Sequential(*(block(6, 6) for _ in range(6)))), None, batch(), footprint=long)
     assert (sharing is not None, all(not each.draws for each in modules.values())) == (shared, True)
-    monkeypatch.undo()
     assert probe_sharing(Deep(nn.Sequential(*(block(6, 6) for _ in range(6)))), None, batch())[0] is not None

@@ -203,6 +203,27 @@ def collate(samples: list[Tensor]) -> Tensor:
     return torch.stack(samples)
 
 
+class Numbered(Base):
+    """A term of its loss goes by the step's number: one that compares samples in each third step, or one that grows."""
+
+    def __init__(self, compares: bool) -> None:
+        super().__init__()
+        self.compares = compares
+
+    def loss(self, x: Tensor) -> Tensor:
+        y, step = self.layer(x), self.trainer.global_step
+        if self.compares:
+            return F.mse_loss(y, x) + (y.mean(0).pow(2).sum() if step % 3 == 2 else 0.0)
+        return F.mse_loss(y, x) + min(1.0, step / 100) * y.pow(2).mean()
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_what_a_step_does_by_its_number_is_tried_in_later_steps(compares: bool) -> None:
+    finding, _ = probe_split(Numbered(compares), None, first_of(samples()))
+    assert (finding.difference > 1e-3) == compares
+    assert ("in a later step: the step asks for its number" in (finding.reason or "")) == compares
+
+
 def first_of(samples: list[Tensor], collate: Callable[[list[Any]], Any] = collate) -> FirstBatch:
     return FirstBatch(batch=collate(samples), samples=samples, collate=collate, batch_size=len(samples), kind="map")
 

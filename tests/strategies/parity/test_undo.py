@@ -102,6 +102,12 @@ def test_calls_that_the_samples_decide_are_named(signs: tuple[int, ...]) -> None
     assert finding.uneven_calls == (("experts.0", "experts.1") if -1 in signs else ())
 
 
+def test_calls_that_single_samples_decide_are_named_where_each_part_holds_all_kinds() -> None:
+    first: FirstBatch = first_of([torch.full((4,), sign) for sign in (1.0, 1.0, -1.0, -1.0)])
+    assert probe_split(Routed(), None, first)[0].uneven_calls == ()
+    assert probe_split(Routed(), None, first, blocks={"experts.0": 1, "experts.1": 1})[0].uneven_calls == ("experts.0", "experts.1")
+
+
 def test_an_exception_is_undone_too() -> None:
     module: Any = nn.Linear(2, 2)
     module.note = 1

@@ -71,6 +71,10 @@ class StageExit(BaseException):
         self.tensors = tensors
 
 
+class UnlikeRecordedError(RuntimeError):
+    """The step runs other code than when it was recorded."""
+
+
 class StageModule(nn.Module):
     """One stage, as ``torch.distributed.pipelining`` takes it.
 
@@ -241,9 +245,9 @@ class _Run:
         for tensor in results:
             place = self._index - first
             if self._part in self._span.checked and (place >= len(operations) or operations[place] != name):
-                recorded = operations[place] if place < len(operations) else "nothing more"
-                raise RuntimeError(
-                    f"{self._where()} the step calls {name!r} where it called {recorded!r} when it was recorded, so that it can't be told "
+                recorded = repr(operations[place]) if place < len(operations) else "nothing more"
+                raise UnlikeRecordedError(
+                    f"{self._where()} the step calls {name!r} where it called {recorded} when it was recorded, so that it can't be told "
                     "which of its tensors another stage needs; the code must not depend on the data there"
                 )
             self._keep(self._index, tensor)
@@ -271,7 +275,7 @@ class _Run:
         index = self._next_block
         if index >= len(blocks) or blocks[index] != fqn:
             expected = blocks[index] if index < len(blocks) else "no other block"
-            raise RuntimeError(f"the {self._recording.hook} runs the block {fqn!r} where {expected!r} ran when it was recorded")
+            raise UnlikeRecordedError(f"the {self._recording.hook} runs the block {fqn!r} where {expected!r} ran when it was recorded")
         self._ran.add(fqn)
         self._check_part()
         self._next_block += 1
@@ -309,7 +313,7 @@ class _Run:
         if self._part in self._span.checked and not (self.owns and self._span.last):
             made, recorded = self._index - self._recording.firsts[self._part], len(self._recording.operations[self._part])
             if made != recorded:
-                raise RuntimeError(
+                raise UnlikeRecordedError(
                     f"{self._where()} the step makes {made} tensors of the model's where it made {recorded} when it was recorded; the code "
                     "must not depend on the data there"
                 )
