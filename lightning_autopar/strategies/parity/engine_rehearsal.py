@@ -53,7 +53,7 @@ _EQUAL = 1e-5
 #: By how many units in the last place parameters are changed to see the effect of rounding; and how many times that effect an engine's
 #: rounding, at every operation, may have.
 _NUDGES, _SWINGS = 4, 4.0
-#: Which share of a tensor may differ by more than that, up to the largest such effect on any tensor: a gradient that is only rounding, in few
+#: Which share of a tensor may differ by more, up to the largest such effect on any tensor: a gradient that is only rounding, in few
 #: places, may stay what it was when parameters are nudged.
 _STRAYS = 1e-4
 
