@@ -45,6 +45,7 @@ class Device:
         slowdown: how many times longer it takes than it would by itself, at least 1: what somebody knows beyond ``utilization``.
         error: what is wrong with it, as the driver says it; None where nothing is known to be. Nothing new should run on it.
         part_of: of a MIG instance the id of its GPU; None of a whole device.
+        in_doubt: whether CUDA may give it another ordinal than ``index``, as a GPU before it can't be read.
     """
 
     id: str
@@ -61,6 +62,11 @@ class Device:
     slowdown: float = 1.0
     error: str | None = None
     part_of: str | None = None
+    in_doubt: bool = False
+
+    def known_by_name(self) -> Device:
+        """This GPU as a process finds it that names it alone in ``CUDA_VISIBLE_DEVICES``."""
+        return replace(self, index=0, in_doubt=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_autopar.devices import topology
@@ -38,11 +40,11 @@ def visible_uuids(setting: str | None, gpus: Sequence[str], instances: Sequence[
     """UUIDs of the devices that ``CUDA_VISIBLE_DEVICES`` leaves, in the order of their CUDA ordinals.
 
     As CUDA and torch read it: all entries are indices, or beginnings of GPU or of MIG UUIDs, whichever the first one is; an
-    entry that names nothing ends the list, and one that comes twice empties it.
+    entry that names nothing ends the list, and one that comes twice empties it. An entry may name a GPU that can't be read.
 
     Args:
         setting: the value, None if unset (all GPUs), empty for none.
-        gpus: UUIDs of the GPUs in CUDA's order.
+        gpus: UUIDs of the GPUs in CUDA's order; "" for one that can't be read.
         instances: UUIDs of their MIG instances.
     """
     if setting is None:
@@ -66,10 +68,10 @@ def _of_prefixes(setting: str, prefix: str, uuids: Sequence[str]) -> list[str]:
     """Devices named by the beginnings of their UUIDs; one that several share names nothing."""
     found: list[str] = []
     for entry in setting.split(","):
-        matches = [uuid for uuid in uuids if entry.startswith(prefix) and uuid.startswith(entry)]
+        matches = [uuid for uuid in uuids if entry.startswith(prefix) and uuid.startswith(entry)] or [""] * ("" in uuids)
         if len(matches) != 1:
             break
-        if matches[0] in found:
+        if matches[0] and matches[0] in found:
             return []
         found += matches
     return found
@@ -167,25 +169,36 @@ def _read(pynvml: Any, environment: Mapping[str, str]) -> tuple[tuple[Device, ..
     """What :func:`read_devices` gives, between the library's init and shutdown."""
     notes: list[str] = []
     gpus = _gpus(pynvml, notes)
-    if not gpus and notes:
+    readable = [gpu for gpu in gpus if gpu is not None]
+    if not readable and notes:
         raise NvmlUnavailable(f"NVML can read none of the GPUs ({'; '.join(notes)})")
-    gpus = [gpus[place] for place in cuda_order([gpu.capability for gpu in gpus], environment.get("CUDA_DEVICE_ORDER"))]
+    known = {gpu.capability for gpu in readable}
+    unknown = known.pop() if len(known) == 1 else (sys.maxsize, 0)
+    capabilities = [unknown if gpu is None else gpu.capability for gpu in gpus]
+    gpus = [gpus[place] for place in cuda_order(capabilities, environment.get("CUDA_DEVICE_ORDER"))]
     setting = environment.get("CUDA_VISIBLE_DEVICES")
-    by_uuid = {gpu.slot.uuid: gpu.slots for gpu in gpus}
-    instances = {slot.uuid: (slot,) for gpu in gpus for slot in gpu.instances or ()}
-    uuids = visible_uuids(setting, list(by_uuid), list(instances))
+    slots: dict[str, tuple[_Slot | None, ...]] = {"": (None,)}
+    slots.update({gpu.slot.uuid: gpu.slots for gpu in readable})
+    slots.update({slot.uuid: (slot,) for gpu in readable for slot in gpu.instances or ()})
+    instances = [slot.uuid for gpu in readable for slot in gpu.instances or ()]
+    uuids = visible_uuids(setting, ["" if gpu is None else gpu.slot.uuid for gpu in gpus], instances + [""] * (None in gpus))
     if setting is not None and not uuids:
         notes.append(f"CUDA_VISIBLE_DEVICES={setting!r} leaves no GPU")
-    visible = [slot for uuid in uuids for slot in {**by_uuid, **instances}[uuid]]
+    visible = [slot for uuid in uuids for slot in slots[uuid]]
     # A process sees one MIG instance, the first, and no other GPU (MIG User Guide, "CUDA Device Enumeration").
-    first_mig = next((slot for slot in visible if slot.mig), None)
+    first_mig = next((slot for slot in visible if slot is not None and slot.mig), None)
     if first_mig is not None and len(visible) > 1:
         notes.append("a process can use one MIG instance only: for each, one of its own with the UUID in CUDA_VISIBLE_DEVICES")
     found: list[tuple[Device, topology.Port]] = []
+    in_doubt = False
     for ordinal, slot in enumerate(visible):
+        if slot is None:
+            in_doubt = True
+            continue
         index = ordinal if first_mig is None else 0 if slot is first_mig else None
         device = _device(pynvml, slot, index, notes)
         if device is not None:
+            device = replace(device, in_doubt=in_doubt)
             found.append((device, topology.Port(slot.handle, device.id, device.name, slot.bus_id, slot.mig)))
     if visible and not found:
         raise NvmlUnavailable(f"NVML can read none of the GPUs ({'; '.join(notes)})")
@@ -194,9 +207,9 @@ def _read(pynvml: Any, environment: Mapping[str, str]) -> tuple[tuple[Device, ..
     return tuple(device for device, _ in found), topology.links(pynvml, [port for _, port in found]), tuple(notes)
 
 
-def _gpus(pynvml: Any, notes: list[str]) -> list[_Gpu]:
-    """Every GPU that can be identified, in NVML's order."""
-    gpus = []
+def _gpus(pynvml: Any, notes: list[str]) -> list[_Gpu | None]:
+    """Every GPU in NVML's order; None for one that can't be identified."""
+    gpus: list[_Gpu | None] = []
     try:
         count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
@@ -212,7 +225,8 @@ def _gpus(pynvml: Any, notes: list[str]) -> list[_Gpu]:
             )
             capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
         except pynvml.NVMLError as error:
-            notes.append(f"GPU {number} can't be read ({error}) and is left out; CUDA may count the others differently")
+            notes.append(f"GPU {number} can't be read ({error}) and is left out")
+            gpus.append(None)
             continue
         gpus.append(_Gpu(slot, (capability[0], capability[1]), _mig_instances(pynvml, slot, notes)))
     return gpus

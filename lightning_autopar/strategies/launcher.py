@@ -235,9 +235,10 @@ class AutoLauncher(Launcher):
         decision.keep()
         if how is not None:
             return self._run_elastic(decision, how, function, args, kwargs, trainer)
-        if not engines.of(decision.run_plan.plan).several and decision.run_plan.devices[0].index is not None:
+        first, forks = decision.run_plan.devices[0], unforkable() is None
+        if not engines.of(decision.run_plan.plan).several and first.index is not None and not (first.in_doubt and forks):
             return self._run_here(decision, function, args, kwargs, trainer)
-        if unforkable() is not None:
+        if not forks:
             peers = rerun_script(self._strategy, decision.run_plan.plan.world_size)
             peers.tell(replace(decision, look=None))
             return self._run_as_peer(decision, peers, function, args, kwargs, trainer)

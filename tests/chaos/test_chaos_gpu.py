@@ -124,6 +124,34 @@ def test_a_gpu_that_vanishes_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         fresh(_lost, tmp_path, seconds=150)
 
 
+class LosesOnce(pl.Callback):
+    """The first GPU that the run is on is lost."""
+
+    def __init__(self, folder: Path) -> None:
+        self.done = folder / "lost"
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3 and not self.done.exists():
+            self.done.touch()
+            control.lose(0)
+
+
+def _moves_off(folder: Path) -> None:
+    def run(*callbacks: pl.Callback) -> Any:
+        return _fit(AutoParallelStrategy(allow=["single"], calibrate="off"), [CheckpointMigrate(), *callbacks], folder).state_dict()
+
+    torch.testing.assert_close(run(), run(LosesOnce(folder)), rtol=0, atol=0)
+    assert (folder / "lost").exists()
+
+
+@pytest.mark.stub
+def test_a_run_whose_first_gpu_vanishes_goes_on_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML doesn't show the lost GPU, and nobody knows whether CUDA counts it: workers name the other one by its UUID."""
+    monkeypatch.setenv("NULLGPU_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("AUTOPAR_LEDGER", "off")
+    fresh(_moves_off, tmp_path, seconds=150)
+
+
 class Wide(pl.LightningModule):
     """Its gradients and its optimizer's temporary tensors are too large for what the allocator holds in stock."""
 

@@ -126,6 +126,25 @@ def test_an_unreadable_device_is_left_out_with_a_note(install_nvml: Install, cal
     assert [(link.a, link.b) for link in inventory.links] == [("GPU-a", "GPU-c")]
 
 
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (None, [("GPU-b", 1, True), ("GPU-c", 2, True)]),
+        ("2,0", [("GPU-c", 0, False)]),
+        ("0,1", [("GPU-b", 1, True)]),
+        ("GPU-a,GPU-c", [("GPU-c", 1, True)]),
+        ("GPU-c,GPU-a", [("GPU-c", 0, False)]),
+    ],
+)
+def test_behind_an_unreadable_gpu_cudas_count_is_in_doubt(
+    install_nvml: Install, monkeypatch: pytest.MonkeyPatch, setting: str | None, expected: list[tuple[str, int, bool]]
+) -> None:
+    install_nvml(FakeGpu("GPU-a", errors={"*": fake.ERROR_GPU_IS_LOST}), FakeGpu("GPU-b"), FakeGpu("GPU-c"))
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    assert [(device.id, device.index, device.in_doubt) for device in probe().devices] == expected
+
+
 def test_a_device_that_vanishes_while_it_is_read(install_nvml: Install) -> None:
     gone = FakeGpu("GPU-b")
     gone.hooks["nvmlDeviceGetMemoryInfo"] = lambda: gone.errors.update({"*": fake.ERROR_GPU_IS_LOST})

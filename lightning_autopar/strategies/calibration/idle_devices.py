@@ -29,7 +29,7 @@ def may_be_measured(device: Device) -> bool:
     free: the user has defined it. Another process on a GPU doesn't matter as long as it doesn't compute; where that isn't known (a MIG
     instance), it does.
     """
-    if device.kind == "catalogue" or device.node or device.index is None:
+    if device.kind == "catalogue" or device.node or device.index is None or device.in_doubt:
         return False
     if device.kind == "cpu":
         return True

@@ -168,6 +168,9 @@ class Peers:
         here, _ = strategy.inventory()
         local_rank = self.environment.local_rank()
         device = here.devices[min(local_rank, len(here.devices) - 1)]
+        if device.in_doubt and not torch.cuda.is_initialized():
+            os.environ["CUDA_VISIBLE_DEVICES"] = device.id
+            device = device.known_by_name()
         if device.kind == "cpu":
             # Each process sees the whole host, which the processes on this node share.
             share = 1 if here.source == "spec" else max(1, self.local_world_size // len(here.devices))

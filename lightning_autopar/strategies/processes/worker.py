@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import connection, util
 from pathlib import Path
@@ -107,8 +107,10 @@ def work(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
     os.environ[RENDEZVOUS_FILE] = str(job.folder / "rendezvous")
     if device.kind == "cpu" and device.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(device.threads)
-    if device.index is None:  # a MIG instance: CUDA shows a process at most one, and only by name
+    if device.index is None or device.in_doubt:  # CUDA shows a process at most one MIG instance, and only by name
         os.environ["CUDA_VISIBLE_DEVICES"] = device.id
+        devices = tuple(each.known_by_name() if each is device else each for each in job.run_plan.devices)
+        job = replace(job, run_plan=replace(job.run_plan, devices=devices))
     default_device = torch.get_default_device()
 
     def body() -> None:

@@ -18,7 +18,7 @@ static int map_count, map_room;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char context_of[NG_GPUS];
 
-CUresult cuInit(unsigned flags) { return ng()->count ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE; }
+CUresult cuInit(unsigned flags) { return ng_devices()->count ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE; }
 CUresult cuDriverGetVersion(int *version) { *version = CUDA_VERSION; return CUDA_SUCCESS; }
 CUresult cuDeviceGetCount(int *count) { *count = ng()->count; return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { if (ordinal >= ng()->count) return CUDA_ERROR_INVALID_DEVICE; *device = ordinal; return CUDA_SUCCESS; }

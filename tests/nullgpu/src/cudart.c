@@ -66,8 +66,8 @@ void ng_drain_all(void) {
 }
 
 /* -- devices ------------------------------------------------------------------------------------------------------------- */
-cudaError_t cudaGetDeviceCount(int *count) { *count = ng()->count; return *count ? OK : failed(cudaErrorNoDevice); }
-cudaError_t cudaSetDevice(int device) { IN_RANGE(device); ng_current = device; ng_context(device); return alive(); }
+cudaError_t cudaGetDeviceCount(int *count) { *count = ng_devices()->count; return *count ? OK : failed(cudaErrorNoDevice); }
+cudaError_t cudaSetDevice(int device) { ng_devices(); IN_RANGE(device); ng_current = device; ng_context(device); return alive(); }
 cudaError_t cudaGetDevice(int *device) { if (!ng()->count) return failed(cudaErrorNoDevice); *device = ng_current; return OK; }
 cudaError_t cudaDeviceSynchronize(void) { ng_count(NG_DEVICE_SYNCS); ng_drain_all(); return alive(); }
 cudaError_t cudaDeviceReset(void) { return OK; }

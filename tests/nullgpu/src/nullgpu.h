@@ -62,6 +62,7 @@ typedef struct {
 } ng_config;
 
 const ng_config *ng(void);
+const ng_config *ng_devices(void);
 const ng_unit *ng_of(int device);
 const ng_settings *ng_settings_of(int unit);
 int ng_error(int device);                /* a cudaError_t */

@@ -63,7 +63,8 @@ static void show(ng_config *c, int number) { /* a GPU, or the instances in its p
     for (int i = 0; i < unit->instances && c->count < NG_GPUS; i++) c->visible[c->count++] = NG_GPUS + number * NG_INSTANCES + i;
 }
 
-static void visible(ng_config *c) {
+void ng_read_visible(ng_config *c) {
+    c->count = 0;
     const char *text = getenv("CUDA_VISIBLE_DEVICES");
     if (!text) for (int i = 0; i < c->gpus && c->count < NG_GPUS; i++) show(c, i);
     char list[1024];
@@ -98,7 +99,7 @@ void ng_read_settings(ng_config *c) {
     c->context = ng_mib("NULLGPU_CONTEXT_MIB", 520);
     for (int i = 0; i < c->gpus; i++) gpu(c, i);
     instances(c);
-    visible(c);
+    ng_read_visible(c);
 }
 
 /* What control.py can set for all processes, the environment sets for this one: "GPU:pid:MiB", "GPU:after[:times[:MiB]]", "GPU". */

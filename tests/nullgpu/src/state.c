@@ -19,6 +19,7 @@ static ng_settings own_settings[NG_UNITS];
 static ng_fault own_fault;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int tracing;
+static int counts; /* whether CUDA has counted its devices in this process */
 static uint8_t contexts[NG_UNITS];
 static uint64_t counters[NG_COUNTERS];
 
@@ -43,6 +44,7 @@ static void hold(void) {
 
 static void after_fork(void) {
     own = NULL;
+    counts = 0;
     memset(contexts, 0, sizeof contexts);
     memset(counters, 0, sizeof counters);
 }
@@ -84,6 +86,12 @@ static void start(void) {
 }
 
 const ng_config *ng(void) { pthread_once(&once, start); return &config; }
+const ng_config *ng_devices(void) { /* a forked process may have been told others to see than its parent, which asked NVML alone */
+    ng();
+    if (!counts) ng_read_visible(&config);
+    counts = 1;
+    return &config;
+}
 const ng_unit *ng_of(int device) { return &ng()->units[config.visible[device]]; }
 const ng_settings *ng_settings_of(int unit) { return ng()->gpus ? &shared->units[unit] : &own_settings[unit]; }
 int ng_error(int device) {

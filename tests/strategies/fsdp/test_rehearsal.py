@@ -359,6 +359,18 @@ def test_weights_that_go_by_rounding_are_told_from_those_that_do_not() -> None:
         assert (rehearse._difference(plain, ours, engine, swings) is None) == (name == "shift")
 
 
+def test_a_single_weight_of_many_may_go_by_rounding_where_others_do() -> None:
+    """Nudged parameters needn't show it: one entry of a large tensor has a gradient that is only rounding."""
+    plain = rehearse.Run(losses=(), weights={"large": torch.zeros(200, 100), "bias": torch.zeros(4)}, notes=())
+    swings = rehearse.Swings(weights={"large": 1e-6, "bias": 2e-4})
+    engine: Any = rehearse.Engine(steps=lambda *_: plain, where="here", lost="lost", sentence=str, traced=lambda _: None)
+    for entries, change, passes in ((2, 1e-4, True), (3, 1e-4, False), (1, 3e-4, False), (1, float("nan"), False)):
+        weight = torch.zeros(200, 100)
+        weight.view(-1)[:entries] = change
+        ours = replace(plain, weights={**plain.weights, "large": weight})
+        assert (rehearse._difference(plain, ours, engine, swings) is None) == passes
+
+
 class Speech(pl.LightningModule):
     """Wav2Vec2, of whose layers each step skips some at random."""
 
