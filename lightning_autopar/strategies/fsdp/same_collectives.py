@@ -26,7 +26,8 @@ _SAMPLES_DECIDE = (
 
 class GatherOrder:
     """The order in which a step's forward gathers units. A gather takes all ranks: where this one departs from the order that is expected,
-    as it skips a unit that none of its samples needs, it waits until all ranks do, rather than gather another unit than they.
+    that of the step before, as it skips a unit that none of its samples needs, it waits until all ranks do, rather than gather another unit
+    than they.
 
     Args:
         expected: the units' names, in an order that is as good as any before the first step.
@@ -37,7 +38,7 @@ class GatherOrder:
 
     def begin(self) -> None:
         """A step begins."""
-        self._place, self._gathered, self._new = 0, list[str](), False
+        self._place, self._gathered = 0, list[str]()
 
     def gathers(self, name: str) -> None:
         """A unit is about to be gathered."""
@@ -46,16 +47,13 @@ class GatherOrder:
             wait_for_all_ranks(f"{name!r} was called{f' before {left[0]!r}' if left else ' again'}", _SAMPLES_DECIDE, within=SKEW)
         if name in left:
             self._place += left.index(name) + 1
-        else:
-            self._new = True
         self._gathered.append(name)
 
     def end(self) -> None:
         """The step's forward is over."""
         if left := self._expected[self._place :]:
             wait_for_all_ranks(f"a step ended without a call of {left[0]!r}", _SAMPLES_DECIDE, within=SKEW)
-        if self._new:
-            self._expected = self._gathered
+        self._expected = self._gathered
 
 
 def agree_on_gradients(groups: Iterable[Any], uneven: Collection[int]) -> None:
