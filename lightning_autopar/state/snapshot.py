@@ -38,6 +38,7 @@ from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.state import gpu_pickles
 from lightning_autopar.state.flat_parts import FlatPart, Fragment
+from lightning_autopar.state.objects.contents import raw_bytes
 from lightning_autopar.state.snapshot_folder import REST, SPARE
 
 _TENSORS = "tensors"
@@ -408,7 +409,7 @@ def _write(file: BinaryIO, name: str, data: Tensor | io.BytesIO) -> FileRange:
         torch.save(tensor.cpu(), file)
         return FileRange(file=name, offset_bytes=offset_bytes, size_bytes=file.tell() - offset_bytes)
     plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    size_bytes = file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+    size_bytes = file.write(raw_bytes(plain))
     return FileRange(file=name, offset_bytes=offset_bytes, size_bytes=size_bytes, dtype=tensor.dtype, shape=tuple(tensor.shape))
 
 

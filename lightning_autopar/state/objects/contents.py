@@ -6,6 +6,7 @@ Knows no survey, no pickle that objects are written into, and nothing of Lightni
 from __future__ import annotations
 
 import copyreg
+import ctypes
 import hashlib
 import pickle
 import sys
@@ -135,19 +136,31 @@ def fingerprint(buffer: Any) -> bytes:
     n-th block counts.
     """
     if isinstance(buffer, Tensor):
-        data = buffer.contiguous().view(-1).view(torch.uint8) if buffer.numel() else torch.empty(0, dtype=torch.uint8)
+        freed = not buffer.untyped_storage().nbytes()  # as FSDP2 frees whole parameters
+        data = torch.empty(0, dtype=torch.uint8) if freed else buffer.contiguous().view(-1).view(torch.uint8)
         data = data.cpu() if data.device.type != "cpu" else data
     elif isinstance(buffer, numpy.ndarray):
         data = torch.frombuffer(memoryview(cast(Any, buffer)).cast("B") if buffer.size else bytearray(1), dtype=torch.uint8)
     else:
         data = torch.frombuffer(buffer, dtype=torch.uint8)
     if data.numel() < 2 * _BLOCK_BYTES:
-        return hashlib.blake2b(data.numpy().tobytes()).digest()
+        return hashlib.blake2b(raw_bytes(data)).digest()
     whole = data.numel() // _BLOCK_BYTES * _BLOCK_BYTES
-    rest = hashlib.blake2b(data[whole:].numpy().tobytes())
+    rest = hashlib.blake2b(raw_bytes(data[whole:]))
     blocks = data[:whole].view(-1, _BLOCK_BYTES)[:: -(-whole // _COMPARED_BYTES)]
     if data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0:
         blocks = blocks.view(torch.int64)
     for dim in (0, 1):
-        rest.update(blocks.sum(dim, dtype=torch.int64).numpy().tobytes())
+        rest.update(raw_bytes(blocks.sum(dim, dtype=torch.int64)))
     return rest.digest()
+
+
+def raw_bytes(data: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU. ``numpy()`` would have torch refuse to resize its storage from then on
+    (``torch/csrc/utils/tensor_numpy.cpp``), and FSDP2 frees and makes whole parameters by that.
+    """
+    if not data.nbytes:
+        return memoryview(b"")
+    array = (ctypes.c_ubyte * data.nbytes).from_address(data.data_ptr())
+    array.tensor = data  # type: ignore[attr-defined]  # as long as the view is there
+    return memoryview(array)

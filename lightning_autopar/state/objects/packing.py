@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopar.exact.absent.absent_tensor import is_absent
-from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, get_items, is_plain
+from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, get_items, is_plain, raw_bytes
 from lightning_autopar.state.objects.pickles import Pickler
 from lightning_autopar.state.objects.survey import ITEMS, LIMIT_BYTES, Survey
 
@@ -57,7 +57,7 @@ class TensorFile:
             if self._file is not None and size_bytes:
                 data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 for piece in data.split(_COPIED_BYTES):
-                    self._file.write(memoryview(piece.cpu().numpy()))
+                    self._file.write(raw_bytes(piece.cpu()))
             self.size_bytes += size_bytes
             self._known[storage._cdata] = start, size_bytes
         return self._known[storage._cdata]
