@@ -140,7 +140,7 @@ def test_settings_of_the_allocator_count() -> None:
     little = AllocatorOptions(expandable_segments=True, memory_fraction=0.005)  # of 80 GiB: 410 MiB
     refused = first(report(step, here, budget, allocator=little))
     assert refused.reason is not None
-    assert "more than the 410 MiB" in refused.reason
+    assert "needs more than 410 MiB" in refused.reason
 
 
 def test_what_does_not_fit_by_the_rule_of_thumb_may(gpt: Footprint) -> None:

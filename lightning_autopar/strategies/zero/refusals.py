@@ -34,7 +34,7 @@ _WHOLE_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPrunin
 _GRADIENT_HOOKS = ("configure_gradient_clipping", "backward")
 _OPTIMIZER_HOOKS = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-_NONE = "DeepSpeed leaves no gradients in the parameters to look at"
+_NONE = "under DeepSpeed parameters have no .grad to read"
 
 
 def unpartitioned_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:

@@ -91,7 +91,7 @@ def probe_stages(
         if is_lazy(parameter):
             return refused(f"the parameter {name!r} gets its shape in the first step, and a pipeline is cut before")
     if fn == "fit" and not module.automatic_optimization:
-        return refused("a pipeline's schedule runs backward by itself, and the module does so by hand")
+        return refused("a pipeline's schedule runs backward, but the module calls backward by itself")
     found = len(blocks or find_blocks(module))
     if found < 2 and not is_overridden("configure_model", module):
         return refused(f"a pipeline is cut between blocks or layers that share no parameters, and the module has {found}")
