@@ -22,7 +22,6 @@ from lightning_autopar.planning.advice import advise
 from lightning_autopar.planning.appraisal import Appraiser, Predict, Predictions, first_of_each_configuration
 from lightning_autopar.planning.candidates import ruled_out
 from lightning_autopar.planning.device_sets import one_of_each_gpu
-from lightning_autopar.planning.finalists import Finalists
 from lightning_autopar.planning.refusals import (
     cannot_run,
     engine_refusal,
@@ -34,6 +33,7 @@ from lightning_autopar.planning.refusals import (
     recompute_refusal,
     undivided,
 )
+from lightning_autopar.planning.replayed_candidates import Finalists
 from lightning_autopar.planning.search import Search
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Advice, Candidate, NothingFits, Report

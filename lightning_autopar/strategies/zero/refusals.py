@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_autopar._lightning import Callback, HalfPrecision, LightningModule, MixedPrecision, Precision, Trainer
 from lightning_autopar._lightning_compat import is_overridden
-from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
+from lightning_autopar.memory.fakes.fake_copies import as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.parameter_use import GRADIENT_HOOKS
 from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE

@@ -23,7 +23,7 @@ from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.step.kept_attributes import is_variable, title
 from lightning_autopar.exact.step.micro_batches import take_part
 from lightning_autopar.exact.step.random_draws import GlobalDraws
-from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
+from lightning_autopar.memory.fakes.fake_copies import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Conduct, Footprint
 from lightning_autopar.memory.trace.bare_step import STEPS
