@@ -339,4 +339,4 @@ def _shortest_reason(report: Report) -> str:
     less = min(held, key=lambda candidate: max(candidate.needs.values()), default=least)
     need = max(less.needs.values())
     also = "" if need >= max(least.needs.values()) else f" ({less.plan.title()} needs {format_bytes(need)}: {less.short_reason})"
-    return f"of the plans that are allowed, {least.plan.title()} needs least memory; it {least.reason}{also}"
+    return f"the allowed plan that needs least memory is {least.plan.title()}; it {least.reason}{also}"

@@ -278,7 +278,7 @@ def test_nothing_fits_says_what_is_needed_what_is_there_and_what_would_help() ->
     with pytest.raises(NothingFits) as caught:
         report(here=inventory(cpu(0, 256 * MIB)), excluded=dict.fromkeys(("micro_batches", "offload"), "all stays as it is"))
     error = caught.value
-    assert str(error).startswith("no plan fits: of the plans that are allowed, single, recompute 4 needs least memory; it needs ")
+    assert str(error).startswith("no plan fits: the allowed plan that needs least memory is single, recompute 4; it needs ")
     assert "on cpu:0, which has 243 MiB (256 MiB free less the 5 % margin)" in str(error)
     assert "Nothing fits." in str(error)
     assert any("more on cpu:0: single, recompute 4 would fit" in advice.text for advice in error.report.advice)
