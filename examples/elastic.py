@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from train_gpt import ByteGPT, Passages, standard_library
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, ElasticReplan
-from lightning_autopar.devices.neighbours import Neighbour, write_neighbours
+from lightning_autopar.devices.simulated_neighbours import Neighbour, write_neighbours
 
 BUDGET = "2GiB"
 #: Of a device: all but a crumb.

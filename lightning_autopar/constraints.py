@@ -146,7 +146,7 @@ class Constraints:
 
 def overruled(name: str, sentence: str) -> str:
     """The note of a plan that is taken although a refusal was overruled."""
-    return f"despite=[{name!r}]: {sentence}, so that this is another run than one device's"
+    return f"despite=[{name!r}]: {sentence}, so results differ from one device's"
 
 
 def overrule(name: str) -> str:

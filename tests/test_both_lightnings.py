@@ -115,7 +115,7 @@ def test_an_elastic_run_of_pytorch_lightning_moves(python: Rootless, tmp_path: P
     code = """
 import json, os, time
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, ElasticReplan
-from lightning_autopar.devices.neighbours import Neighbour, write_neighbours
+from lightning_autopar.devices.simulated_neighbours import Neighbour, write_neighbours
 from pathlib import Path
 home = os.getpid()
 class Slow(Callback):

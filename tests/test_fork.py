@@ -20,7 +20,7 @@ import torch
 
 from lightning_autopar import _fork
 from lightning_autopar._fork import ChildFailed, forked, run_forked, unforkable
-from lightning_autopar.memory.fakes.fakes import fake_mode
+from lightning_autopar.memory.fakes.fake_copies import fake_mode
 
 
 def test_result_comes_back_and_the_parent_is_untouched() -> None:

@@ -316,7 +316,7 @@ class Watch:
         left = usable(inventory)
         concerned = answer.devices | set(current.plan.devices)
         if must is not None and now < self._again_at:
-            told = f"{must}; the run couldn't leave {self._refused} times, and tries again in {format_seconds(self._again_at - now)}"
+            told = f"{must}; the run tried to leave {self._refused} times, and tries again in {format_seconds(self._again_at - now)}"
             return Verdict(action="stay", code="later", reason=told, history=self._history, urgent=True), None
         if must is not None:
             answer = self._replan(run, left)
@@ -324,7 +324,7 @@ class Watch:
             if self._budget.allows(now, self._max_overhead):
                 answer = self._replan(run, left)
             elif answer.stale(left, concerned):
-                told = "the devices have changed; planning again waits, so that it takes no more than its share of time"
+                told = "the devices have changed; planning again has to wait, as it may take only a small share of the time"
                 return Verdict(action="stay", code="later", reason=told, history=self._history.seen((), now)), None
         decision, best = answer.decision, answer.best
         pace = None if must is not None or best is None else self._pace(run, best, answer)
@@ -432,7 +432,7 @@ def _as_measured(inventory: Inventory, candidate: Candidate, measured: Mapping[s
         return inventory
     devices = tuple(replace(device, free_bytes=max(0, device.free_bytes - beyond.get(device.id, 0))) for device in inventory.devices)
     told = ", ".join(f"{format_bytes(size)} of {device}" for device, size in beyond.items())
-    note = f"the run was measured to take more than predicted; planning again leaves that out of what is free: {told}"
+    note = f"this run takes more memory than predicted; new plans count the difference as not free: {told}"
     return replace(inventory, devices=devices, notes=(*inventory.notes, note))
 
 

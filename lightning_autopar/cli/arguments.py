@@ -29,24 +29,31 @@ def add_devices(command: argparse.ArgumentParser, what: str) -> None:
 
 def add_strategy_options(command: argparse.ArgumentParser) -> None:
     """Add the strategy's options; each overrides what the script says."""
-    options = command.add_argument_group("the strategy's options, which count more than the script's")
+    options = command.add_argument_group("options of the strategy, which override the script's")
     options.add_argument("--allow", metavar="ENGINES", help="the engines to choose from, such as single,ddp")
-    options.add_argument("--batch", choices=("global", "per_device"), help="split the script's batch, or give each device one of its own")
-    options.add_argument("--memory-limit", metavar="SIZE", help="the most to use of each device, such as 20GiB")
-    options.add_argument("--memory-margin", metavar="SHARE", type=float, help="the share of free memory that is left alone, such as 0.05")
-    options.add_argument("--objective", choices=("speed", "memory"), help="the shortest step, or the least memory")
     options.add_argument(
-        "--exact", action="store_true", help="leave out plans under which a loss that is no mean over samples would differ"
+        "--batch",
+        choices=("global", "per_device"),
+        help="split the script's batch over the devices, or give each device a batch of its own",
     )
+    options.add_argument("--memory-limit", metavar="SIZE", help="the most memory to use of each device, such as 20GiB")
+    options.add_argument("--memory-margin", metavar="SHARE", type=float, help="the share of free memory to leave unused, such as 0.05")
+    options.add_argument("--objective", choices=("speed", "memory"), help="speed: the shortest step; memory: the least memory")
+    options.add_argument("--exact", action="store_true", help="exclude plans under which the loss would differ from one device's")
     options.add_argument("--plan", metavar="FILE", help="run just this plan: its JSON, or that of lightning-autopar plan --json")
 
 
 def add_turn_options(command: argparse.ArgumentParser) -> None:
     """Add how long the run waits where nothing fits now, and how important it is."""
-    options = command.add_argument_group("where others have what the run needs")
-    options.add_argument("--wait", metavar="TIME", help="wait so long for the run's turn: 90s, 30min, 2h, forever (the default) or never")
+    options = command.add_argument_group("waiting, where other runs hold the memory that this one needs")
     options.add_argument(
-        "--priority", metavar="N", type=int, help="from -100 to 100, 0 by default: the larger goes first, then whoever asked first"
+        "--wait", metavar="TIME", help="how long to wait for the run's turn: 90s, 30min, 2h, forever (the default) or never"
+    )
+    options.add_argument(
+        "--priority",
+        metavar="N",
+        type=int,
+        help="from -100 to 100, by default 0: of the runs that wait, the one with the largest number goes first",
     )
 
 

@@ -113,10 +113,10 @@ examples:
   lightning-autopar devices --json                      for a program to read
   watch -n 2 lightning-autopar devices                  again and again
 
-"a plan sees" is what is free, less what runs were promised and haven't taken yet, less the margin of 5 % that the strategy leaves alone
-(memory_margin).
+"a plan sees" is the free memory, minus what was promised to runs that haven't taken it yet, minus the margin of 5 % that the strategy
+leaves unused (memory_margin).
 
-exit codes: 0 listed, 2 the devices can't be read or the spec can't be
+exit codes: 0 listed, 2 the devices can't be read, or the spec is malformed
 """
 _CALIBRATE_EXAMPLES = """\
 examples:

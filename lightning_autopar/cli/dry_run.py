@@ -103,7 +103,7 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
     if failure is not None:
         from lightning_autopar._lightning import rank_zero_warn
 
-        rank_zero_warn(f"autopar: {script.name} failed after {found[-1].function}, which returned nothing ({failure!r})")
+        rank_zero_warn(f"autopar: {script.name} failed after {found[-1].function}, which here only plans and returns None ({failure!r})")
     return found[-1]
 
 

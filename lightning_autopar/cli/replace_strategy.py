@@ -28,7 +28,7 @@ from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
 #: Arguments of strategies that belong to the run, not to its distribution: the Trainer gets them instead.
 _PASSED_ON = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 _OWN_GROUPS = "autopar sets up its process groups itself"
-_NO_SUCH_WAY = "no plan does that: what is computed differs"
+_NO_SUCH_WAY = "no plan does that, as it changes the result"
 _WORDS = {
     "find_unused_parameters": "under DDP autopar looks for them itself",
     "gradient_as_bucket_view": "under DDP autopar sets it itself",
@@ -57,7 +57,7 @@ _WORDS = {
     "zero_optimization": "the plan says what is sharded",
     "data_parallel_size": "the plan says which devices hold what",
     "tensor_parallel_size": "autopar has no tensor-parallel plans",
-    "config": "what it says of optimizer, precision, clipping and batches isn't done",
+    "config": "its settings for optimizer, precision, clipping and batches are ignored",
     "device": "autopar takes the device that suits the plan",
 }
 
@@ -172,14 +172,14 @@ def _shown(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _why(setting: str) -> str:
-    return _WORDS.get(setting, "autopar has nothing like it")
+    return _WORDS.get(setting, "autopar has no such setting")
 
 
 def _kind_notes(asked: Strategy) -> tuple[str, ...]:
     kind = type(asked)
     notes = []
     if not kind.__module__.startswith(LIGHTNING):
-        notes.append(f"{kind.__name__} is a class of the script's or a library's own: what its methods do isn't done")
+        notes.append(f"{kind.__name__} isn't one of Lightning's strategies: its methods aren't called")
     if any(base.__name__ == "ModelParallelStrategy" for base in kind.__mro__):
         notes.append("a configure_model that shards by self.device_mesh finds none; leave the sharding to the plan")
     return tuple(notes)

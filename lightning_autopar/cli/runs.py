@@ -25,7 +25,7 @@ examples:
   lightning-autopar status --json                       for a program to read
   lightning-autopar status --watch 10 --json            a line of JSON every 10 s
 
-exit codes: 0 whether there are runs or not, 2 it can't be shown so
+exit codes: 0 shown, even if there are no runs, 2 the options don't go together
 """
 _YIELD_EXAMPLES = """\
 examples:
@@ -35,8 +35,8 @@ examples:
   lightning-autopar yield train --device GPU-7c1e9b04   off this device only, by its UUID or the beginning of it
   lightning-autopar yield train --wait 30               and wait for the run's answer
 
-exit codes: 0 the run was asked (with --wait: has answered), 1 no answer came, 2 it can't be asked: there is no such run, it is somebody
-else's, or a plain one
+exit codes: 0 the run was asked (with --wait: has answered), 1 no answer came, 2 it can't be asked: there is no such run, it is another
+user's, or it isn't elastic
 """
 _PAUSE_EXAMPLES = """\
 examples:
@@ -57,9 +57,9 @@ examples:
   lightning-autopar clean                               remove the files that killed runs of yours have left
   lightning-autopar clean --snapshots                   and the snapshots from which their next start would go on
 
-A run that lives keeps all that it has. lightning-autopar status shows what there is.
+Nothing of a run that still lives is removed. lightning-autopar status lists what killed runs have left.
 
-exit codes: 0 nothing of it is left, 1 something couldn't be removed
+exit codes: 0 all of it is removed, 1 something couldn't be removed
 """
 _CANCEL_EXAMPLES = """\
 examples:
@@ -67,7 +67,7 @@ examples:
   lightning-autopar cancel train --wait 60              and wait for its end
 
 exit codes: 0 the run was told (with --wait: has ended), 1 it hasn't ended in that time, 2 it can't be told: there is no such run, it is
-somebody else's, or torchrun's or Slurm's to end
+another user's, or torchrun or Slurm has to end it
 """
 
 
@@ -81,7 +81,7 @@ def add_run_commands(commands: argparse._SubParsersAction[argparse.ArgumentParse
         nargs="?",
         type=float,
         const=WATCH_SECONDS,
-        help=f"show it again and again, every {WATCH_SECONDS:g} s or so often, until Ctrl-C",
+        help=f"show it again every so many seconds ({WATCH_SECONDS:g} unless given), until Ctrl-C",
     )
     move = _add(commands, "yield", "ask one of your elastic runs to move off its devices now, without losing a step", _YIELD_EXAMPLES)
     move.add_argument("--device", metavar="UUID", help="leave this device only, which lightning-autopar status names")
@@ -93,7 +93,7 @@ def add_run_commands(commands: argparse._SubParsersAction[argparse.ArgumentParse
     for command in (move, pause, resume, end):
         what = "end" if command is end else "answer"
         command.add_argument("run", metavar="RUN", help="its name, the beginning of it, or a pid")
-        command.add_argument("--wait", metavar="SECONDS", type=float, help=f"wait so long for the run's {what}")
+        command.add_argument("--wait", metavar="SECONDS", type=float, help=f"how long to wait for the run's {what}")
         command.add_argument("--json", action="store_true", help="print JSON instead of a sentence")
 
 

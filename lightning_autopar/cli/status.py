@@ -192,11 +192,11 @@ def _page(box: Box, console: Console, every_seconds: float | None = None) -> Ren
     for device, strangers in box.strangers():
         used_bytes = device.total_bytes - device.free_bytes
         told = all(user.name is not None for user in strangers)  # in a container, even a run's own processes may be among these
-        whose = "no run's" if told else "no run's, or it can't be told from here whose"
+        whose = "by no run" if told else "by no run, or by one that can't be told from here"
         parts.append(
             Text.assemble(
                 (short_device(device.id), "bold"),
-                f"  {printable(device.name)}, {format_bytes(used_bytes)} of {format_bytes(device.total_bytes)} used; {whose}:",
+                f"  {printable(device.name)}, {format_bytes(used_bytes)} of {format_bytes(device.total_bytes)} used {whose}:",
             )
         )
         parts.extend(Text(f"  {user.line()}", no_wrap=True, overflow="ellipsis") for user in strangers)

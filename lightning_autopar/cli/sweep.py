@@ -52,9 +52,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_devices(command, "2xcpu:4GiB, or as the Trainer takes them: auto, 2, or 0,1")
     command.add_argument("--name", metavar="NAME", help="the sweep's name, by default the file's; its folder is sweep-NAME")
-    command.add_argument("--retries", metavar="N", type=int, help="start a run that fails up to so many times again; by default 0")
+    command.add_argument("--retries", metavar="N", type=int, help="how many times to start a run again that fails; by default 0")
     command.add_argument("--dry-run", action="store_true", help="print what would run where, and until when; run nothing")
-    command.add_argument("--again", action="store_true", help="run what is done already once more")
+    command.add_argument("--again", action="store_true", help="run again what is done already")
     command.add_argument("--json", dest="result", metavar="FILE", help="write each run's plan, devices, seconds and exit code as JSON")
     command.add_argument(
         "sweep", nargs="+", metavar="FILE | COMMAND", help="a YAML file, a text file with a command a line, or commands in quotes"
@@ -225,7 +225,7 @@ def _print_schedule(runs: Sequence[SweepRun], first: Schedule, devices: Sequence
 def _unknown(runs: Sequence[SweepRun]) -> str:
     """The runs whose length is unknown, in words."""
     names = [run.name for run in runs if run.word == "waiting" and not run.known]
-    return f"; nobody knows how long {', '.join(names)} will take, which counts as long as the longest" if names else ""
+    return f"; the length of {', '.join(names)} isn't known, and counts as that of the longest run" if names else ""
 
 
 def _predicted(run: SweepRun) -> str:

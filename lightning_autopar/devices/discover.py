@@ -19,7 +19,7 @@ def probe(
     own_host_bytes: int = 0,
 ) -> Inventory:
     """The devices as they are now. It never initialises CUDA in this process, and with NVML in none. The file that the environment variable
-    ``AUTOPAR_NEIGHBOURS`` names changes CPU devices, wherever they come from (:mod:`lightning_autopar.devices.neighbours`). Where
+    ``AUTOPAR_NEIGHBOURS`` names changes CPU devices, wherever they come from (:mod:`lightning_autopar.devices.simulated_neighbours`). Where
     ``AUTOPAR_DEVICES_FILE`` names one, only the devices that it allows are left (:mod:`lightning_autopar.devices.allowed`).
 
     Args:
@@ -36,7 +36,7 @@ def probe(
     """
     # They use this module's classes.
     from lightning_autopar.devices.allowed import with_allowed
-    from lightning_autopar.devices.neighbours import read_neighbours, with_neighbours
+    from lightning_autopar.devices.simulated_neighbours import read_neighbours, with_neighbours
 
     found = with_allowed(_probe(spec, accelerator, cpu_devices, own_host_bytes))
     return with_neighbours(found, read_neighbours())

@@ -250,17 +250,17 @@ class _Adviser:
             if split_refusal(constraints) is not None and split_refusal(replace(constraints, exact=False)) is None:
                 yield _setting("exact=False, which accepts the changed loss", {"exact": False}, exact=False)
         elif constraints.split_batch and draws_whole(self.footprint):
-            words = "batch=Batch(draws='per-rank'), which is another run than one device's"
+            words = "batch=Batch(draws='per-rank'), with other random numbers than one device's"
             yield replace(_step(words, {"draws": "per-rank"}, drawn_by_rank), kind="setting")
         whole = self.footprint.batch_size
         if unfit and whole > 1:
             yield _batch_of(whole, range(whole - 1, 0, -1))
         if unfit and self.footprint.batch_norm and "batch_norm" not in constraints.despite:
-            words = "batch=Batch(despite=['batch_norm']), which is another run than one device's"
+            words = "batch=Batch(despite=['batch_norm']), with batch norms over micro-batches"
             yield _setting(words, {"despite": ["batch_norm"]}, despite=(*constraints.despite, "batch_norm"))
         if what_if.eight_bit(self.footprint) is not None and not all(device.kind == "cpu" for device in self.inventory.devices):
             classes = " and ".join(self.footprint.optimizer_classes)
-            words = f"bitsandbytes' {classes}8bit, whose steps are not those of {classes}"
+            words = f"bitsandbytes' {classes}8bit, whose updates differ from {classes}'s"
             yield replace(_step(words, {"optimizer": {"bits": 8}}, what_if.eight_bit), made=_eight_bit)
         may_offload = unfit and self.inventory.host_free_bytes and "offload" not in constraints.excluded
         if may_offload or any(one.host is not None and not one.host.fits for one in self.candidates):
@@ -460,7 +460,7 @@ class _Adviser:
         before = max(states.values())
         text = (
             f"precision={_NARROW!r}, in which weights, gradients and the optimizer's states take {format_bytes(before // 2)} instead of "
-            f"{format_bytes(before)}: {best.plan.title()} may fit; nobody knows, as the step was traced in {self.constraints.precision}"
+            f"{format_bytes(before)}: {best.plan.title()} may fit (not predicted: the step was traced in {self.constraints.precision})"
         )
         return [Advice(kind="setting", text=text, change={"precision": _NARROW})]
 
@@ -552,10 +552,10 @@ def _no_recomputation(footprint: Footprint) -> list[Advice]:
     """Why recomputation, which saves most, isn't possible."""
     if not footprint.training or recomputable_order(footprint):
         return []
-    why = "the blocks save no more than what enters them"
+    why = "the blocks keep nothing for backward but their inputs"
     if not any(block.repeated for block in footprint.blocks):
         why = "the module has no repeated blocks"
     elif barred := [block.fqn for block in footprint.blocks if not block.recomputable]:
-        why = f"running a block's forward twice would change the run: {barred[0]} moves a buffer, or gets an object that it may change"
-        why += " (a cache of transformers' does; use_cache=False in the model's configuration leaves it out)"
+        why = f"running a block's forward twice would change the run: {barred[0]} changes a buffer, or an object that it is given"
+        why += " (such as a cache of transformers', which use_cache=False in the model's configuration turns off)"
     return [Advice(kind="module", text=f"recomputation can't help, as {why}")]

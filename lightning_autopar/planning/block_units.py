@@ -10,7 +10,7 @@ from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerF
 from lightning_autopar.plans import Plan
 
 
-def shardable(footprint: Footprint, split: SplitFinding | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def shardable(footprint: Footprint, split: SplitFinding | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Blocks that can be units of FSDP, and those that can't: something outside has or uses one of their parameters, or samples decide
     whether they are called, and all ranks must gather a unit together.
     """
@@ -79,7 +79,7 @@ def with_recompute(plan: Plan, footprint: Footprint, blocks: Collection[str]) ->
     if not blocks:
         return plan
     chosen = frozenset(blocks)
-    whole = "all that can be" if len(chosen) == len(recomputable(footprint)) else "only so many as it takes to fit"
+    whole = "all that can be" if len(chosen) == len(recomputable(footprint)) else "as few as fit"
     reason = f"activations of {len(chosen)} of {len(footprint.blocks)} blocks are recomputed in backward ({whole}), for memory"
     recompute = tuple([block.fqn for block in footprint.blocks if block.fqn in chosen])
     return replace(plan, recompute=recompute, reasons=(*plan.reasons, reason))

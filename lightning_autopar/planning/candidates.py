@@ -143,7 +143,7 @@ def build_plan(question: Question, devices: Sequence[Device], engine: str, *reas
         ranks.sort(key=lambda device: (device.node, -constraints.budget_bytes(device)))
     told = [*reasons[:1]]
     if len(ranks) > 1 and not constraints.split_batch:
-        told.append(f"each rank takes a batch of its own, so that a step is over {len(ranks)} batches")
+        told.append(f"each rank takes a batch of its own: a step trains on {len(ranks)} batches")
     if len(ranks) > 1 and footprint.sharing is not None and engines.named(engine).shares_network:
         told.append(sharing_words(footprint.sharing))
     if len(ranks) > 1 and footprint.batch_norm:

@@ -329,7 +329,7 @@ def decide_move(
     if same_plan(current, best.plan):
         return Verdict(action="stay", code="same", reason=f"{title} is still the best plan", history=history.seen((), now))
     if pace is None:
-        told = f"{title} may be better, but nothing was measured yet"
+        told = f"{title} may be better, but no step was measured yet"
         return Verdict(action="stay", code="unmeasured", reason=told, history=history.seen((), now))
     share = 1 - pace.then / pace.now if pace.now > 0 else 0.0
     each = f"{format_seconds(pace.then)} a step instead of {format_seconds(pace.now)}"
@@ -346,15 +346,15 @@ def decide_move(
         left = f"{format_seconds(remaining_steps * pace.now * share)} over the {remaining_steps:.0f} steps that are left"
         return stay("price", f"{title} would take {each} and save {left}, but a move must save {format_seconds(price)}")
     if history.looks < rules.patience:
-        return stay("patience", f"{title} would take {each}, but was there at {history.looks} of {rules.patience} looks in a row")
+        return stay("patience", f"{title} would take {each}, but was better at {history.looks} of {rules.patience} looks in a row")
     if (waits := history.waits(rules, now)) > 0:
-        return stay("wait", f"{title} would take {each}, but the run moved lately and stays for another {format_seconds(waits)}")
+        return stay("wait", f"{title} would take {each}, but the run has just moved and stays for another {format_seconds(waits)}")
     if gain <= price:
         so_far = f"staying has cost {format_seconds(gain)} in {format_seconds(lasted)}"
-        return stay("price", f"{title} would take {each}; {so_far}, and a move is worth it from {format_seconds(price)} on")
+        return stay("price", f"{title} would take {each}; {so_far}, and the run moves once that exceeds {format_seconds(price)}")
     reason = (
-        f"{title} takes {each}, {share:.0%} less: {format_seconds(gain)} saved if things stay so for as long as they have been, "
-        f"{format_seconds(lasted)}, or to the end; moving costs {format_seconds(move_seconds)}"
+        f"{title} takes {each}, {share:.0%} less. That saves {format_seconds(gain)}, if it lasts for another "
+        f"{format_seconds(lasted)}, as long as so far, or to the run's end; moving costs {format_seconds(move_seconds)}"
     )
     return Verdict(action="move", code="move", reason=reason, history=history, gain_seconds=gain)
 
@@ -372,9 +372,9 @@ def decide_resume(*, now: float, best: Candidate | None, inventory: Inventory, r
         told = f"parked: {title} fits{tight}, at {history.looks} of {patience} looks in a row"
         return Verdict(action="stay", code="patience", reason=told, history=history)
     if (waits := history.waits_parked(rules, now)) > 0:
-        told = f"parked: {title} fits, but the run was parked again and again and waits for another {format_seconds(waits)}"
+        told = f"parked: {title} fits, but the run was parked several times and waits for another {format_seconds(waits)}"
         return Verdict(action="stay", code="wait", reason=told, history=history)
-    told = f"{title} fits, and has for {format_seconds(now - history.since)}"
+    told = f"{title} fits, and has done so for {format_seconds(now - history.since)}"
     return Verdict(action="move", code="resume", reason=told, history=history)
 
 

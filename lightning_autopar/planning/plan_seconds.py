@@ -1,6 +1,6 @@
 """Predicts a plan's seconds a step, by part, and the seconds of single parts, which the search weighs.
 
-:func:`predict_seconds` is the entrance. ``timing/rank_compute`` says what a rank computes, ``timing/lanes`` how much of its collectives
+:func:`predict_seconds` is the entrance. ``timing/rank_compute`` says what a rank computes, ``timing/overlap`` how much of its collectives
 that hides, the engine in which order it all runs. It measures nothing, and must not know how memory is predicted or plans are found.
 """
 

@@ -22,7 +22,6 @@ from lightning_autopar.planning.advice import advise
 from lightning_autopar.planning.appraisal import Appraiser, Predict, Predictions, first_of_each_configuration
 from lightning_autopar.planning.candidates import ruled_out
 from lightning_autopar.planning.device_sets import one_of_each_gpu
-from lightning_autopar.planning.finalists import Finalists
 from lightning_autopar.planning.refusals import (
     cannot_run,
     engine_refusal,
@@ -34,6 +33,7 @@ from lightning_autopar.planning.refusals import (
     recompute_refusal,
     undivided,
 )
+from lightning_autopar.planning.replayed_candidates import Finalists
 from lightning_autopar.planning.search import Search
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Advice, Candidate, NothingFits, Report
@@ -76,7 +76,7 @@ def explained(
     if gain > 0:
         disturbs = max(busy.get(device, 0.0) for device in faster.plan.devices) > max(busy.get(device, 0.0) for device in plan.devices)
         worth = "disturbing others" if disturbs else "more than the simpler plan"
-        reasons.append(f"{faster.plan.title()} would be {gain * 100:.2g} % faster, which is too little to be worth {worth}")
+        reasons.append(f"{faster.plan.title()} would be {gain * 100:.2g} % faster, too little to be worth {worth}")
     reasons += _beside_others(plan, [device for device in devices if device.id in busy])
     only = "the only plan that fits" if len(fitting) == 1 else f"the best of {len(fitting)} plans that fit"
     reasons.append(f"{only}: {format_seconds(best.step_seconds)} a step" + (f"; next: {_next(fitting[1])}" if len(fitting) > 1 else ""))
@@ -89,9 +89,9 @@ def _beside_others(plan: Plan, busy: Sequence[Device]) -> list[str]:
     used = [device for device in busy if device.id in plan.devices]
     found = []
     if left:
-        found.append(f"others compute on {_with_shares(left)}, which {'is' if len(left) == 1 else 'are'} left to them")
+        found.append(f"others compute on {_with_shares(left)}, which the plan leaves to them")
     if used:
-        found.append(f"others compute on {_with_shares(used)} as well, by which the plan is reckoned to be slower")
+        found.append(f"others compute on {_with_shares(used)} as well, which the plan's time includes")
     return found
 
 
@@ -327,7 +327,7 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
         raise ValueError(f"the pinned plan has {plan.data_ranks} {each} for a batch of {batch}; name at most a device for each sample")
     rows = max(plan.rows(batch)) if constraints.split_batch else batch
     if footprint.training and plan.micro_batches > max(1, rows):
-        raise ValueError(f"the pinned plan takes {rows} samples apart into {plan.micro_batches} micro-batches; have at most {max(1, rows)}")
+        raise ValueError(f"the pinned plan splits {rows} samples into {plan.micro_batches} micro-batches; use at most {max(1, rows)}")
     if (words := engines.of(plan).against(plan, question)) is not None:
         raise ValueError(f"the pinned plan {words}")
     if not footprint.traced:

@@ -165,7 +165,7 @@ def feature_refusal(feature: Feature, footprint: Footprint, constraints: Constra
     if feature in constraints.excluded:
         return constraints.excluded[feature]
     if feature == "shares" and not constraints.split_batch:
-        return "each rank takes a whole batch of its own, so that there is nothing to share out"
+        return "each rank takes a whole batch of its own, so there is no batch to divide"
     if feature == "offload" and not footprint.training:
         return "a step without gradients has no optimizer's state to offload"
     return None
@@ -182,13 +182,13 @@ def micro_batch_refusal(footprint: Footprint, constraints: Constraints, *, stage
         if name in constraints.excluded:
             return constraints.excluded[name]
     if not footprint.training:
-        return "a step without gradients keeps nothing for backward, so that parts of a batch would save little"
+        return "a step without gradients keeps nothing for backward, so micro-batches would save little"
     if not constraints.split_batch:
-        return "each rank takes a whole batch as it comes, which isn't taken apart"
+        return "each rank takes a whole batch of its own, and runs it in one piece"
     if footprint.batch_size < 2:
-        return "the batch has no two samples to be taken apart"
+        return "the batch has fewer than two samples"
     if not footprint.automatic_optimization:
-        return "the module runs backward by hand, so that it can't be run for parts of a batch with one step at the end"
+        return "the module calls backward by itself, so parts of a batch can't share one optimizer step"
     if footprint.batch_norm and "batch_norm" not in constraints.despite:
         words = f"the statistics of {len(footprint.batch_norm)} batch norms would be a micro-batch's, not the whole batch's"
         return words + overrule("batch_norm")
@@ -202,7 +202,7 @@ def undivided(footprint: Footprint, constraints: Constraints) -> str | None:
     if refusal is not None:
         return refusal
     if split is None:
-        return "planning didn't look whether its parts give the whole batch's loss, as the step takes less than half of the memory"
+        return "planning didn't try whether parts give the whole batch's loss, as the step takes less than half of the memory"
     unknown, pinned = unknown_split(constraints), constraints.pinned
     if unknown and (pinned is None or pinned.micro_batches == 1):  # who pins a plan in parts has decided it
         return unknown
@@ -256,8 +256,8 @@ def weighing_notes(split: SplitFinding | None) -> tuple[str, ...]:
     if not rules or rules[0] == "mean":
         return ()
     if rules[0] == "sum":
-        return ("the loss is a sum over samples: those of a batch's parts are added up, not averaged",)
-    return (f"the loss is a mean over {rules[0]}: each part of a batch weighs by how many of them it has",)
+        return ("the loss is a sum over samples: the losses of a batch's parts are added, not averaged",)
+    return (f"the loss is a mean over {rules[0]}: each part of a batch is weighted by how many it has",)
 
 
 def apart_notes(split: SplitFinding | None) -> tuple[str, ...]:
@@ -269,7 +269,7 @@ def sharing_words(sharing: Sharing) -> str:
     """Says how a plan's ranks share the network."""
     first, *others = sharing.modules
     more = f" and {len(others)} other submodules" if others else ""
-    return f"the ranks share {first!r}{more} by rows and gather what these give; each runs the rest of the step on the whole batch"
+    return f"each rank runs {first!r}{more} on its own rows, gathers all ranks' outputs, and runs the rest of the step on the whole batch"
 
 
 def norm_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:
@@ -286,8 +286,8 @@ def half_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...
     if not footprint.training or not constraints.split_batch or constraints.precision != "16-mixed":
         return ()
     return (
-        "at precision 16-mixed, the weights' gradients, which are sums over the batch, may overflow on one device, which then leaves out "
-        "the step, and not in parts of the batch; bf16-mixed has no such steps",
+        "at precision 16-mixed one device skips a step if a gradient of the whole batch overflows; here the gradients of the batch's parts "
+        "may not overflow, and the step is made; bf16-mixed skips no steps",
     )
 
 
@@ -299,19 +299,19 @@ def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ..
     files = [name for name in footprint.asked if "/" in name]
     ranks = [name for name in footprint.asked if name not in (*sizes, *files, "logger")]
     found = [
-        f"the module asks its trainer for {' and '.join(sizes)}, which is 1 on one device and not here; the batch isn't multiplied, so "
-        "that a learning rate needs no scaling by it"
+        f"the module asks its trainer for {' and '.join(sizes)}, which is 1 on one device and more here; the global batch stays the same, "
+        "so the learning rate needs no scaling by it"
     ] * bool(sizes)
     found += [
-        f"the module asks its trainer for {' and '.join(ranks)}, which one device answers for the whole batch; here each rank computes a "
-        "part of it, so that what a single rank keeps or logs, or draws by its number, isn't what one device does"
+        f"the module asks its trainer for {' and '.join(ranks)}; one device computes the whole batch, and here each rank a part of it: "
+        "what only one rank stores or logs, and random numbers that depend on the rank, differ from one device's"
     ] * bool(ranks)
     found += [
-        "the step writes to its logger by itself, which only rank 0 does, and only for its part of the batch and of the step; self.log "
-        "writes what one device would"
+        "the step calls its logger directly, which only rank 0 does, with what it computed of its part of the batch; self.log writes "
+        "what one device would"
     ] * ("logger" in footprint.asked)
     found += [
-        f"the module writes {path!r}, which each rank does for its part of the batch, unless the code asks for its rank "
+        f"the module writes {path!r}: each rank writes it, for its own part of the batch, unless the code checks the rank "
         "(self.trainer.is_global_zero, rank_zero_only)"
         for path in files[:1]
     ]
@@ -320,9 +320,7 @@ def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ..
 
 def _apart_words(split: SplitFinding) -> str:
     """Says which draws aren't those of one device."""
-    return (
-        f"each rank and each part of a batch makes its own random draws of {', '.join(split.drawn_apart)}, and one device would make others"
-    )
+    return f"each rank and each part of a batch draws its own random numbers for {', '.join(split.drawn_apart)}; one device draws others"
 
 
 def _difference_words(split: SplitFinding) -> str:

@@ -35,10 +35,10 @@ from lightning_autopar.planning.appraisal import (
 from lightning_autopar.planning.block_units import recomputable, with_recompute
 from lightning_autopar.planning.candidates import enumerate_candidates, ruled_out
 from lightning_autopar.planning.device_sets import device_sets, largest_size, single_sets, sizes_between
-from lightning_autopar.planning.finalists import Finalists
+from lightning_autopar.planning.fit_to_memory import Remedies, in_parts, without_recompute
 from lightning_autopar.planning.plan_seconds import block_seconds, busy_seconds, by_sort, device_speeds
 from lightning_autopar.planning.refusals import engine_refusal, engine_runs
-from lightning_autopar.planning.remedies import Remedies, in_parts, without_recompute
+from lightning_autopar.planning.replayed_candidates import Finalists
 from lightning_autopar.plans import Plan, all_engines
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.timing.rates import Rates

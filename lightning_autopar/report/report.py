@@ -278,16 +278,6 @@ class Report:
 
         return str(report_page(self, candidate))
 
-    def save_page(self, path: str | Path, candidate: Candidate | None = None) -> None:
-        """:meth:`to_html` as a file.
-
-        Raises:
-            ValueError: if it can't be written.
-        """
-        from lightning_autopar.report.page.markup import write
-
-        write(self.to_html(candidate), path)
-
     def _repr_html_(self) -> str:
         """For a notebook: the page as a fragment whose style changes nothing else."""
         from lightning_autopar.report.page.report_page import report_fragment
@@ -349,4 +339,4 @@ def _shortest_reason(report: Report) -> str:
     less = min(held, key=lambda candidate: max(candidate.needs.values()), default=least)
     need = max(less.needs.values())
     also = "" if need >= max(least.needs.values()) else f" ({less.plan.title()} needs {format_bytes(need)}: {less.short_reason})"
-    return f"of the plans that may be taken {least.plan.title()} needs least memory; it {least.reason}{also}"
+    return f"the allowed plan that needs least memory is {least.plan.title()}; it {least.reason}{also}"

@@ -303,7 +303,7 @@ def _head(history: RunHistory) -> Html:
         if finite:
             tiles.append(("loss", f"{finite[-1]:.4g}", element("span", f"{finite[0]:.4g} at first")))
         if len(finite) < len(points):
-            tiles.append(("losses that are no number", f"{len(points) - len(finite):,}"))
+            tiles.append(("losses that aren't finite", f"{len(points) - len(finite):,}"))
     tiles += [(f"{kind}s" if kinds.count(kind) > 1 else kind, f"{kinds.count(kind):,}") for kind in dict.fromkeys(kinds)]
     tiles.append(("plans", f"{len({span.title for span in history.spans if span.devices}):,}"))
     figures = [element("div", element("dt", name), element("dd", *words)) for name, *words in tiles]
@@ -346,7 +346,7 @@ def _loss(history: RunHistory, time: _Time) -> Row:
     finite = [point.value for point in points if math.isfinite(point.value)]
     if not finite:
         moments = tuple(_moments(history, time, _LOSS_PIXELS))
-        return Row(name="loss", height=_LOSS_PIXELS, label="the loss was never a number", drawn=moments, words=(("never a number", None),))
+        return Row(name="loss", height=_LOSS_PIXELS, label="the loss was never finite", drawn=moments, words=(("never finite", None),))
     steep = min(finite) > 0 and max(finite) / min(finite) > _LOG_RATIO
     low, high = min(finite), max(finite)
     span = (math.log(high / low) if steep else high - low) or 1.0

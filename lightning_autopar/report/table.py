@@ -62,7 +62,7 @@ class ReportTable:
             f"One {step} needs: " + (", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items()) or "nothing known"),
         ]
         if needs.margin:
-            header.append(f"Safety margin for what the prediction may miss: {needs.margin * 100:.3g} %")
+            header.append(f"Safety margin for errors of the prediction: {needs.margin * 100:.3g} %")
         if needs.lengths is not None and (words := needs.lengths.sentence()):
             header.append(f"Lengths: {words}")
         header += [f"Assumed: {assumption}" for assumption in needs.assumptions]

@@ -9,6 +9,6 @@ Modules, in reading order:
     measured_curves  measured seconds by size, and their file
     measured_rates   rates from measurements, from the data sheet where there are none
     rank_compute     what a rank does by itself in a step
-    lanes            computing and communication side by side: what is hidden
+    overlap          computing and communication side by side: what is hidden
     step_seconds     seconds of a step by part; the base class of each engine's step
 """

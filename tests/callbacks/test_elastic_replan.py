@@ -182,7 +182,7 @@ def test_what_was_measured_to_take_more_is_planned_for_as_more() -> None:
     assert clock.run.plan.devices == ALONE
     asked = clock.run.asked[-1].device("cpu:1")
     assert asked.free_bytes == predicted - GIB // 2
-    assert "measured to take more" in clock.run.asked[-1].notes[-1]
+    assert "takes more memory than predicted" in clock.run.asked[-1].notes[-1]
 
 
 def test_its_own_work_on_a_gpu_is_nobody_elses() -> None:

@@ -60,7 +60,7 @@ def test_what_a_strategy_was_made_with_is_told_each_with_a_reason() -> None:
         lambda: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP", cpu_offload=True, timeout=timedelta(minutes=1), limit_all_gathers=True)
     )
     assert set(found.dropped) == {"sharding_strategy", "cpu_offload", "timeout", "limit_all_gathers"}
-    assert found.dropped["limit_all_gathers"] == "autopar has nothing like it"
+    assert found.dropped["limit_all_gathers"] == "autopar has no such setting"
     assert str(found).startswith("FSDPStrategy(")
     text = "\n".join(found.lines())
     assert all(f"dropped: {name}=" in text for name in found.dropped)
@@ -102,8 +102,8 @@ def test_a_batch_that_was_several_is_told(make: Any, arguments: dict[str, Any], 
 
 
 def test_a_class_of_the_users_is_told_to_be_left_out() -> None:
-    assert any("what its methods do isn't done" in note for note in replaced(lambda: Own()).notes)
-    assert not any("isn't done" in note for note in replaced(lambda: DDPStrategy()).notes)
+    assert any("its methods aren't called" in note for note in replaced(lambda: Own()).notes)
+    assert not any("aren't called" in note for note in replaced(lambda: DDPStrategy()).notes)
     assert any("self.device_mesh" in note for note in replaced(lambda: ModelParallelStrategy(), devices=1).notes)
 
 

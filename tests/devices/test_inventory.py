@@ -148,6 +148,7 @@ def test_to_dict_is_the_reports_object() -> None:
                 "slowdown": 1.0,
                 "error": None,
                 "part_of": None,
+                "in_doubt": False,
             }
         ],
         "links": [{"a": "GPU-a", "b": "GPU-b", "kind": "p2p", "bytes_per_second": 1e9}],

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_autopar.devices.spec import parse_spec
-from lightning_autopar.memory.fakes.fakes import as_if_real, fake_copy, fake_mode
+from lightning_autopar.memory.fakes.fake_copies import as_if_real, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.trace import trace

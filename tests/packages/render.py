@@ -62,7 +62,7 @@ KINDS: Mapping[str, tuple[bool, str]] = {
         False,
         "What a step does to parameters by hand could be done on shards where it is elementwise.",
     ),
-    r"leaves no gradients in the parameters": (
+    r"parameters have no \.grad to read": (
         False,
         "DeepSpeed reduces gradients into parts as they come. They could be gathered for the hook, at the price of the memory saved.",
     ),

@@ -156,7 +156,7 @@ def test_advice_holds_where_one_does_as_it_says(step: Footprint, spec: str, cons
 
 def test_why_recomputation_does_not_help() -> None:
     step, here = footprint(), inventory(cpu(0, GIB // 8))
-    words = "recomputation can't help, as running a block's forward twice would change the run: net.0 moves a buffer, or gets an object"
+    words = "recomputation can't help, as running a block's forward twice would change the run: net.0 changes a buffer, or an object"
     assert starting(nothing_fits(fixed(step), here), words)
     assert starting(nothing_fits(replace(step, blocks=()), here), "recomputation can't help, as the module has no repeated blocks")
     assert not starting(nothing_fits(step, here), "recomputation")
@@ -281,7 +281,7 @@ def test_draws_of_each_ranks_own_are_advised_where_they_pay() -> None:
     two = inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB))
     (found,) = starting(list(made(drawing, two).advice), "batch=Batch(draws='per-rank')")
     assert found.change == {"draws": "per-rank"}
-    assert "another run than one device's: ddp ×2 would be " in found.text
+    assert "with other random numbers than one device's: ddp ×2 would be " in found.text
     assert (found.speedup or 0) > 1.5
     for other, constraints in ((drawn_by_rank(drawing), {}), (HEAVY, {}), (drawing, {"exact": True}), (drawing, {"split_batch": False})):
         assert not starting(list(made(other, two, **constraints).advice), "batch=Batch")
@@ -327,7 +327,7 @@ def test_another_optimizer_is_advised_where_its_scratch_is_in_the_way() -> None:
     assert plain.kind == "module"
     assert "in the optimizer's step" in " ".join(str(made(updating(600 * MIB), parse_spec("RTX4090"), allow=("single",))).split())
     assert "in the optimizer's step" not in str(made(HEAVY, parse_spec("RTX4090"), allow=("single",)))
-    (small,) = starting(list(found), "bitsandbytes' AdamW8bit, whose steps are not those of AdamW: single would fit")
+    (small,) = starting(list(found), "bitsandbytes' AdamW8bit, whose updates differ from AdamW's: single would fit")
     assert small.change == {"optimizer": {"bits": 8}}
     assert not starting(list(on_a_card(updating(600 * MIB), precision="16-mixed")), "fused"), "it can't be clipped there"
 

@@ -189,7 +189,7 @@ def test_a_device_with_less_memory_gets_fewer_samples_where_an_even_share_is_too
     assert best is not None
     assert len(best.shares) == 2
     assert best.shares[0] < best.shares[1]
-    assert any("shared out by speed and free memory" in reason for reason in best.reasons)
+    assert any("divided by speed and free memory" in reason for reason in best.reasons)
 
 
 #: 8 GiB of parameters, 16 GiB of optimizer state: more than a card of 24 GB has, for a plan without offload.

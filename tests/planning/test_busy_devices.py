@@ -44,7 +44,7 @@ def test_a_small_run_does_not_land_on_a_busy_gpu(busy: float, allow: tuple[str, 
     here = inventory(gpu(0, 70 * GIB, utilization=busy), gpu(1, 20 * GIB, utilization=0.0))
     found = report(here, allow=allow)
     assert devices(found) == ("GPU-0001",)
-    assert f"others compute on cuda:0 ({busy:.0%} busy), which is left to them" in reasons(found)
+    assert f"others compute on cuda:0 ({busy:.0%} busy), which the plan leaves to them" in reasons(found)
     assert devices(report(here, objective="memory", allow=allow)) == ("GPU-0001",)
 
 
@@ -58,7 +58,7 @@ def test_of_several_the_idle_ones_are_taken_together() -> None:
     here = inventory(gpu(0, 70 * GIB, utilization=0.6), *(gpu(index, 20 * GIB) for index in (1, 2)), gpu(3, 70 * GIB, utilization=0.9))
     found = report(here, footprint(flops=10**14), allow=("ddp",), min_devices=2, max_devices=2)
     assert sorted(devices(found)) == ["GPU-0001", "GPU-0002"]
-    assert "cuda:0 (60% busy), cuda:3 (90% busy), which are left to them" in reasons(found)
+    assert "cuda:0 (60% busy), cuda:3 (90% busy), which the plan leaves to them" in reasons(found)
 
 
 def test_where_nothing_else_has_the_memory_a_busy_gpu_is_taken_and_said_to_be_one() -> None:

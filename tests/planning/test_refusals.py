@@ -95,7 +95,9 @@ def test_draws_that_are_each_ranks_own_are_a_note_unless_the_run_must_be_exact()
     notes = {option.plan.engine: option.notes for option in options(split=split) if option.rejection is None}
     assert notes["single"] == ()
     (said,) = notes["ddp"]
-    assert said.startswith("each rank and each part of a batch makes its own random draws of _scaled_dot_product_flash_attention, and")
+    assert said.startswith(
+        "each rank and each part of a batch draws its own random numbers for _scaled_dot_product_flash_attention; one device"
+    )
     assert taken(options(split=split, exact=True)) == {"single"}
     assert "_scaled_dot_product_flash_attention" in rejections(options(split=split, exact=True))["ddp"]
 
@@ -130,11 +132,11 @@ def test_a_pipeline_that_is_refused_is_written_as_one_where_it_can_be(devices: i
     ("step", "constraints", "sentence"),
     [
         ({"training": False}, {}, "a step without gradients has no optimizer's state to partition"),
-        ({"optimizers": 2}, {}, "DeepSpeed steps one optimizer, and the module configures 2"),
+        ({"optimizers": 2}, {}, "DeepSpeed needs one optimizer, and the module configures 2"),
         (
             {"automatic_optimization": False},
             {},
-            "DeepSpeed runs backward and the optimizer's step by itself, and the module does so by hand",
+            "DeepSpeed runs backward and the optimizer's step, but the module calls them by itself",
         ),
         (
             {},
@@ -177,12 +179,12 @@ OUTER = tuple(LayerFootprint(fqn="") for _ in range(5))
         (
             {"training": False},
             {"split_batch": False},
-            "each rank takes a whole batch of its own, which the ranks of a pipeline have in common",
+            "each rank takes a batch of its own, but the ranks of a pipeline work on the same batch",
         ),
-        ({"batch_size": 0}, {}, "the batch has no batch dimension, and a pipeline's stages tell samples by it"),
+        ({"batch_size": 0}, {}, "the batch has no batch dimension along which a pipeline could split it"),
         ({"blocks": 3}, {"uncuttable": {"net.1": "odd", "net.2": "odd"}}, "no block can begin a stage: odd"),
         ({"blocks": 2, "tied": (("net.0.w", "net.1.w"),)}, {}, "no block can begin a stage: it shares a parameter with a block before it"),
-        ({"tape": None}, {}, "the step wasn't traced, so that it is not known where it can be cut into stages"),
+        ({"tape": None}, {}, "the step wasn't traced, and can't be cut into stages without its trace"),
         (
             {"tape": None, "longest_samples": 3},
             {},
@@ -190,8 +192,8 @@ OUTER = tuple(LayerFootprint(fqn="") for _ in range(5))
             "memory of stages can't be predicted",
         ),
         ({"blocks": 1}, {}, "a pipeline is cut between blocks or layers that share no parameters, and the module has 1"),
-        ({"optimizers": 2}, {}, "each stage steps one optimizer, and the module configures 2"),
-        ({"automatic_optimization": False}, {}, "a pipeline's schedule runs backward by itself, and the module does so by hand"),
+        ({"optimizers": 2}, {}, "a pipeline needs one optimizer, and the module configures 2"),
+        ({"automatic_optimization": False}, {}, "a pipeline's schedule runs backward, but the module calls backward by itself"),
         ({}, {"excluded": {"pipeline": "a callback looks at the whole module"}}, "a callback looks at the whole module"),
         ({}, {"max_devices": 1}, "needs at least two devices, but the run may use only one"),
     ],
@@ -220,10 +222,10 @@ def test_a_pipeline_needs_not_take_the_batch_apart(step: dict[str, Any], constra
     ("step", "constraints", "sentence"),
     [
         ({"batch_norm": ("a", "b")}, {}, "the statistics of 2 batch norms would be a micro-batch's, not the whole batch's"),
-        ({"automatic_optimization": False}, {}, "the module runs backward by hand"),
-        ({"batch_size": 1}, {}, "the batch has no two samples to be taken apart"),
+        ({"automatic_optimization": False}, {}, "the module calls backward by itself"),
+        ({"batch_size": 1}, {}, "the batch has fewer than two samples"),
         ({"training": False}, {}, "a step without gradients keeps nothing for backward"),
-        ({}, {"split_batch": False}, "each rank takes a whole batch as it comes"),
+        ({}, {"split_batch": False}, "each rank takes a whole batch of its own, and runs it in one piece"),
         ({}, {"excluded": {"micro_batches": "a callback counts forwards"}}, "a callback counts forwards"),
         ({}, {"exact": True, "split": SplitFinding(difference=0.5)}, "exact=True, and the split batch's loss differs"),
         ({}, {}, None),
@@ -258,7 +260,7 @@ def test_batch_norm_in_parts_may_be_asked_for_and_is_told() -> None:
     step, constraints = footprint(batch_norm=("a", "b")), Constraints(despite=("batch_norm",))
     assert micro_batch_refusal(step, constraints) is None
     assert micro_batch_refusal(step, Constraints(despite=("kept",))) is not None
-    told = "despite=['batch_norm']: the statistics of 2 batch norms are a micro-batch's, so that this is another run than one device's"
+    told = "despite=['batch_norm']: the statistics of 2 batch norms are a micro-batch's, so results differ from one device's"
     for plan, notes in (
         (Plan(engine="single", devices=("cpu:0",), micro_batches=2), (told,)),
         (Plan(engine="ddp", devices=("cpu:0", "cpu:1"), micro_batches=2), (told,)),
@@ -275,7 +277,7 @@ def test_half_precision_is_told_of_plans_that_train_on_parts_of_the_batch() -> N
     splits = Plan(engine="ddp", devices=("cpu:0", "cpu:1")), Plan(engine="single", devices=("cpu:0",), micro_batches=2)
     for plan in (*splits, replace(stages, micro_batches=2)):
         (told,) = notes_of(plan, footprint(), half)
-        assert "may overflow on one device, which then leaves out the step, and not in parts of the batch" in told
+        assert "one device skips a step if a gradient of the whole batch overflows" in told
         assert notes_of(plan, footprint(), Constraints(precision="bf16-mixed")) == ()
         assert notes_of(plan, footprint(training=False), half) == ()
     for plan in (Plan(engine="single", devices=("cpu:0",)), stages):
@@ -287,7 +289,7 @@ def test_what_else_a_run_may_rule_out() -> None:
     assert feature_refusal("replicas", footprint(), constraints) == "a callback knows one copy only"
     assert feature_refusal("offload", footprint(), constraints) == "nothing is to lie on the host"
     assert feature_refusal("shares", footprint(), constraints) is None
-    assert "nothing to share out" in (feature_refusal("shares", footprint(), Constraints(split_batch=False)) or "")
+    assert "no batch to divide" in (feature_refusal("shares", footprint(), Constraints(split_batch=False)) or "")
 
 
 def test_processes_that_are_there_already_leave_no_plan_with_one_device() -> None:
@@ -310,7 +312,7 @@ def test_ranks_that_share_the_network_need_not_split_the_batch() -> None:
     assert taken(found) == {"single", "ddp", "fsdp"}
     chosen = next(one for one in found if one.plan.engine == "ddp")
     assert step.rows(chosen.plan) == (step.batch_size,) * 2
-    assert "the ranks share 'encoder' and 1 other submodules by rows" in " ".join(chosen.plan.reasons)
+    assert "each rank runs 'encoder' and 1 other submodules on its own rows" in " ".join(chosen.plan.reasons)
     assert not chosen.notes
     assert micro_batch_refusal(step, Constraints(split=split)) == "the step fills a bank"
     in_parts = replace(chosen.plan, micro_batches=2)

@@ -47,12 +47,12 @@ def test_memory_and_losses_are_to_scale() -> None:
 def test_losses_that_are_no_number() -> None:
     broken = replace(HISTORY, losses=(*LOSSES[:20], LossPoint(20, 20, math.nan), *LOSSES[21:]))
     page = Parsed(broken.to_html())
-    assert "losses that are no number" in page.words
+    assert "losses that aren't finite" in page.words
     (line,) = (d for d, class_ in zip(page.attributes("path", "d"), page.attributes("path", "class"), strict=True) if class_ == "loss")
     assert line.count("M") == 3
     assert "nan" not in line
     never = replace(HISTORY, losses=(LossPoint(0, 0, math.inf),))
-    assert "never a number" in Parsed(never.to_html()).words
+    assert "never finite" in Parsed(never.to_html()).words
 
 
 def test_a_long_run_stays_small() -> None:

@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_autopar.devices.neighbours import Neighbour, write_neighbours
+from lightning_autopar.devices.simulated_neighbours import Neighbour, write_neighbours
 from lightning_autopar.sharing.lease_files import live_leases
 from lightning_autopar.sharing.queue import live_places
 from lightning_autopar.sharing.runs.requests import runs

@@ -2,7 +2,7 @@
 
 Modules, in reading order:
 
-    fakes           fake copies of modules and batches
+    fake_copies     fake copies of modules and batches
     fake_mode       torch's fake mode, without what costs time
     shadow_values   real values behind fake tensors, where they are known
     dynamic_shapes  operations whose shape depends on values

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.cuda_overhead import Target
-from lightning_autopar.memory.fakes.fakes import UNCOMPILED, as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
+from lightning_autopar.memory.fakes.fake_copies import UNCOMPILED, as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.kernels.cpu_workspace import CPU_HIDDEN, UNREAD, cpu_scratch

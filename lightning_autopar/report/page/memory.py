@@ -92,7 +92,7 @@ def unit_of(most_bytes: int) -> tuple[int, str]:
 
 #: More bars, columns and layers than these can't be read; the rest is counted in words.
 _MOST_BARS, _MOST_COLUMNS, _MOST_LAYERS = 24, 8, 200
-_BAR_PIXELS, _ALLOWED = 26, "allowed for what may be missed"
+_BAR_PIXELS, _ALLOWED = 26, "safety margin"
 #: A smaller share of the axis is less than a pixel.
 _SEEN_SHARE = 1e-3
 _LAYER_TITLES = ("parameters", "gradients", "optimizer", "activations", "output", "GFLOPs")

@@ -151,7 +151,7 @@ def _notes(report: Report) -> Html:
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in needs.to_dict()["bytes"].items() if size)
     lines = [f"One {step} needs, on one device: {sizes or 'nothing known'}."]
     if needs.margin:
-        lines.append(f"Safety margin for what the prediction may miss: {needs.margin * 100:.3g} %.")
+        lines.append(f"Safety margin for errors of the prediction: {needs.margin * 100:.3g} %.")
     lines += [f"Assumed: {assumption}" for assumption in needs.assumptions]
     lines += [f"Device: {words}" for words in device_words(report.inventory)]
     lines.append(f"Times: by rates {name}" if (name := getattr(report.rates, "name", "")) else "Times: by data sheets")

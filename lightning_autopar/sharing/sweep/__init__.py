@@ -7,7 +7,7 @@ Modules, in reading order:
     runs_file        the list of runs in YAML or text
     folder           the sweep's folder and log
     child_processes  processes of the sweep
-    keeper           a program that ends orphans; standard library alone
+    orphan_watchdog  a program that ends orphans; standard library alone
     dry_runs         how each run could run: plans its script
     controller       starts runs and schedules the rest anew
 """

@@ -1,7 +1,7 @@
 """Processes of a sweep: each leads a group of its own, and none outlives the sweep, however that ends. Knows no plans.
 
-Two things ensure that. The kernel sends the group's leader SIGTERM when this process dies, and :mod:`.keeper`, a process of its own, ends
-whole groups when its pipe from here closes.
+Two things ensure that. The kernel sends the group's leader SIGTERM when this process dies, and :mod:`.orphan_watchdog`, its own process,
+ends whole groups when its pipe from here closes.
 """
 
 from __future__ import annotations
@@ -93,20 +93,20 @@ class Children:
     def __init__(self, *, orphan_seconds: float = 10.0) -> None:
         self._orphan_seconds = orphan_seconds
         self._left: dict[int, Child] = {}
-        self._keeper: subprocess.Popen[str] | None = None
+        self._watchdog: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Children:
-        program = [sys.executable, "-I", str(Path(__file__).with_name("keeper.py")), str(self._orphan_seconds)]
-        self._keeper = subprocess.Popen(program, stdin=subprocess.PIPE, text=True, start_new_session=True, cwd="/")
+        program = [sys.executable, "-I", str(Path(__file__).with_name("orphan_watchdog.py")), str(self._orphan_seconds)]
+        self._watchdog = subprocess.Popen(program, stdin=subprocess.PIPE, text=True, start_new_session=True, cwd="/")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.end(self._left.values(), grace_seconds=0.0)
-        assert self._keeper is not None
-        assert self._keeper.stdin is not None
+        assert self._watchdog is not None
+        assert self._watchdog.stdin is not None
         with suppress(BrokenPipeError):
-            self._keeper.stdin.close()
-        self._keeper.wait()
+            self._watchdog.stdin.close()
+        self._watchdog.wait()
 
     def start(self, words: Sequence[str], *, cwd: str | Path, env: Mapping[str, str], out: int, err: int) -> Child:
         """Start a process.
@@ -165,11 +165,11 @@ class Children:
             self.ended(child)
 
     def _tell(self, line: str) -> None:
-        assert self._keeper is not None, "it has been entered"
-        assert self._keeper.stdin is not None
-        with suppress(BrokenPipeError):  # the keeper was killed; the kernel's signal is left
-            self._keeper.stdin.write(line + "\n")
-            self._keeper.stdin.flush()
+        assert self._watchdog is not None, "it has been entered"
+        assert self._watchdog.stdin is not None
+        with suppress(BrokenPipeError):  # the watchdog was killed; the kernel's signal is left
+            self._watchdog.stdin.write(line + "\n")
+            self._watchdog.stdin.flush()
 
 
 def _descriptor(pid: int) -> int | None:

@@ -70,7 +70,7 @@ class RunPlan:
     budgets: Mapping[str, int] = field(default_factory=dict)
     findings: Mapping[str, Any] = field(default_factory=dict)
     elastic: bool = False
-    undivided: str | None = "planning didn't look whether its batches can be run in parts"
+    undivided: str | None = "planning didn't try whether its batches can be run in parts"
     unknown: str = ""
     lengths: Lengths | None = None
     evaluation_parts: int = 1

@@ -18,7 +18,7 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.candidates import build_plan
 from lightning_autopar.plans import Plan
-from lightning_autopar.timing.lanes import LaneSeconds, Links, play_replicas
+from lightning_autopar.timing.overlap import LaneSeconds, Links, play_replicas
 from lightning_autopar.timing.rank_compute import LaneSpan, RankWork
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step_seconds import Step

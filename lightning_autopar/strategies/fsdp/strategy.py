@@ -37,7 +37,7 @@ from lightning_autopar._lightning_compat import (
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.step.initial_weights import drawn_on, random_states, set_random_states
 from lightning_autopar.exact.step.micro_batches import overridden
-from lightning_autopar.memory.fakes.fakes import is_compiled
+from lightning_autopar.memory.fakes.fake_copies import is_compiled
 from lightning_autopar.state import checkpoint as whole
 from lightning_autopar.state.pretrained import check_values, shapes_only
 from lightning_autopar.strategies.base.host_optimizers import on_host, why_not

@@ -109,19 +109,19 @@ class Pipeline(Engine):
             counts = f"{footprint.batch_size} in the first one, {footprint.longest_samples} in the one that takes the most memory"
             return f"batches have different numbers of samples ({counts}), for which the memory of stages can't be predicted"
         if footprint.tape is None or not footprint.outer:
-            return "the step wasn't traced, so that it is not known where it can be cut into stages"
+            return "the step wasn't traced, and can't be cut into stages without its trace"
         if len(footprint.blocks) < 2:
             return f"a pipeline is cut between blocks or layers that share no parameters, and the module has {len(footprint.blocks)}"
         if not constraints.split_batch:
-            return "each rank takes a whole batch of its own, which the ranks of a pipeline have in common"
+            return "each rank takes a batch of its own, but the ranks of a pipeline work on the same batch"
         if footprint.batch_size == 0:
-            return "the batch has no batch dimension, and a pipeline's stages tell samples by it"
+            return "the batch has no batch dimension along which a pipeline could split it"
         if (reason := _nowhere_cuttable(footprint, constraints)) is not None or not footprint.training:
             return reason
         if footprint.optimizers != 1:
-            return f"each stage steps one optimizer, and the module configures {footprint.optimizers}"
+            return f"a pipeline needs one optimizer, and the module configures {footprint.optimizers}"
         if not footprint.automatic_optimization:
-            return "a pipeline's schedule runs backward by itself, and the module does so by hand"
+            return "a pipeline's schedule runs backward, but the module calls backward by itself"
         return None
 
     def example(self, question: Question, devices: Sequence[Device]) -> Plan:

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_autopar._lightning import BitsandbytesPrecision, Trainer
 from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.exact.random_state import find_generators
-from lightning_autopar.memory.fakes.fakes import is_compiled
+from lightning_autopar.memory.fakes.fake_copies import is_compiled
 
 #: Precisions that replace layers or weights by another library's, which can't be left out of a stage.
 _UNSTAGED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")

@@ -60,10 +60,7 @@ QUICK_FLOPS, QUICK_BYTES, QUICK_OPERATIONS = 10**10, 15 * 10**8, 5000
 Split = Callable[..., tuple[SplitFinding, DrawPlan]]
 #: A step that reads one of these from its trainer may do something on one rank alone, and its peers would wait for it in a collective.
 _RANKS = {"is_global_zero", "global_rank", "local_rank", "node_rank"}
-_OWN_DRAWS = (
-    "draws='per-rank': each rank, and each part of a batch, draws the random numbers of its own samples, so that this is another run than "
-    "one device's"
-)
+_OWN_DRAWS = "draws='per-rank': each rank, and each part of a batch, draws random numbers of its own, so results differ from one device's"
 
 
 @dataclass(frozen=True, kw_only=True)

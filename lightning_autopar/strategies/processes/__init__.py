@@ -12,7 +12,7 @@ Modules, in reading order:
     users_script        runs a user's script in this process
     stalled_workers     workers that will never come along again
     peer_watch          ends this process where a peer on this host is stopped or gone
-    whereabouts         where a worker is in its code, on request
+    stack_dumps         where a worker is in its code, on request
     jupyter             a worker under a Jupyter kernel
     handover/           what one process hands to the next
 """

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from lightning_autopar.strategies.processes import stalled_workers
-from lightning_autopar.strategies.processes.whereabouts import GpuQueue, where
+from lightning_autopar.strategies.processes.stack_dumps import GpuQueue, where
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.engine_mixin import EngineMixin
@@ -139,7 +139,7 @@ class Standstill:
         rank: of this process.
         devices: of all ranks.
         begun: how many batches have begun here.
-        look_at: gives where this process's main thread is, and its GPU's :meth:`~whereabouts.GpuQueue.count`.
+        look_at: gives where this process's main thread is, and its GPU's :meth:`~stack_dumps.GpuQueue.count`.
         tell: reports to the others what this rank waits for: "gpu", "collective" or "".
         told: gives what a rank has reported.
         clock: in seconds.

@@ -28,7 +28,7 @@ from typing import Literal
 
 import psutil
 
-from lightning_autopar.strategies.processes import whereabouts
+from lightning_autopar.strategies.processes import stack_dumps
 
 #: A stopped process is tolerated for so long: a user may stop it by mistake, or to look at one rank.
 STOPPED_SECONDS = 30.0
@@ -74,7 +74,7 @@ class Stand:
 
         Args:
             place: where the rank is, in words.
-            queue: its :meth:`~whereabouts.GpuQueue.count`.
+            queue: its :meth:`~stack_dumps.GpuQueue.count`.
             took_seconds: since the look before.
         """
         self.place_seconds = self.place_seconds + took_seconds if place is not None and place == self.place else 0.0
@@ -87,7 +87,7 @@ class Stand:
             return ""
         if self.gpu_seconds:
             return "gpu" if self.gpu_seconds >= gpu_bound_seconds else ""
-        return "collective" if whereabouts.in_collective(self.place) else ""
+        return "collective" if stack_dumps.in_collective(self.place) else ""
 
 
 def hung_seconds(longest_batch_seconds: float, batches: int) -> float:
@@ -169,11 +169,11 @@ class Stalls:
 
     def ask(self, pids: Mapping[int, int]) -> None:
         """Ask workers to report where they are."""
-        whereabouts.ask(self.folder, pids)
+        stack_dumps.ask(self.folder, pids)
 
     def places(self, ranks: Sequence[int]) -> str:
         """Where those ranks were when they were asked, as a part of a sentence."""
-        found = {rank: whereabouts.place(self.folder, rank) for rank in ranks}
+        found = {rank: stack_dumps.place(self.folder, rank) for rank in ranks}
         return "; ".join(f"{self.name(rank)} waited in {place}" for rank, place in found.items() if place is not None)
 
     def _count(self, rank: int, pid: int, stopped: int, took: float, pids: Mapping[int, int]) -> Stall | None:
@@ -195,7 +195,7 @@ class Stalls:
 
     def _standstill(self, pids: Mapping[int, int], now: float) -> Stall | None:
         """Whether no rank makes progress, by their answers; None if one hasn't answered."""
-        answers = {rank: answer for rank in pids if (answer := whereabouts.answer(self.folder, rank)) is not None}
+        answers = {rank: answer for rank in pids if (answer := stack_dumps.answer(self.folder, rank)) is not None}
         if len(answers) < len(self.devices):
             return None
         took, self._seen = min(now - self._seen, 2 * (AGAIN_SECONDS + LOOK_SECONDS)), now

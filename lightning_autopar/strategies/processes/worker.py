@@ -49,7 +49,7 @@ from lightning_autopar.strategies.processes.agent_protocol import GenerationFile
 from lightning_autopar.strategies.processes.between_batches import Boundary, Paused
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.out_of_memory_exit import LeavingBoundary
-from lightning_autopar.strategies.processes.whereabouts import tell_when_asked
+from lightning_autopar.strategies.processes.stack_dumps import tell_when_asked
 
 #: How long leaving the process group may take: NCCL may wait for work of a rank that is gone.
 _ABORT_SECONDS = 10.0

@@ -35,8 +35,8 @@ from lightning_autopar.state import gpu_pickles
 from lightning_autopar.strategies.base.worker_exception import Failure, WorkerFailed
 from lightning_autopar.strategies.processes.agent_protocol import StopRendezvous
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
+from lightning_autopar.strategies.processes.stack_dumps import raised_at
 from lightning_autopar.strategies.processes.stalled_workers import Stalls
-from lightning_autopar.strategies.processes.whereabouts import raised_at
 from lightning_autopar.strategies.processes.worker import WorkerJob, work
 
 #: How long workers may take to leave once one has failed or the run was interrupted.

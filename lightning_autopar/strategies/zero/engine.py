@@ -95,9 +95,9 @@ class Zero(Engine):
             asked_for = constraints.pinned is not None or set(constraints.allow) == {self.name}
             return None if asked_for else "a step without gradients has no optimizer's state to partition"
         if footprint.optimizers != 1:
-            return f"DeepSpeed steps one optimizer, and the module configures {footprint.optimizers}"
+            return f"DeepSpeed needs one optimizer, and the module configures {footprint.optimizers}"
         if not footprint.automatic_optimization:
-            return "DeepSpeed runs backward and the optimizer's step by itself, and the module does so by hand"
+            return "DeepSpeed runs backward and the optimizer's step, but the module calls them by itself"
         if constraints.precision not in _PRECISIONS:
             return f"precision {constraints.precision!r} isn't plain Lightning's under DeepSpeed; ZeRO takes 32-true, bf16-mixed, bf16-true"
         return None

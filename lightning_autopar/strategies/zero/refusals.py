@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_autopar._lightning import Callback, HalfPrecision, LightningModule, MixedPrecision, Precision, Trainer
 from lightning_autopar._lightning_compat import is_overridden
-from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
+from lightning_autopar.memory.fakes.fake_copies import as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.parameter_use import GRADIENT_HOOKS
 from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
@@ -34,7 +34,7 @@ _WHOLE_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPrunin
 _GRADIENT_HOOKS = ("configure_gradient_clipping", "backward")
 _OPTIMIZER_HOOKS = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-_NONE = "DeepSpeed leaves no gradients in the parameters to look at"
+_NONE = "under DeepSpeed parameters have no .grad to read"
 
 
 def unpartitioned_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:

@@ -100,7 +100,7 @@ def refuse_looks(module: pl.LightningModule, hook: str) -> Iterator[None]:
         name = next((name for name, each in module.named_parameters() if each is parameter), "a parameter")
         raise ValueError(
             f"{hook} looks at the gradient of {name!r} in step {module.global_step}, though it looked at none in the step that was tried "
-            "before the run; DeepSpeed leaves no gradients in the parameters to look at. Run with allow=['single', 'ddp', 'fsdp']"
+            "before the run; under DeepSpeed parameters have no .grad to read. Run with allow=['single', 'ddp', 'fsdp']"
         )
 
     with GradientLooks(refuse):

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_autopar.memory.cuda_overhead import Target
-from lightning_autopar.memory.fakes.fakes import CUDNN_HEADS
+from lightning_autopar.memory.fakes.fake_copies import CUDNN_HEADS
 from lightning_autopar.memory.work.operations import operation
 from tests.memory.cuda import BF16, CUDNN, DOUBLE, EFFICIENT, FLASH, FLOAT, HALF, MATH, amp, aten, attend, kernels, on_cuda
 

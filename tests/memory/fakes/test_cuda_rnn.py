@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_autopar.memory.fakes.as_cuda import as_cuda, reserve_bytes
-from lightning_autopar.memory.fakes.fakes import ShadowValues, fake_copy, fake_mode
+from lightning_autopar.memory.fakes.fake_copies import ShadowValues, fake_copy, fake_mode
 from tests.memory.cuda import BF16, FLOAT, Seen, amp, aten, on_cuda
 
 

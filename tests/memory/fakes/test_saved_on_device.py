@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_autopar.memory.fakes.as_cuda import as_cuda
-from lightning_autopar.memory.fakes.fakes import fake_copy, fake_mode
+from lightning_autopar.memory.fakes.fake_copies import fake_copy, fake_mode
 from lightning_autopar.memory.trace.bare_step import default_dtype
 from tests.memory.cuda import BF16, FLOAT, FirstOutput, saved_bytes
 

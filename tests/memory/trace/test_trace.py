@@ -666,7 +666,7 @@ def test_files_that_a_step_writes_are_told_where_each_rank_writes_them(tmp_path:
     footprint = trace(Asking(write), None, torch.randn(3, 4))
     assert footprint.asked == (str(tmp_path / "losses"),)
     (note,) = world_notes(footprint, Constraints(split_batch=True))
-    assert f"the module writes {str(tmp_path / 'losses')!r}, which each rank does" in note
+    assert f"the module writes {str(tmp_path / 'losses')!r}: each rank writes it" in note
     assert not world_notes(footprint, Constraints(split_batch=False))
 
 

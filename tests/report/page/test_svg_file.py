@@ -201,7 +201,7 @@ def test_a_file_that_cannot_be_written(name: str, message: str, tmp_path: Path) 
 
 
 def test_a_picture_is_written_as_svg_alone(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must end in '.svg'; save_picture of what it shows writes '.html', too"):
+    with pytest.raises(ValueError, match=r"must end in '.svg'; for a page call save_picture of the report or the history"):
         two_gpus().picture().save(tmp_path / "plan.html")
     assert "save('plan.svg')" in repr(two_gpus().picture())
 

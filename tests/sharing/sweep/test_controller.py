@@ -165,11 +165,11 @@ def test_nothing_is_left_of_a_sweep_that_is_ended(folder: Path, number: signal.S
     files = [folder / name for name in ("a", "b", "a.child", "b.child")]
     until(lambda: all(file.exists() and file.read_text() for file in files), 30)
     left = [psutil.Process(int(file.read_text())) for file in files]
-    keepers = [child for child in psutil.Process(process.pid).children() if "keeper.py" in " ".join(child.cmdline())]
-    assert len(keepers) == 1
+    watchdogs = [child for child in psutil.Process(process.pid).children() if "orphan_watchdog.py" in " ".join(child.cmdline())]
+    assert len(watchdogs) == 1
     process.send_signal(number)
     process.wait(40)
-    _, alive = psutil.wait_procs([*left, *keepers], timeout=30)
+    _, alive = psutil.wait_procs([*left, *watchdogs], timeout=30)
     assert not alive
     assert process.returncode == (0 if number != signal.SIGKILL else -signal.SIGKILL)
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, ElasticReplan, Plan
 from lightning_autopar._lightning_compat import SIGTERMException
-from lightning_autopar.devices.neighbours import Neighbour, write_neighbours
+from lightning_autopar.devices.simulated_neighbours import Neighbour, write_neighbours
 from lightning_autopar.sharing.runs.requests import ask, runs, yield_run
 from lightning_autopar.sharing.runs.status import Request, RunStatus
 from lightning_autopar.strategies.elastic import elastic_run as elastic

@@ -71,7 +71,7 @@ def test_a_pinned_pipeline_is_taken_as_it_is(training: Footprint, evaluation: Fo
         ),
         (make_plan("1f1b", 2, 4, 8), {"excluded": {"pipeline": "the loss differs"}}, "the loss differs"),
         (make_plan("1f1b", 2, 4, 8), {"excluded": {"micro_batches": "a hook counts"}}, "a hook counts"),
-        (make_plan("gpipe", 2, 17, 8), {}, "16 samples apart into 17"),
+        (make_plan("gpipe", 2, 17, 8), {}, "16 samples into 17"),
         (make_plan("gpipe", 2, 1, 8, replicas=2), {"exact": True, "split": SplitFinding(difference=0.5)}, "loss differs"),
         (make_plan("gpipe", 2, 1, 8), {"max_devices": 1}, "may use only one"),
         (make_plan("gpipe", 2, 1, 8), {"allow": ("single",)}, "not in allow"),

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from lightning_autopar.strategies.processes import whereabouts
+from lightning_autopar.strategies.processes import stack_dumps
 from lightning_autopar.strategies.processes.stalled_workers import STOPPED_SECONDS, Stalls
 from tests.fresh import fresh
 
@@ -104,17 +104,17 @@ def test_a_traceback_says_where_in_words() -> None:
     try:
         [int(word) for word in ("1", "x")]
     except ValueError:
-        words = whereabouts.raised_at(traceback.format_exc())
+        words = stack_dumps.raised_at(traceback.format_exc())
     assert words is not None
     assert "test_stalled_workers.py:" in words
-    assert whereabouts.raised_at("") is None
+    assert stack_dumps.raised_at("") is None
 
 
 def test_who_hasnt_said_where_it_is_isnt_asked(pid: int, tmp_path: Path) -> None:
-    whereabouts.ask(tmp_path, {0: pid})  # the signal would end it
+    stack_dumps.ask(tmp_path, {0: pid})  # the signal would end it
     time.sleep(0.05)
     assert psutil.Process(pid).is_running()
-    assert whereabouts.place(tmp_path, 0) is None
+    assert stack_dumps.place(tmp_path, 0) is None
 
 
 def _return_from_many_calls(deep: int) -> None:
@@ -131,7 +131,7 @@ def _be_asked(folder: Path, over: Any) -> None:
 
     thread = threading.Thread(target=body)
     thread.start()
-    whereabouts.tell_when_asked(folder, 0, thread.ident or 0, torch.device("cpu"))
+    stack_dumps.tell_when_asked(folder, 0, thread.ident or 0, torch.device("cpu"))
     thread.join()
 
 
@@ -142,9 +142,9 @@ def test_to_ask_a_thread_in_the_midst_of_its_work_where_it_is_never_crashes_it(t
     worker.start()
     told: list[str] = []
     while len(told) < 100 and worker.is_alive():
-        whereabouts.ask(tmp_path, {0: worker.pid or 0})
+        stack_dumps.ask(tmp_path, {0: worker.pid or 0})
         time.sleep(0.003)
-        if (place := whereabouts.place(tmp_path, 0)) is not None:
+        if (place := stack_dumps.place(tmp_path, 0)) is not None:
             told.append(place)
     over[0] = 1
     worker.join()
@@ -154,7 +154,7 @@ def test_to_ask_a_thread_in_the_midst_of_its_work_where_it_is_never_crashes_it(t
 
 def _counts_around_a_graph() -> list[int]:
     """Of a GPU's queue: at two looks, while a graph is captured, and after that."""
-    queue, thread, x = whereabouts.GpuQueue(torch.device("cuda", 0)), threading.get_ident(), torch.zeros(8, device="cuda")
+    queue, thread, x = stack_dumps.GpuQueue(torch.device("cuda", 0)), threading.get_ident(), torch.zeros(8, device="cuda")
     counts = []
 
     def look() -> None:
@@ -187,8 +187,8 @@ class Workers:
         self.clock, self.batches = Clock(), [7, 7]
         self._pids = {0: pid, 1: pid}
         self._stalls = Stalls(folder=folder, devices=("cuda:0", "cuda:1"), clock=self.clock)
-        monkeypatch.setattr(whereabouts, "ask", self._ask)
-        monkeypatch.setattr(whereabouts, "answer", lambda _, rank: None if rank in self.silent else (self.places[rank], self.done[rank]))
+        monkeypatch.setattr(stack_dumps, "ask", self._ask)
+        monkeypatch.setattr(stack_dumps, "answer", lambda _, rank: None if rank in self.silent else (self.places[rank], self.done[rank]))
 
     def _ask(self, folder: Path, pids: Mapping[int, int]) -> None:
         self.done = {rank: count + (count > 0 and rank not in self.hang) for rank, count in self.done.items()}

@@ -81,7 +81,9 @@ def test_what_of_a_trainer_is_refused(arguments: dict[str, Any], words: str) -> 
 
 @pytest.mark.parametrize("name", ["configure_gradient_clipping", "backward", "optimizer_step", "optimizer_zero_grad"])
 def test_a_modules_hooks_on_gradients_are_refused(name: str) -> None:
-    assert (sentence(overriding(name)) or "").startswith(f"the module overrides {name}, and DeepSpeed")
+    found = sentence(overriding(name)) or ""
+    assert found.startswith(f"the module overrides {name}, and ")
+    assert "DeepSpeed" in found
 
 
 @pytest.mark.parametrize("name", GRADIENT_HOOKS)

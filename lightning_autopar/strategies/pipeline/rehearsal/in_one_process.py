@@ -22,7 +22,7 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.absent_tensor import MissingValue, absent_like, is_absent
 from lightning_autopar.exact.logs.log_rules import Logged, recorded_logs
 from lightning_autopar.exact.logs.logging_hooks import mentions
-from lightning_autopar.memory.fakes.fakes import fake_copy
+from lightning_autopar.memory.fakes.fake_copies import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep, Silent, default_dtype
 from lightning_autopar.memory.trace.no_writes import no_effects
 from lightning_autopar.strategies.pipeline.run.stage_draws import in_short, python_states

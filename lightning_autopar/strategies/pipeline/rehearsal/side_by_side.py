@@ -21,7 +21,7 @@ from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning import grads as lightning_grads
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.logs.log_rules import recorded_logs
-from lightning_autopar.memory.fakes.fakes import fake_copy
+from lightning_autopar.memory.fakes.fake_copies import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import mapped

@@ -23,7 +23,7 @@ from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.step.kept_attributes import is_variable, title
 from lightning_autopar.exact.step.micro_batches import take_part
 from lightning_autopar.exact.step.random_draws import GlobalDraws
-from lightning_autopar.memory.fakes.fakes import as_if_real, drawing_nothing, fake_copy, fake_mode
+from lightning_autopar.memory.fakes.fake_copies import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Conduct, Footprint
 from lightning_autopar.memory.trace.bare_step import STEPS
@@ -91,7 +91,7 @@ def probe_stages(
         if is_lazy(parameter):
             return refused(f"the parameter {name!r} gets its shape in the first step, and a pipeline is cut before")
     if fn == "fit" and not module.automatic_optimization:
-        return refused("a pipeline's schedule runs backward by itself, and the module does so by hand")
+        return refused("a pipeline's schedule runs backward, but the module calls backward by itself")
     found = len(blocks or find_blocks(module))
     if found < 2 and not is_overridden("configure_model", module):
         return refused(f"a pipeline is cut between blocks or layers that share no parameters, and the module has {found}")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar.exact.absent.absent_tensor import resolved
-from lightning_autopar.memory.fakes.fakes import is_compiled
+from lightning_autopar.memory.fakes.fake_copies import is_compiled
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import StepRecording
 
 

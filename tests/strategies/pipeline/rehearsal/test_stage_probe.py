@@ -282,7 +282,7 @@ def test_what_needs_no_trial() -> None:
     assert probed(module).value.refusal == "the parameter 'late.weight' gets its shape in the first step, and a pipeline is cut before"
     module = Stack()
     module.automatic_optimization = False
-    assert probed(module).value.refusal == "a pipeline's schedule runs backward by itself, and the module does so by hand"
+    assert probed(module).value.refusal == "a pipeline's schedule runs backward, but the module calls backward by itself"
 
 
 class Remembers(Stack):

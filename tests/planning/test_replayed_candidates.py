@@ -21,7 +21,7 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, Moment
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.planning import finalists
+from lightning_autopar.planning import replayed_candidates
 from lightning_autopar.planning.plan_bytes import predict, replay
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import OFFLOADS, Plan
@@ -140,7 +140,7 @@ def test_settings_of_the_allocator_count() -> None:
     little = AllocatorOptions(expandable_segments=True, memory_fraction=0.005)  # of 80 GiB: 410 MiB
     refused = first(report(step, here, budget, allocator=little))
     assert refused.reason is not None
-    assert "more than the 410 MiB" in refused.reason
+    assert "needs more than 410 MiB" in refused.reason
 
 
 def test_what_does_not_fit_by_the_rule_of_thumb_may(gpt: Footprint) -> None:
@@ -240,9 +240,9 @@ def test_replays_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
         allocations.append(found.allocations)
         return found
 
-    monkeypatch.setattr(finalists, "replay", counted)
+    monkeypatch.setattr(replayed_candidates, "replay", counted)
     for budget in (80 * GIB, first(report(step, here)).bytes["cuda:0"].reserved):
         allocations.clear()
         report(step, here, budget)
         assert min(allocations) > 0
-        assert sum(allocations[:-1]) < finalists._MOST_ALLOCATIONS
+        assert sum(allocations[:-1]) < replayed_candidates._MOST_ALLOCATIONS

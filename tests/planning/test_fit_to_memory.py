@@ -3,7 +3,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autopar.planning.remedies import largest_rows, share_out
+from lightning_autopar.planning.fit_to_memory import largest_rows, share_out
 
 RANKS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 8)), min_size=1, max_size=4)
 

@@ -45,7 +45,7 @@ _SEGMENT_SECONDS = 1e-3
 _MOST_WITHOUT_LIMIT = 1.1
 
 #: Of a plan that is taken once a search has replayed as much as it may.
-_UNREPLAYED = "its allocations weren't replayed, as others' had used up the search's replays: what the allocator holds is a rule of thumb"
+_UNREPLAYED = "the search had no replay left for its allocations: how much memory the allocator reserves is a rule of thumb"
 
 Order = Callable[[Candidate], tuple[object, ...]]
 #: Says where memory is missing, given the bytes needed by device; None where there is enough.
@@ -177,7 +177,7 @@ class Finalists:
             needs[device] = math.ceil(max(checked[device].reserved, reserved) * margin)
         reason = shortage(needs)
         if reason is None and not played.fits:
-            reason = f"needs more than the {format_bytes(limit)} that torch's allocator is set to take at most"
+            reason = f"needs more than {format_bytes(limit)}, the limit of torch's allocator"
         notes = candidate.notes
         waiting = _SEGMENT_SECONDS * played.released if played.fits else 0.0
         if waiting:

@@ -497,8 +497,8 @@ def with_shares(plan: Plan, rows: Sequence[int]) -> Plan:
     return replace(plan, shares=tuple(rows), reasons=(*reasons, f"{_SHARES_REASON} by speed and free memory ({told})"))
 
 
-_SHARES_REASON = "the batch is shared out"
-_PARTS_REASON = "each rank works off"
+_SHARES_REASON = "the batch is divided"
+_PARTS_REASON = "each rank splits its samples into"
 
 
 def without_recompute(plan: Plan) -> Plan:
@@ -515,4 +515,4 @@ def in_parts(plan: Plan, parts: int) -> Plan:
     """The plan with its batch in parts."""
     if parts == 1:
         return plan
-    return replace(plan, micro_batches=parts, reasons=(*plan.reasons, f"{_PARTS_REASON} its samples in {parts} parts, for memory"))
+    return replace(plan, micro_batches=parts, reasons=(*plan.reasons, f"{_PARTS_REASON} {parts} micro-batches, to save memory"))

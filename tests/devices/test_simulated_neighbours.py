@@ -9,7 +9,13 @@ import pytest
 
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.devices.neighbours import NEIGHBOURS_VARIABLE, Neighbour, read_neighbours, with_neighbours, write_neighbours
+from lightning_autopar.devices.simulated_neighbours import (
+    NEIGHBOURS_VARIABLE,
+    Neighbour,
+    read_neighbours,
+    with_neighbours,
+    write_neighbours,
+)
 
 GIB = 1024**3
 
