@@ -34,7 +34,9 @@ def test_of_a_replay_buffer_only_what_is_appended_is_compared(kind: Any, monkeyp
     monkeypatch.setattr(attribute_rules, "combined", lambda rule, *rest: (tried.append(rule), combined(rule, *rest))[1])
     new = ([0.5, 0.25], 1, True)
     found, unknown = seen(buffer(kind=kind), buffer(new, kind=kind), [buffer(new, kind=kind)] * 2).settled()
-    assert {path[:2] for path in found} == {("kept", "+")} and set(found.values()) == {"same"} and not unknown
+    assert {path[:2] for path in found} == {("kept", "+")}
+    assert set(found.values()) == {"same"}
+    assert not unknown
     assert len(tried) < 50, "a rule is tried on what is new, and not on a thousand items"
 
 
@@ -59,5 +61,6 @@ def test_counts_in_a_long_list_are_sums_though_they_begin_alike() -> None:
 
     whole = [1, 999, 998, 999]
     found, unknown = seen(counts(), counts(*whole), [counts(*whole[0::2]), counts(*whole[1::2])]).settled()
-    assert found == {("kept", number): "growth" for number in (1, 998, 999)} and not unknown
+    assert found == {("kept", number): "growth" for number in (1, 998, 999)}
+    assert not unknown
     assert plain(taken(counts(3)))[3] == 1
