@@ -343,8 +343,8 @@ def taken(value: Any, path: Path = (), rules: PathRules | None = None) -> Any:
     if isinstance(value, (numpy.ndarray, set, frozenset)):
         return Before(container=value, copy=value.copy())
     if isinstance(value, (list, deque, dict)) and rules is not None and _grows(path, rules):
-        items = tuple(value) if not isinstance(value, dict) and len(value) <= _MOST_ITEMS else None
-        return Before(container=value, copy=None, length=len(value), items=items)
+        noted = tuple(value) if not isinstance(value, dict) and len(value) <= _MOST_ITEMS else None
+        return Before(container=value, copy=None, length=len(value), items=noted)
     copy: Any = MISSING
     if len(path) > _DEEP or (isinstance(value, (list, deque, dict, tuple)) and len(value) > _MOST_ITEMS):
         pass
