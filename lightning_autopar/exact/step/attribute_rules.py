@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import permutations
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,8 @@ _RULES = ("same", "mean", "weighed", "growth", "sum", "max", "min", "rows", "ite
 _EQUAL = 1e-5
 #: Deeper levels, longer lists and larger tensors are data rather than what a step keeps.
 _DEEP, _MOST_ITEMS, _TENSOR_BYTES = 5, 10_000, 64 << 20
+#: In a list with more items, such as a replay buffer, it is looked whether they have moved up.
+_LONG = 100
 _BUILTIN = frozenset({dict, OrderedDict, defaultdict, set, list, deque})
 #: Stands for a value that is missing, or can't be copied.
 MISSING = SimpleNamespace()
@@ -48,11 +51,21 @@ class Before:
         container: itself.
         copy: of what it held; None for a list or a dictionary that only grows, ``MISSING`` if it can't be copied.
         length: how many items it had.
+        items: these, where the copy is None and they may be dropped: by a full ``deque(maxlen=...)``, or by ``pop(0)``.
     """
 
     container: Any
     copy: Any
     length: int = 0
+    items: tuple[Any, ...] | None = None
+
+    def left(self) -> int:
+        """How many of a list's items are still at its beginning, whatever was appended."""
+        if self.items is None:
+            return self.length if self.length <= len(self.container) else 0
+        now = list(self.container)
+        tails = (self.items[dropped:] for dropped in range(max(0, self.length - len(now)), self.length + 1))
+        return next(len(tail) for tail in tails if all(map(is_, tail, now)))
 
 
 @dataclass(kw_only=True)
@@ -110,22 +123,25 @@ class Evidence:
         kind = kinds.pop() if len(kinds) == 1 else None
         lengths = {len(value) for value in values} if kind in (list, dict, tuple) else set()
         kept = before if kind is not None and isinstance(before, kind) else None
+        dropped = [_dropped(value, kept or []) for value in values] if kind is list else []
         if kind is dict and len({tuple(map(repr, value)) for value in values}) == 1:
             for key in values[0]:
                 self._compare((*path, key), (kept or {}).get(key, MISSING), [value[key] for value in values], shares)
         elif kind is tuple and len(lengths) == 1:
             for index, items in enumerate(zip(*values, strict=True)):
                 self._compare((*path, index), kept[index] if kept and index < len(kept) else MISSING, list(items), shares)
-        elif kind is list and kept is not None and lengths == {len(kept)}:
+        elif kind is list and kept is not None and lengths == {len(kept)} and not all(dropped):
             for index, items in enumerate(zip(*values, strict=True)):
                 self._compare((*path, index), kept[index], list(items), shares)
         elif kind in (list, dict):
             lists = [list(value.items()) if kind is dict else value for value in values]
             old = [] if kept is None else list(kept.items()) if kind is dict else kept
-            if any(not _alike(value[: len(old)], old) for value in lists):
-                old = []  # another list than before
-            tails = [value[len(old) :] for value in lists]
-            if kind is list and len(lengths) == 1:
+            dropped = dropped or [0 if _alike(value[: len(old)], old) else None for value in lists]
+            if None in dropped:
+                tails = lists  # another list than before
+            else:
+                tails = [value[len(old) - count :] for value, count in zip(lists, dropped, strict=True) if count is not None]
+            if kind is list and len({len(tail) for tail in tails}) == 1:
                 for items in zip(*tails, strict=True):
                     self._compare((*path, "+"), MISSING, list(items), shares)
             else:
@@ -149,6 +165,19 @@ class Evidence:
             self.row_bytes[path] = max(self.row_bytes.get(path, 0), whole.nbytes)
         elif all(isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1) for value in values):
             self._numbers.setdefault(path, []).append([float(value) for value in values])
+
+
+def _dropped(value: list[Any], before: list[Any]) -> int | None:
+    """How many of the items that a list had were dropped at its beginning when others were appended; None if it is another list. Entries
+    that were written in their places, such as counts, may look like that where they were alike; so most places must have changed.
+    """
+    length = len(before)
+    if _alike(value[:length], before):
+        return 0
+    half = min(length // 2, len(value)) if length > _LONG else 0
+    by = (count for count in range(1, half + 1) if _alike(value[0], before[count]))
+    found = next((count for count in by if _alike(value[: length - count], before[count:])), None)
+    return found if sum(not _alike(*pair) for pair in zip(value, before, strict=False)) > half else None
 
 
 def _explains(rule: str, before: Any, whole: Any, parts: Sequence[Any], shares: Sequence[BatchShare]) -> bool:
@@ -305,7 +334,7 @@ def taken(value: Any, path: Path = (), rules: PathRules | None = None) -> Any:
     """A value that a step may change, with a copy of what it holds.
 
     Args:
-        rules: where they are known; for lists that only grow, the length is enough.
+        rules: where they are known; of lists to which items are appended, the items themselves aren't copied.
     """
     if isinstance(value, (bool, int, float, str, bytes, type(None), numpy.generic)):
         return value
@@ -314,7 +343,8 @@ def taken(value: Any, path: Path = (), rules: PathRules | None = None) -> Any:
     if isinstance(value, (numpy.ndarray, set, frozenset)):
         return Before(container=value, copy=value.copy())
     if isinstance(value, (list, deque, dict)) and rules is not None and _grows(path, rules):
-        return Before(container=value, copy=None, length=len(value))
+        noted = tuple(value) if not isinstance(value, dict) and len(value) <= _MOST_ITEMS else None
+        return Before(container=value, copy=None, length=len(value), items=noted)
     copy: Any = MISSING
     if len(path) > _DEEP or (isinstance(value, (list, deque, dict, tuple)) and len(value) > _MOST_ITEMS):
         pass
@@ -349,7 +379,8 @@ def refill(container: Any, items: Any) -> None:
 
 
 def _builtin(container: Any) -> Any:
-    return next(base for base in type(container).__mro__ if base in _BUILTIN)
+    kind = type(container)
+    return kind if kind in _BUILTIN else next(base for base in kind.__mro__ if base in _BUILTIN)
 
 
 def plain(value: Any) -> Any:
@@ -368,7 +399,7 @@ def restored(value: Any) -> Any:
     if isinstance(container, Tensor):
         rewrite(container, copy)
     elif isinstance(container, (list, deque, dict)) and copy is None:
-        _put_tail(container, value.length, [])
+        _put_tail(container, value.length, []) if value.items is None else refill(container, value.items)
     elif isinstance(container, (list, deque)):
         items = [restored(each) for each in copy]
         refill(container, items)
@@ -431,7 +462,7 @@ def slots(path: Path, before: Any, value: Any, rules: PathRules, put: Callable[[
     old = before.copy if isinstance(before, Before) else None
     if isinstance(value, (list, deque, dict)):
         grown = _grows(path, rules)
-        length = before.length if grown and isinstance(before, Before) and before.container is value and before.length <= len(value) else 0
+        length = before.left() if grown and isinstance(before, Before) and before.container is value else 0
         if rules.get((*path, "+")) == "items":
             yield Slot(path=(*path, "+"), before=MISSING, value=_tail(value, length), put=partial(_put_tail, value, length))
         elif isinstance(value, dict):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy
@@ -29,6 +31,8 @@ _EQUAL = 1e-5
 _HOST_SHARE = 0.5
 #: The most objects and bytes in attributes: more objects, or larger tensors, are data rather than what a step keeps.
 _MOST_OBJECTS, _TENSOR_BYTES = 10_000, 64 << 20
+#: Types of values that nobody can write to; most items of a replay buffer are of these.
+_ATOMS = (str, bytes, int, float, bool, type, type(None))
 _TORCHS = frozenset(vars(nn.Module()))
 #: What a metric keeps is undone as well.
 _LEFT_ALONE = NOT_THE_USERS - {"torchmetrics"}
@@ -152,7 +156,7 @@ def _held_by(module: nn.Module, outside: Mapping[str, Any]) -> list[tuple[str, C
     ]
     while left and len(seen) < _MOST_OBJECTS:
         name, value = left.pop()
-        if id(value) in seen or isinstance(value, (str, bytes, int, float, bool, type, type(None))):
+        if id(value) in seen or isinstance(value, _ATOMS):
             continue
         seen.add(id(value))
         if type(value) is Tensor and value.is_leaf and value.nbytes <= _TENSOR_BYTES:
@@ -161,9 +165,9 @@ def _held_by(module: nn.Module, outside: Mapping[str, Any]) -> list[tuple[str, C
             undo.append((name, partial(_overwrite, value, value.copy())))
         elif isinstance(value, (list, deque, set, dict)) and len(value) <= _MOST_OBJECTS:
             undo.append((name, partial(_refill, value, items_of(value))))
-            left += [(name, item) for item in (value.values() if isinstance(value, dict) else value)]
+            left += [(name, item) for item in (value.values() if isinstance(value, dict) else value) if type(item) not in _ATOMS]
         elif isinstance(value, tuple):
-            left += [(name, item) for item in value]
+            left += [(name, item) for item in value if type(item) not in _ATOMS]
         elif hasattr(value, "__dict__") and package_of(type(value)) not in _LEFT_ALONE:
             left.append((name, value.__dict__))
     return undo
@@ -186,9 +190,12 @@ def _overwrite(array: Any, before: Any) -> bool:
 
 
 def _refill(container: Any, before: Any) -> bool:
-    now, then = ([id(each[1] if isinstance(container, dict) else each) for each in items] for items in (items_of(container), before))
-    refill(container, before)
-    return now != then
+    now = items_of(container)
+    flat: Callable[[Any], Iterator[Any]] = chain.from_iterable if isinstance(container, dict) else iter
+    changed = len(now) != len(before) or not all(map(is_, flat(now), flat(before)))
+    if changed:
+        refill(container, before)
+    return changed
 
 
 def changing_buffers(written: Sequence[Mapping[str, Tensor]]) -> tuple[float, str] | None:

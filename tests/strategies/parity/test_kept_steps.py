@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,6 +44,8 @@ class Kept:
         self.outputs: list[dict[str, Tensor]] = []
         self.by_name: defaultdict[str, list[float]] = defaultdict(list)
         self.meter, self.smooth, self.last = Meter(), 0.0, torch.zeros(())
+        self.lately: deque[float] = deque(maxlen=2)
+        self.replayed: deque[float] = deque(maxlen=12)
 
     def keep(self, error: Tensor) -> Tensor:
         """Of the errors of a batch's samples, (B,)."""
@@ -60,6 +62,8 @@ class Kept:
         self.listed.extend(error.tolist())
         self.outputs.append({"loss": loss.detach(), "errors": error.detach()})
         self.by_name["loss"].append(loss.item())
+        self.lately.append(loss.item())
+        self.replayed.extend(error.tolist())
         self.meter.update(loss.item(), len(error))
         self.steps += 1
         self.smooth = 0.9 * self.smooth + 0.1 * loss.item()
@@ -72,7 +76,7 @@ class Kept:
         listed = float(np.dot(np.concatenate(self.errors), self.listed))
         sums = [self.total, self.bad, self.seen, self.worst, float(self.close), *self.table.tolist(), *self.places, self.steps]
         means = [float(torch.stack(self.means).mean()), float(self.outputs[-1]["loss"]), sum(self.by_name["loss"]), self.meter.average]
-        return [*map(float, sums), *means, order, listed, self.smooth, float(self.last)]
+        return [*map(float, sums), *means, order, listed, self.smooth, float(self.last), *self.lately, *self.replayed]
 
 
 class Keeper(pl.LightningModule, Kept):
