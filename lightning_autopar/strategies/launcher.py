@@ -45,7 +45,7 @@ from lightning_autopar.strategies.base.worker_exception import WHERE
 from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
 from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
-from lightning_autopar.strategies.out_of_memory_restart import SmallerPlans
+from lightning_autopar.strategies.out_of_memory_restart import SmallerPlans, needs_way_back
 from lightning_autopar.strategies.preparation.batch_size_finder import find_batch_size
 from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.decide import decide_again, find_prospect, has_several
@@ -81,8 +81,9 @@ _STARTED_AGAIN = (
 class AutoLauncher(Launcher):
     """Plans in the parent process, then runs the trainer's function under the plan.
 
-    A plan of one device runs in this process. Others run in forked workers; if torchrun or SLURM started the processes, in those; if this
-    process has already used a GPU, or autograd's threads for one, in reruns of the script.
+    A plan of one device runs in this process, unless it is tight and a batch that runs out of memory couldn't be run again. Others run in
+    forked workers; if torchrun or SLURM started the processes, in those; if this process has already used a GPU, or autograd's threads for
+    one, in reruns of the script.
     """
 
     def __init__(self, strategy: RunHost) -> None:
@@ -236,7 +237,8 @@ class AutoLauncher(Launcher):
         if how is not None:
             return self._run_elastic(decision, how, function, args, kwargs, trainer)
         first, forks = decision.run_plan.devices[0], unforkable() is None
-        if not engines.of(decision.run_plan.plan).several and first.index is not None and not (first.in_doubt and forks):
+        in_worker = forks and (first.in_doubt or needs_way_back(decision.run_plan, trainer))
+        if not engines.of(decision.run_plan.plan).several and first.index is not None and not in_worker:
             return self._run_here(decision, function, args, kwargs, trainer)
         if not forks:
             peers = rerun_script(self._strategy, decision.run_plan.plan.world_size)

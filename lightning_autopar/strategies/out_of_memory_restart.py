@@ -34,11 +34,25 @@ from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_supervisor import Outcome
 
 if TYPE_CHECKING:
+    from lightning_autopar.strategies.base.run_plan import RunPlan
     from lightning_autopar.strategies.base.users_strategy import RunHost
 
+#: A plan that needs more of what it may use of a GPU than this is tight.
+_TIGHT_SHARE = 0.8
 
 #: No warning: one that somebody has turned into an exception would end the run.
 _LOG = logging.getLogger(__name__)
+
+
+def needs_way_back(run_plan: RunPlan, trainer: Trainer) -> bool:
+    """Whether a plan of one device had better run in a worker, which can be started again under a smaller plan: it trains, it is tight, and
+    a batch that runs out of memory can't be run again in parts, as in manual optimization.
+    """
+    if trainer.state.fn != TrainerFn.FITTING or run_plan.undivided is None or run_plan.batch != "global":
+        return False
+    device = run_plan.devices[0]
+    budget_bytes = run_plan.budgets.get(device.id, device.free_bytes)
+    return device.kind == "cuda" and run_plan.needed_bytes.get(device.id, 0) > _TIGHT_SHARE * budget_bytes
 
 
 class LatestSnapshot:

@@ -155,8 +155,11 @@ class Elsewhere(Plain):
             return
         if not fails(place, strategy.run_plan.plan) if self.once is None else self.once.exists():
             return
-        run = Path(os.environ[RENDEZVOUS_FILE]).parent.parent
-        there = any(is_snapshot(each) for each in run.glob("s0*")) if self.at is None else self.trainer.global_step == self.at
+        if self.at is None:
+            run = Path(os.environ[RENDEZVOUS_FILE]).parent.parent
+            there = any(is_snapshot(each) for each in run.glob("s0*"))
+        else:
+            there = self.trainer.global_step == self.at
         if strategy.global_rank == self.rank and there:
             if self.once is not None:
                 self.once.touch()

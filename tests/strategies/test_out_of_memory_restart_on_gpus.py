@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -16,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy, Plan
 from lightning_autopar.devices.discover import probe
+from lightning_autopar.strategies import out_of_memory_restart
+from lightning_autopar.strategies.elastic import snapshot_schedule
 from tests.fresh import fresh
 from tests.strategies.base.out_of_memory.test_rerun import Short
 from tests.strategies.fitted import QUIET, numbers
@@ -45,9 +45,9 @@ def _fit(
 ) -> tuple[Any, ...]:
     pl.seed_everything(3, verbose=False)
     module, pinned = make(), under and under(devices)
-    strategy: Any = (
-        "auto" if devices == 1 else AutoParallelStrategy(calibrate="off", allow=[pinned.engine] if pinned else ["fsdp"], plan=pinned)
-    )
+    strategy: Any = "auto"
+    if devices > 1 or pinned:
+        strategy = AutoParallelStrategy(calibrate="off", allow=[pinned.engine] if pinned else ["fsdp"], plan=pinned)
     trainer = pl.Trainer(
         accelerator="gpu",
         devices=devices,
@@ -56,9 +56,10 @@ def _fit(
         default_root_dir=root,
         **{"max_epochs": 2, **QUIET, **options},
     )
-    with patch("lightning_autopar.strategies.elastic.snapshot_schedule.SAVE_SECONDS", 0.0) if soon else nullcontext():
-        trainer.fit(module, DataLoader(numbers(), batch_size=8, shuffle=True), DataLoader(numbers(), batch_size=8))
-    found = None if devices == 1 else strategy.plan
+    if soon:  # this process ends after it
+        snapshot_schedule.SAVE_SECONDS, out_of_memory_restart._TIGHT_SHARE = 0.0, 0.0
+    trainer.fit(module, DataLoader(numbers(), batch_size=8, shuffle=True), DataLoader(numbers(), batch_size=8))
+    found = None if strategy == "auto" else strategy.plan
     return {name: value.cpu() for name, value in module.state_dict().items()}, getattr(module, "begun", None), found
 
 
@@ -91,6 +92,17 @@ def _goes_back(
 def test_where_the_batch_cant_be_run_again_the_run_goes_back(engine: str, place: str, rank: int, tmp_path: Path) -> None:
     """To its beginning, before there is a snapshot. No plan takes less than what every process takes, so the same one is tried again."""
     _goes_back(place, rank, partial(on_gpus, engine=engine), 2, tmp_path)
+
+
+def test_on_one_gpu_a_tight_run_of_manual_optimization_goes_back_to_a_snapshot(tmp_path: Path) -> None:
+    _goes_back("manual", 0, partial(on_gpus, engine="single"), 1, tmp_path, snapshot=True, max_epochs=12)
+
+
+def test_a_roomy_one_ends_and_says_that_it_could_go_back_in_an_elastic_run(tmp_path: Path) -> None:
+    make = partial(Elsewhere, "manual", 2, 0, tmp_path / "once")
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        fresh(partial(_fit, under=partial(on_gpus, engine="single")), make, tmp_path, 1)
+    assert "it ran in the script's own process" in "\n".join(raised.value.__notes__)
 
 
 @pytest.mark.slow

@@ -100,8 +100,13 @@ class Saver:
         if self._pending is not None:
             self.take_in(files)
         elif files.rendezvous.progress().boundaries >= 1 and self._is_due(time.monotonic()):
-            self._periodic = True
-            self.ask(files, "snapshot")
+            try:
+                self.ask(files, "snapshot")
+                self._periodic = True
+            except OSError as error:  # no room for the request, where the workers' files are: training goes on
+                self._say(f"autopar: a snapshot couldn't be asked for: {error}")
+                self.give_up(files)
+                self._saved_at = time.monotonic()
 
     def _is_due(self, now: float) -> bool:
         """Whether a snapshot is due that nobody has asked for. By default each snapshot, and all together, keep within ``overhead`` of the

@@ -184,7 +184,7 @@ class LeavingBoundary(Boundary):
 
     def _leaves(self, error: Exception) -> bool:
         """Whether all ranks leave the step; the same on all of them."""
-        why = self._why_not()
+        why = self._why_not(error)
         if out_of_memory(error) and not isinstance(error, dist.DistError):
             if why is not None:
                 if not self._engine.reruns_batches:  # which says so itself
@@ -214,11 +214,11 @@ class LeavingBoundary(Boundary):
             return False
         return True
 
-    def _why_not(self) -> str | None:
+    def _why_not(self, error: Exception) -> str | None:
         """Why this rank can't leave the running step; None where it can."""
         trainer, step, undivided = self._trainer, self._step, self._engine.run_plan.undivided
         if not trainer.training or step.found is None or not step.in_step:
-            return undivided or f"memory ran out in {step.place or 'a hook'}"
+            return undivided or f"memory ran out in {step.place_of(error) or 'a hook'}"
         if self._epoch_loop.batch_idx % trainer.accumulate_grad_batches:
             return "the gradients of earlier batches of its window can't be told apart"
         combined = trainer.fit_loop._combined_loader

@@ -377,7 +377,8 @@ def _describe(code: int | None) -> str:
     """An exit code in words."""
     if code is None or code >= 0:
         return f"exit code {code}"
-    cause = "; the system does that when the host's memory is short" if code == -signal.SIGKILL else ""
+    short = {-signal.SIGKILL: "the host's memory is short", -signal.SIGBUS: "shared memory (/dev/shm) or the disk is full"}
+    cause = f"; the system does that when {short[code]}" if code in short else ""
     return f"killed by {signal.Signals(-code).name}{cause}"
 
 

@@ -109,6 +109,22 @@ def test_what_could_not_be_written_is_said_and_removed(clock: Clock) -> None:
     assert snapshots.kept, "the next one is tried again"
 
 
+def test_a_full_disk_that_has_no_room_for_the_request_is_said(clock: Clock) -> None:
+    def full(target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    saver, snapshots, run = begun(clock, SnapshotSettings(snapshot_seconds=10.0))
+    said: list[str] = []
+    saver._say = said.append
+    works, run.elastic.request = run.elastic.request, full
+    run.until(105)
+    assert said == ["autopar: a snapshot couldn't be asked for: [Errno 28] No space left on device"]
+    assert len(snapshots.discarded) == 1
+    run.elastic.request = works
+    run.until(130)
+    assert run.saves, "it is tried again"
+
+
 def test_one_that_is_asked_for_comes_soon(clock: Clock) -> None:
     saver, _, run = begun(clock, SnapshotSettings(snapshot_seconds=1000.0))
     run.until(110.0)

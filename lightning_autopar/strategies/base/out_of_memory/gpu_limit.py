@@ -298,8 +298,7 @@ def shortage_words(run_plan: RunPlan, rank: int, gpu_limit: GpuLimit | None) -> 
         said.append(f"{format_bytes(predicted)} were predicted ({format_bytes(needed)} with the margin)")
     if gpu_limit is not None:
         said.append(f"{format_bytes(gpu_limit.promised_bytes)} were promised to it, at which its allocator is capped")
-    alone = "; with callbacks=[CheckpointMigrate()] the run would go on by itself" if run_plan.plan.world_size == 1 else ""
-    return f"autopar: {'; '.join(said)}. The next start counts with more, unless AUTOPAR_CACHE is off{alone}"
+    return f"autopar: {'; '.join(said)}. The next start counts with more, unless AUTOPAR_CACHE is off"
 
 
 def _lease(run_plan: RunPlan, device: Device, needed: int) -> Lease:

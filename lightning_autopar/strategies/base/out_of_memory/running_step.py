@@ -6,6 +6,7 @@ Knows an engine and its step's state; neither the other ranks, nor who asks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from lightning_autopar.exact.step.step_rollback import StepState
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 FORWARD, BACKWARD, BOTH, OPTIMIZER = (
     "the forward", "the backward", "the forward and the backward", "the optimizer's step",
 )  # fmt: skip
+#: Of these, what a batch that is run again runs anew.
+_IN_STEP = FORWARD, BACKWARD, BOTH
 
 
 class RunningStep:
@@ -65,7 +68,7 @@ class RunningStep:
         if not out_of_memory(error) or WHERE in vars(error):  # it may be asked of a rank that couldn't leave its step
             return
         self._describe(error)
-        if engine._trainer.training and engine.run_plan.undivided is not None:
+        if self.place_of(error) in _IN_STEP and engine.run_plan.undivided is not None:
             error.add_note(f"autopar: the batch wasn't run again in more parts: {engine.run_plan.undivided}")
         if device.kind == "cuda":
             error.add_note(shortage_words(engine.run_plan, engine._rank, engine.gpu_limit))
@@ -75,16 +78,28 @@ class RunningStep:
     def _describe(self, error: BaseException) -> None:
         engine, trainer = self._engine, self._engine._trainer
         automatic = trainer.training and trainer.lightning_module.automatic_optimization
-        batch = f" of batch {trainer.fit_loop.epoch_loop.batch_idx}" if trainer.training and self.place else ""
+        place = self.place_of(error)
+        batch = f" of batch {trainer.fit_loop.epoch_loop.batch_idx}" if trainer.training and place else ""
         plan, rank = engine.run_plan.plan, engine._rank
         which = f"{plan.devices[rank]} of rank {rank}" if plan.world_size > 1 else plan.devices[rank]
-        where = f"{which} ran out of memory in {self.place or 'a hook'}{batch}"
+        where = f"{which} ran out of memory in {place or 'a hook'}{batch}"
         vars(error).update({IN_STEP: automatic and self.in_step, AT_FIRST: self.begun <= 1, WHERE: where})
 
     @property
     def in_step(self) -> bool:
         """Whether the batch's forward or backward runs."""
-        return self.place in (FORWARD, BACKWARD, BOTH)
+        return self.place in _IN_STEP
+
+    def place_of(self, error: BaseException) -> str:
+        """Where an exception was raised, in the words above; empty for a hook. Nobody tells this object of a step's end, nor of the
+        optimizers' steps in manual optimization: who called whom says so.
+        """
+        if not self._engine._trainer.training:
+            return self.place
+        called = {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
+        if not called & {"training_step", "backward", "optimizer_step"}:
+            return ""
+        return OPTIMIZER if called >= {"training_step", "optimizer_step"} and self.place == BACKWARD else self.place
 
     def undo(self) -> None:
         """Undo the running step, after it failed on some rank and before any rank began its optimizer's step; no communication. This

@@ -1,0 +1,62 @@
+"""Where in a batch memory ran out, as the error says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.strategies.base.worker_exception import WHERE
+from tests.strategies.base.out_of_memory.test_rerun import allocate
+from tests.strategies.fitted import QUIET, Fitted, numbers
+
+
+class _Short(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]  # as torch's own
+        loss = None if closure is None else closure()
+        allocate(1, 0, "the optimizer")
+        return loss
+
+
+class Lacks(Fitted):
+    """Runs out at the first batch's end, or in the optimizer's step."""
+
+    def __init__(self, place: str, *, automatic: bool) -> None:
+        super().__init__()
+        self.place, self.automatic_optimization = place, automatic
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()  # type: ignore[union-attr]  # one optimizer
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.place == "end":
+            allocate(1, 0, "a hook")
+
+    validation_step: Any = None
+
+    def configure_optimizers(self) -> Any:
+        return (_Short if self.place == "optimizer" else torch.optim.SGD)(self.parameters(), 0.05)
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize(("place", "words"), [("end", "in a hook"), ("optimizer", "in the optimizer's step of batch 0")])
+def test_an_error_says_where_memory_ran_out(
+    place: str, words: str, automatic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOPAR_DEVICES", "1xcpu:2GiB")
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, strategy=AutoParallelStrategy(calibrate="off"), default_root_dir=tmp_path, **QUIET
+    )
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trainer.fit(Lacks(place, automatic=automatic), DataLoader(numbers(), batch_size=8))
+    assert vars(raised.value)[WHERE] == f"cpu:0 ran out of memory {words}"
+    assert not any("wasn't run again in more parts" in note for note in raised.value.__notes__), "more parts wouldn't have helped"
