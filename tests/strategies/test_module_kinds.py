@@ -223,7 +223,7 @@ def test_a_module_without_repeated_blocks_in_a_pipeline(make: Any) -> None:
     [
         (Forces, "fsdp", "the step differentiates by itself (torch.autograd.grad), through parameters that FSDP2 frees after each use"),
         (Forces, "pipeline", "differentiates by itself"),
-        (InPlace, "fsdp", "'blocks.1' writes in place to the tensor that it is given"),
+        (InPlace, "fsdp", "'blocks.1' writes in place to the tensor that it is given, at test_module_kinds.py:"),
         (InPlace, "pipeline", "'blocks.0' writes to a tensor that it is given"),
         (EmptyWeight, "fsdp", "the parameter 'none' has no elements and gets a gradient, which FSDP2 can't reduce"),
         (OneLayer, "pipeline", "blocks or layers that share no parameters, and the module has 1"),
