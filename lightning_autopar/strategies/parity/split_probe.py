@@ -194,7 +194,9 @@ class _Probe(KeptRuns):
             self.losses(self.batches.part(everything(self.batches.count)))
             seconds = (time.monotonic() - started) * 6 * len(sizes)
         except OwnStepError as error:
-            reason = f"training_step makes gradients and steps an optimizer by itself{users_line(error)}, while automatic_optimization is True"
+            reason = (
+                f"training_step makes gradients and steps an optimizer by itself{users_line(error)}, while automatic_optimization is True"
+            )
             exchanged = "each rank would step by its own samples' gradients, which only manual optimization exchanges"
             return SplitFinding(splittable=False, reason=f"{reason}: {exchanged} (automatic_optimization = False)"), DrawPlan()
         except Exception as error:

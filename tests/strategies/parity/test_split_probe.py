@@ -368,7 +368,7 @@ class GradientsByHand(ByHand):
 
 
 class OwnStep(Base):
-    """Runs backward and steps within the training step, though Lightning is to do so; steps only where ``makes`` says that it has gradients."""
+    """Runs backward and steps within the training step, though Lightning is to do so; without ``makes`` it only steps."""
 
     makes = True
 
