@@ -142,11 +142,13 @@ _INSTALLED = f"{os.sep}site-packages{os.sep}"
 def error_line(error: BaseException) -> str:
     """An exception in a line: its class, the first line of what it says, and the user's line that led to it."""
     said = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {said}{_users_line(error)}"
+    return f"{type(error).__name__}: {said}{users_line(error)}"
 
 
-def _users_line(error: BaseException | None) -> str:
-    """Where the user's own code was, or if none was there an installed package's, when an exception or what led to it was raised."""
+def users_line(error: BaseException | None) -> str:
+    """Where the user's own code was, or if none was there an installed package's, when an exception or what led to it was raised:
+    ``, at file:line``, or nothing if no such code was there.
+    """
     own = installed = ""
     while error is not None and not own:
         for frame, line in traceback.walk_tb(error.__traceback__):

@@ -223,7 +223,7 @@ def test_a_module_without_repeated_blocks_in_a_pipeline(make: Any) -> None:
     [
         (Forces, "fsdp", "the step differentiates by itself (torch.autograd.grad), through parameters that FSDP2 frees after each use"),
         (Forces, "pipeline", "differentiates by itself"),
-        (InPlace, "fsdp", "'blocks.1' writes in place to the tensor that it is given"),
+        (InPlace, "fsdp", "'blocks.1' writes in place to the tensor that it is given, at test_module_kinds.py:"),
         (InPlace, "pipeline", "'blocks.0' writes to a tensor that it is given"),
         (EmptyWeight, "fsdp", "the parameter 'none' has no elements and gets a gradient, which FSDP2 can't reduce"),
         (OneLayer, "pipeline", "blocks or layers that share no parameters, and the module has 1"),
@@ -312,3 +312,38 @@ def test_parts_of_graphs_are_collated_of_their_own_samples() -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parts are cut out of the collated batch"):
         trainer.fit(Looks(), DataLoader(data, 4, collate_fn=_graphs))  # type: ignore[arg-type]
+
+
+class Probe(pl.Callback):
+    """A linear probe beside the module, trained at each batch's end on what a block gives."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.layer = nn.Linear(8, 1)
+        self.optimizer = torch.optim.Adam(self.layer.parameters(), 0.05)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        x = batch[0] if isinstance(batch, (list, tuple)) else batch
+        loss = (self.layer(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        pl_module.log("probe_loss", loss)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.probed.copy_(self.layer.weight.detach())
+
+
+class Probed(Blocks):
+    """Has such a callback, whose weights it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("probed", torch.zeros(1, 8))
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [Probe()]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_callbacks_own_network_is_trained_on_the_whole_batch(engine: str) -> None:
+    assert_same(Probed, engine)

@@ -23,11 +23,11 @@ Done = Callable[[list[Parameter]], None]
 
 
 @contextmanager
-def noticed(weight: float, ours: Callable[[], bool], done: Done, hooks: GradientHooks) -> Iterator[None]:
+def noticed(weight: Callable[[], float], ours: Callable[[], bool], done: Done, hooks: GradientHooks) -> Iterator[None]:
     """While open, notices backward passes; they are the user's own unless ``ours`` says otherwise.
 
     Args:
-        weight: of a loss.
+        weight: of a loss now.
         ours: whether the engine runs the backward pass that begins.
         done: called after each of the user's.
         hooks: the user's on parameters, for after that.
@@ -42,7 +42,7 @@ def noticed(weight: float, ours: Callable[[], bool], done: Done, hooks: Gradient
         if not reached:  # a gradient of something other than the weights
             return original(tensors, *args, **kwargs)
         hooks.begin()
-        result = original([weighed(loss, weight) for loss in losses], *args, **kwargs)
+        result = original([weighed(loss, weight()) for loss in losses], *args, **kwargs)
         done(reached)
         hooks.call()
         return result

@@ -410,10 +410,10 @@ class EngineMixin(Strategy):
     def _own_backward(self) -> Iterator[None]:
         """The context of a step of manual optimization, in which the user may call ``loss.backward()`` without Lightning."""
         module = self.lightning_module
-        if self._share is None or module is None or module.automatic_optimization:
+        if (share := self._share) is None or module is None or module.automatic_optimization:
             yield
             return
-        with users_backward.noticed(self._share.weight, lambda: self._in_backward, self.exchange_gradients, self._hooks):
+        with users_backward.noticed(lambda: share.weight, lambda: self._in_backward, self.exchange_gradients, self._hooks):
             yield
 
     def exchange_gradients(self, reached: list[Parameter]) -> None:

@@ -7,14 +7,22 @@ Where each has the whole batch, what it logs is one device's, and nothing is red
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
+
+from torch.nn import Parameter
 
 from lightning_autopar._lightning import Trainer
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.logs.combined_values import already_global
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
+from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from lightning_autopar.exact.step.shared_network import SharedNetwork
+from lightning_autopar.exact.step.users_backward import average, noticed
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
+from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
+
+#: Why a hook's own training needs all ranks.
+_ALONE = "its gradient is the mean over all ranks' parts of the batch: remove the condition on the rank around it"
 
 
 class SplitMixin(EngineMixin):
@@ -27,6 +35,8 @@ class SplitMixin(EngineMixin):
         """See :class:`.EngineMixin`."""
         if not self.run_plan.shared:
             super().prepare_steps(trainer)
+            if self.splits:
+                self._exit.enter_context(noticed(self._weight, self._steps, self._exchange_in_hooks, GradientHooks(())))
             return
         self.reruns_batches = False  # ranks exchange rows within a step, so that none can run its batch again alone
         module = trainer.lightning_module
@@ -37,6 +47,20 @@ class SplitMixin(EngineMixin):
             self._exit.enter_context(patched(loop._results, "log", _whole(loop._results.log)))
         for metric in metrics_of(module):
             self._exit.enter_context(patched(metric, "distributed_available_fn", _alone))
+
+    def _weight(self) -> float:
+        return 1.0 if self._share is None else self._share.weight
+
+    def _steps(self) -> bool:
+        """Whether a step or its backward pass runs, rather than a hook."""
+        return self._share is None or self._drawing is not False
+
+    def _exchange_in_hooks(self, reached: list[Parameter]) -> None:
+        """A hook has trained a network of its own on its rank's part of the batch (a linear probe beside a self-supervised module, say)."""
+        own = set(map(id, cast(Any, self.lightning_module).parameters()))
+        if others := [parameter for parameter in reached if id(parameter) not in own]:
+            wait_for_all_ranks("a hook ran backward through a network of its own", _ALONE)
+            average(others, others)
 
     def all_gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Where the step has the whole batch, there is nothing to gather, as on one device."""

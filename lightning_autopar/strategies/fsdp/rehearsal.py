@@ -306,8 +306,9 @@ _OPTIMIZERS = Engine(
 def _sentence(module: nn.Module, reason: str) -> str:
     """The cause, in words for a user."""
     if _IN_PLACE in reason:
-        block = reason.partition(_IN_PLACE)[2]
-        return f"{block} writes in place to the tensor that it is given, which FSDP2 doesn't allow; use inplace=False there"
+        block, at, line = reason.partition(_IN_PLACE)[2].partition(", at ")
+        anew = "make a new tensor there (x = x + 1, or inplace=False of a layer)"
+        return f"{block} writes in place to the tensor that it is given{at}{line}, which FSDP2 doesn't allow; {anew}"
     if _DIFFERENTIATES in reason:
         return f"{_DIFFERENTIATES}, through parameters that FSDP2 frees after each use"
     if "_chunk_cat expects non-empty tensor" in reason:

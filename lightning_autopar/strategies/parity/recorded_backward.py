@@ -54,10 +54,20 @@ def difference_of(observed: Observation, shares: Sequence[BatchShare]) -> float:
     return largest
 
 
-class Backwards:
-    """The backward passes between forward and the optimizers' steps, on the whole batch and then on its parts."""
+class OwnStepError(RuntimeError):
+    """Under automatic optimization the user's step has made gradients, and steps an optimizer on them: no engine exchanges these."""
 
-    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+
+class Backwards:
+    """The backward passes between forward and the optimizers' steps, on the whole batch and then on its parts.
+
+    Args:
+        parameters: the module's, by name.
+        automatic: whether Lightning runs backward, and then the optimizer's step.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], *, automatic: bool) -> None:
+        self._automatic = automatic
         self._parameters = list(parameters.values())
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         #: For each backward pass on the whole batch the signs of its gradients, by the parameter's place and by how often it had one before
@@ -123,7 +133,10 @@ class Backwards:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """An optimizer's step that changes nothing."""
         result = None if closure is None else closure()
-        self.differentiates |= not self._passes and any(parameter.grad is not None for parameter in self._parameters)
+        if not self._passes and any(parameter.grad is not None for parameter in self._parameters):
+            if self._automatic:
+                raise OwnStepError("an optimizer steps within the training step")
+            self.differentiates = True
         return result
 
     def _look_at(self, functions: Sequence[Any]) -> None:

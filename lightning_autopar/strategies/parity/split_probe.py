@@ -41,8 +41,8 @@ from lightning_autopar.strategies.parity.kept_runs import KeptRuns
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
 from lightning_autopar.strategies.parity.nudged_weights import later_draws, nudged
 from lightning_autopar.strategies.parity.part_weights import Weighing
-from lightning_autopar.strategies.parity.recorded_backward import Backwards, difference_of, groups_first_of
-from lightning_autopar.text import error_line
+from lightning_autopar.strategies.parity.recorded_backward import Backwards, OwnStepError, difference_of, groups_first_of
+from lightning_autopar.text import error_line, users_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class _Probe(KeptRuns):
         self.weighing = Weighing(module, batches, known)
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.metrics = MetricTrial(module)
-        self.backwards = Backwards(dict(module.named_parameters()))
+        self.backwards = Backwards(dict(module.named_parameters()), automatic=module.automatic_optimization)
         self.backwards.unseen = module.automatic_optimization and not is_overridden("backward", module)
         #: The values before the step; empty until they are known.
         self.buffers: dict[str, Tensor] = {}
@@ -193,6 +193,12 @@ class _Probe(KeptRuns):
             started = time.monotonic()
             self.losses(self.batches.part(everything(self.batches.count)))
             seconds = (time.monotonic() - started) * 6 * len(sizes)
+        except OwnStepError as error:
+            reason = (
+                f"training_step makes gradients and steps an optimizer by itself{users_line(error)}, while automatic_optimization is True"
+            )
+            exchanged = "each rank would step by its own samples' gradients, which only manual optimization exchanges"
+            return SplitFinding(splittable=False, reason=f"{reason}: {exchanged} (automatic_optimization = False)"), DrawPlan()
         except Exception as error:
             _LOG.debug("the first batch's step can't be run", exc_info=True)
             return SplitFinding(probed=False, raised=True, reason=f"the step can't be tried on the CPU ({error_line(error)})"), DrawPlan()

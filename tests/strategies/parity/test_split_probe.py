@@ -367,6 +367,25 @@ class GradientsByHand(ByHand):
         optimizer.zero_grad()  # type: ignore[union-attr]
 
 
+class OwnStep(Base):
+    """Runs backward and steps within the training step, though Lightning is to do so; without ``makes`` it only steps."""
+
+    makes = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.makes:
+            loss.backward()
+        self.optimizers().step()  # type: ignore[union-attr]
+        return None if self.makes else loss
+
+
+class EarlyStep(OwnStep):
+    """Its step has nothing to step by."""
+
+    makes = False
+
+
 class OwnGradients(ByHand):
     """Asks for gradients past ``backward``, and steps on them."""
 
@@ -585,6 +604,11 @@ def test_gradients_that_nobody_exchanges_rule_splitting_out() -> None:
     found, _ = probe_split(OwnGradients(), None, first_of(samples()))
     assert not found.splittable
     assert "makes gradients without backward (torch.autograd.grad)" in (found.reason or "")
+    found, _ = probe_split(OwnStep(), None, first_of(samples()))
+    assert not found.splittable
+    line = OwnStep.training_step.__code__.co_firstlineno + 4
+    assert f"steps an optimizer by itself, at test_split_probe.py:{line}, while automatic_optimization is True" in (found.reason or "")
+    assert probe_split(EarlyStep(), None, first_of(samples()))[0].splittable
 
 
 def test_the_size_of_the_difference() -> None:

@@ -39,7 +39,7 @@ from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Preci
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging, StepRecording
 from lightning_autopar.strategies.pipeline.stages.possible_cuts import record
 from lightning_autopar.strategies.pipeline.stages.stage_module import UnlikeRecordedError
-from lightning_autopar.text import error_line
+from lightning_autopar.text import error_line, users_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Trial:
         try:
             ours = self._stages(cuts)
         except UnlikeRecordedError as error:
-            return str(error)
+            return f"{error}{users_line(error)}"
         except Exception as error:  # the user's code on a stage, or the error that a value is missing there
             _LOG.debug("the step fails in stages cut before %s", cuts, exc_info=True)
             return f"in stages the step fails ({error_line(error)})"
