@@ -12,6 +12,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -61,6 +62,7 @@ class FirstBatch:
         kind: a loader over a map-style or iterable dataset, several loaders, or some other iterable.
         together: for several loaders, the numbers of samples of their batches of one step, each combination of an epoch once; empty where a
             loader doesn't know its length.
+        calls: the part of the module that the loader called to make it, as one that plays a game does; empty where it called none.
     """
 
     batch: Any
@@ -74,6 +76,7 @@ class FirstBatch:
     draws: tuple[str, ...] = ()
     epoch_batches: int | None = None
     together: tuple[tuple[int, ...], ...] = ()
+    calls: str = ""
 
     def without_makers(self) -> FirstBatch:
         """The batch without the objects that made it, which may not be picklable."""
@@ -108,19 +111,37 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
     loaders, shaped = loaders_apart(combined)
     if not loaders:
         raise ValueError(f"there is no loader for the stage {stage!r}: {combined.iterables!r}; give it one")
-    if combined_mode(combined) == "sequential" or combined.iterables is loaders[0]:
-        first = _draw(loaders[0])
-    else:
-        parts = [_draw(each) for each in loaders]
-        sizes = [part.batch_size for part in parts if part.batch_size]
-        first = FirstBatch(batch=shaped([part.batch for part in parts]), batch_size=min(sizes, default=0), kind="combined")
+    with _calls_of(module) as called:
+        if combined_mode(combined) == "sequential" or combined.iterables is loaders[0]:
+            first = _draw(loaders[0])
+        else:
+            parts = [_draw(each) for each in loaders]
+            sizes = [part.batch_size for part in parts if part.batch_size]
+            first = FirstBatch(batch=shaped([part.batch for part in parts]), batch_size=min(sizes, default=0), kind="combined")
     batch = transfer_batch(module, first.batch)
     size = first.batch_size or batch_size_of(batch)
     mode = combined_mode(combined)
     batches = _epoch_batches(loaders, mode, getattr(trainer, _LIMITS[stage])) if stage in _LIMITS else None
     together = _together(loaders, mode, batches) if first.kind == "combined" and batches else ()
     epoch_batches = batches if stage == "fit" else None
-    return replace(first, batch=batch, batch_size=size, epoch_batches=epoch_batches, loaders=tuple(loaders), together=together)
+    found = replace(first, batch=batch, batch_size=size, epoch_batches=epoch_batches, loaders=tuple(loaders), together=together)
+    return replace(found, calls=next(iter(called), ""))
+
+
+@contextmanager
+def _calls_of(module: LightningModule) -> Iterator[list[str]]:
+    """Which children with parameters are called meanwhile."""
+    called: list[str] = []
+    handles = [
+        child.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+        for name, child in module.named_children()
+        if any(True for _ in child.parameters())
+    ]
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _epoch_batches(loaders: list[Any], mode: str, limit: int | float | None) -> int | None:

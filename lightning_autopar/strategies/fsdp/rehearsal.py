@@ -98,6 +98,8 @@ def why_unsharded(first: FirstStep, rehearsed: Check | None) -> str | None:
     module, refusal = first.trainer.lightning_module, None if rehearsed is None else rehearsed.refusal
     if first.stage == "fit" and first.untried is not None:
         refusal = unshardable(module) or not_made(first.untried).refusal
+    if first.batch.calls:
+        return f"the loader calls {first.batch.calls!r} to make a batch, and FSDP2 has whole parameters within steps only"
     if refusal is None and first.split is not None:
         refusal = _routed(module, first.split.uneven_calls)
     return refusal or unshardable(module)

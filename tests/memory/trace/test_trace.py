@@ -562,6 +562,27 @@ class Endless(IterableDataset[Tensor]):
         return (torch.tensor([number]) for number in itertools.count())
 
 
+class Played(IterableDataset[Tensor]):
+    """Makes its samples by the network, as a loader that plays a game."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(8):
+            with torch.no_grad():
+                self.network(torch.ones(1, 128))
+            yield torch.ones(128)
+
+
+def test_a_first_batch_knows_which_part_of_the_module_made_it() -> None:
+    module = Module(mlp())
+    played = first_batch(module, attached(module, train_dataloaders=DataLoader(Played(module.net), 4)), "fit")
+    assert played.calls == "net"
+    assert first_batch(module, attached(module, train_dataloaders=DataLoader(Played(mlp()), 4)), "fit").calls == ""
+    assert not any(child._forward_pre_hooks for child in module.modules())
+
+
 def test_first_batch_of_a_map_style_dataset() -> None:
     module = Module(mlp())
     loader = DataLoader(Squares(), 4, num_workers=2)

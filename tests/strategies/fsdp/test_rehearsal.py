@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,11 +22,12 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from lightning_autopar._fork import run_forked
+from lightning_autopar.engines import FirstStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import shardable
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.fsdp.rehearsal import held, rehearse_fsdp, unshardable
+from lightning_autopar.strategies.fsdp.rehearsal import held, rehearse_fsdp, unshardable, why_unsharded
 from lightning_autopar.strategies.parity import engine_rehearsal as rehearse
 from lightning_autopar.strategies.parity.check_outcome import PASSED, Check
 from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
@@ -207,6 +209,14 @@ def test_a_step_that_fails_anyway_says_nothing_about_shards_and_doesnt_pass() ->
     assert check.refusal is not None
     words = "couldn't be checked, as the step fails on the CPU with whole parameters, too (ValueError: broken, at test_rehearsal.py:"
     assert words in check.refusal
+
+
+def test_a_loader_that_calls_the_module_is_refused() -> None:
+    trainer: Any = SimpleNamespace(lightning_module=Fitted())
+    told: Any = {"trainer": trainer, "stage": "fit", "validation": lambda: None, "footprint": None}
+    assert why_unsharded(FirstStep(batch=_first(), **told), None) is None
+    refusal = why_unsharded(FirstStep(batch=replace(_first(), calls="net"), **told), None)
+    assert refusal == "the loader calls 'net' to make a batch, and FSDP2 has whole parameters within steps only"
 
 
 def test_a_step_that_copies_its_network_is_refused_by_its_line() -> None:
