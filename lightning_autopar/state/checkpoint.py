@@ -81,7 +81,8 @@ def put_in_one_order(module: nn.Module, optimizers: Iterable[Any], *, ranks: int
     """Give the optimizers' groups the same order of parameters on all ranks; a collective.
 
     Ranks exchange gradients and states in that order. A group that was made from a set goes by addresses, which differ between ranks: there
-    each takes the module's order.
+    each takes the module's order. An optimizer that was there before the run has its order from one process; under a pipeline, each rank's
+    module lacks others of its parameters.
     """
     if ranks == 1:
         return
@@ -90,9 +91,10 @@ def put_in_one_order(module: nn.Module, optimizers: Iterable[Any], *, ranks: int
     own = [[places.get(id(parameter), -1) for parameter in group] for group in groups]
     orders: list[Any] = [None] * ranks
     dist.all_gather_object(orders, own)
-    if any(order != own for order in orders):
-        for group in groups:
-            group.sort(key=lambda parameter: places.get(id(parameter), -1))
+    for number, group in enumerate(groups):
+        on_ranks = [order[number] for order in orders]
+        if any(order != own[number] for order in on_ranks) and -1 not in set().union(*on_ranks):
+            group.sort(key=lambda parameter: places[id(parameter)])
 
 
 def whole_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Any]:

@@ -109,10 +109,14 @@ class Early(Blocks):
         return self.optimizer
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "zero", "pipeline"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero", "pipeline"])
 def test_an_optimizer_that_was_made_before(engine: str) -> None:
-    module = assert_same(Early, engine)
+    module, plain = assert_same(Early, engine), trained(Early, "")
     assert {id(parameter) for parameter in module.parameters()} == {id(each) for each in module.optimizer.param_groups[0]["params"]}
+    ours, theirs = (
+        {name: dict(each.optimizer.state[parameter]) for name, parameter in each.named_parameters()} for each in (module, plain)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 class Frozen(Blocks):

@@ -8,6 +8,7 @@ gradients visible. Knows Lightning's order of a run.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_autopar._lightning import ParallelStrategy, Trainer, rank_zero_only
-from lightning_autopar._lightning_compat import NoLoss, default_backend, let_steps_be_skipped, reduce_over_ranks
+from lightning_autopar._lightning_compat import NoLoss, bare_optimizer, default_backend, let_steps_be_skipped, reduce_over_ranks
+from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.data.counted_entries import BatchCounts
 from lightning_autopar.exact.data.fingerprint import fingerprint
 from lightning_autopar.exact.data.rank_share import BatchShare
@@ -196,6 +198,8 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         super().attach(run_plan)
         self.in_parts = True  # with any number of ranks: a step's logs are combined from its stages
         self._owned: StageParameters | None = None
+        #: The parameters of other stages, by id, each with what stands in its place; until the optimizers are there.
+        self._dropped: dict[int, tuple[Any, Tensor]] = {}
         #: Whether a step's gradients wait for Lightning's backward.
         self._laid_aside = False
         self._users: dict[str, tuple[int, ...]] = {}
@@ -226,13 +230,27 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         self._replicas = Replicas(plan, self.root_device)
         originals = self.originals()
         self._users = assign(module, staging, plan.cuts)
+        whole = {name: (id(parameter), weakref.ref(parameter)) for name, parameter in module.named_parameters()}
         self._owned = take_stages(module, staging, plan.cuts, self.stages_here, self.root_device)
+        self._dropped = {whole[name][0]: (whole[name][1], hole) for name, hole in module.named_parameters() if is_absent(hole)}
         self.spread(originals)
         super().setup(trainer)
         self.join_stages(self._replicas.pipeline, self._pipelines)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             self._exit.callback(agree_on_overflow(scaler, self.root_device, hidden=self.gradients_hidden))
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the user's optimizers. One that was there before the run has all parameters: it forgets those of other stages."""
+        super().setup_optimizers(trainer)
+        for optimizer in map(bare_optimizer, self.optimizers):
+            for group in optimizer.param_groups:
+                for place, parameter in enumerate(group["params"]):
+                    before, hole = self._dropped.get(id(parameter), (None, None))
+                    if before is not None and before() is parameter:
+                        group["params"][place] = hole
+                        optimizer.state.pop(parameter, None)
+        self._dropped.clear()
 
     def prepare_steps(self, trainer: Trainer) -> None:
         """Like every engine's, for stages."""

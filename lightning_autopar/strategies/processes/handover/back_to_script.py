@@ -75,6 +75,7 @@ class Results:
         lost: what else stayed behind.
         built: FQNs of the modules that the run has put into others.
         steps: how many steps the optimizers had begun and ended.
+        held: where the module itself holds an optimizer of the run: its submodule's FQN, the attribute's name, and which optimizer.
     """
 
     value: Any
@@ -87,6 +88,7 @@ class Results:
     changes: Changes | None = None
     lost: list[str] = field(default_factory=list)
     built: list[str] = field(default_factory=list)
+    held: list[tuple[str, str, int]] = field(default_factory=list)
 
 
 # -- before the fork -------------------------------------------------------------------------------------------------------------------
@@ -258,6 +260,13 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
             for option in [option for option, value in group.items() if option != "params" and not before.survey.travels(value, names)]:
                 del group[option]  # otherwise the whole optimizer would be lost
                 results.lost.append(f"the optimizer.param_groups[{index}].{option}")
+    results.held = [
+        (path, name, index)
+        for path, child in module.named_modules()
+        for name, value in vars(child).items()
+        for index, optimizer in enumerate(optimizers)
+        if value is optimizer
+    ]
     configs = trainer.lr_scheduler_configs
     extra: dict[str, Any] = {_LOADERS: combined_loaders(trainer, unwrapped)}
     for name, submodule in module.named_modules():
@@ -399,6 +408,8 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=False):  # empty where the states were too large
         groups = {"param_groups": optimizer.state_dict()["param_groups"]} if "state" in state else {}
         load_whole_optimizer_state(optimizer, state | groups)
+    for path, name, index in first.held if optimizers else ():
+        vars(module.get_submodule(path))[name] = optimizers[index]
     strategy: Any = trainer.strategy
     if _OPTIMIZERS in sent:
         strategy.optimizers, strategy.lr_scheduler_configs = optimizers, configs
