@@ -45,6 +45,7 @@ def somebody(folder: Path, wants: dict[str, int]) -> Iterator[int]:
             os.close(one)
 
 
+@pytest.mark.filterwarnings("ignore:autopar. the module writes")  # as it does, on each rank
 @pytest.mark.parametrize("allow", [["single"], ["ddp"]])
 def test_a_run_has_leases_while_it_lasts(allow: list[str], folder: Path, tmp_path: Path) -> None:
     seen = tmp_path / "seen.json"
