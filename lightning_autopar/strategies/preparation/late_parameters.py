@@ -20,8 +20,8 @@ from lightning_autopar.exact.logs.logging_hooks import overridden
 _LOG = logging.getLogger(__name__)
 #: Hooks that Lightning calls after the strategy has wrapped the module, before the first batch.
 _HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
-#: Methods that put something into a module.
-_METHODS = {"add_module", "register_module", "register_parameter", "append", "update", "setattr", "__setattr__"}
+#: Methods of a module, and of the containers in it, that put something there.
+_METHODS = {"add_module", "register_module", "register_parameter", "append", "extend", "insert", "update"}
 _SECONDS = 20.0
 
 
@@ -45,7 +45,7 @@ def late_parameters(trainer: Trainer) -> str | None:
 
 
 def _writes_to_module(owner: Any, hook: str, trainer: Trainer) -> bool:
-    """Whether a hook's own code sets an attribute of the module, or calls something by which it would get one."""
+    """Whether a hook's own code sets an attribute of the module, or puts something into it. Others aren't run: they may write files."""
     function = inspect.unwrap(getattr(getattr(owner, hook), "__func__", getattr(owner, hook)))
     code = getattr(function, "__code__", None)
     if code is None:
@@ -53,12 +53,16 @@ def _writes_to_module(owner: Any, hook: str, trainer: Trainer) -> bool:
     # The last argument is the module: a callback's hook gets the trainer and the module, a module's own hook itself.
     module = code.co_varnames[code.co_argcount - 1] if code.co_argcount else ""
     before: Any = None
+    of_module = False  # whether what was loaded last is the module, or something in it
     for each in dis.get_instructions(code):
         loaded = None if before is None else before.argval[-1] if isinstance(before.argval, tuple) else before.argval
         if each.opname == "STORE_ATTR" and loaded == module:
             return True
+        if of_module and each.opname in ("LOAD_METHOD", "LOAD_ATTR") and each.argval in _METHODS:
+            return True
+        of_module = each.argval == module if each.opname.startswith("LOAD_FAST") else of_module and each.opname == "LOAD_ATTR"
         before = each
-    return bool(_METHODS & {*code.co_names})
+    return False
 
 
 def _tried(trainer: Trainer, indices: list[int]) -> str | None:

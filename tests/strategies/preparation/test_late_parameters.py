@@ -24,6 +24,22 @@ class Registers(Callback):
         pl_module.register_parameter("scale", nn.Parameter(next(pl_module.parameters()).new_ones(1)))
 
 
+class Appends(Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.heads.append(nn.Linear(4, 2))
+
+
+class Writes(Callback):
+    """Must not be run twice."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.seen = path, list[str]()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append(str(pl_module.device))
+        self.path.touch(exist_ok=False)
+
+
 class Remembers(Callback):
     """Writes to the module, but no parameters; and keeps a probe of its own."""
 
@@ -46,6 +62,7 @@ class Lazy(Regression):
 def found(folder: Path, *callbacks: Callback, module: Any = None) -> str | None:
     run = trainer("single", folder, callbacks=[*callbacks])
     run.strategy._lightning_module = module or Regression()
+    run.lightning_module.heads = nn.ModuleList()
     run.state.fn = TrainerFn.FITTING
     sentence = late_parameters(run)
     assert not hasattr(run.lightning_module, "probe")  # it was tried elsewhere
@@ -56,6 +73,7 @@ def found(folder: Path, *callbacks: Callback, module: Any = None) -> str | None:
     ("callback", "words"),
     [
         (Probes(), "the callback Probes puts the parameter 'probe.weight' into the module in on_fit_start"),
+        (Appends(), "the callback Appends puts the parameter 'heads.0.weight' into the module in on_train_epoch_start"),
         (Registers(), "the callback Registers puts the parameter 'scale' into the module in on_train_start"),
     ],
 )
@@ -68,5 +86,6 @@ def test_a_module_that_adds_some_is_named(tmp_path: Path) -> None:
 
 
 def test_others_are_not(tmp_path: Path) -> None:
-    assert found(tmp_path, Remembers(), Needs()) is None
+    assert found(tmp_path, Remembers(), Needs(), Writes(tmp_path / "began")) is None
+    assert not (tmp_path / "began").exists()
     assert found(tmp_path) is None
