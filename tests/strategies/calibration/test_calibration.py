@@ -222,7 +222,8 @@ def test_what_fails_or_hangs_is_left_to_the_data_sheet(inventory: Inventory, mon
     with pytest.warns(UserWarning, match="could not be measured") as warned:
         found = calibration.calibrate(inventory)
     texts = [str(each.message) for each in warned]
-    assert "fails could not be measured (RuntimeError: no such instruction); the data sheet is used instead" in texts[0]
+    assert "fails could not be measured (RuntimeError: no such instruction, at test_calibration.py:" in texts[0]
+    assert "); the data sheet is used instead" in texts[0]
     assert "hangs could not be measured (the child process was stopped after 0.5 seconds" in texts[1]
     assert [curve.thing for curve in found.calibration.all()] == ["add"]
 

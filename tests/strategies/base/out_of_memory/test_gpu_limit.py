@@ -349,7 +349,7 @@ def test_who_runs_out_of_memory_reads_what_was_promised() -> None:
     assert "20 GiB were free on cuda:0" in words
     assert "9 GiB were predicted (10 GiB with the margin)" in words
     assert "11 GiB were promised to it" in words
-    assert "CheckpointMigrate" in words
+    assert "CheckpointMigrate" not in words, "that is for who knows whether the run is a fit"
 
 
 def test_what_was_lacked_is_the_lease_where_that_was_in_the_way_and_else_what_there_was() -> None:
