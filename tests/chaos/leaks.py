@@ -100,7 +100,8 @@ class Ends(pl.Callback):
     """In the workers: ends the run when all moves are done."""
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        trainer.should_stop = os.path.exists(os.environ["LEAKS_END"])
+        # Ranks that looked by themselves could see the file before and after the same batch, and stop at different ones.
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(os.path.exists(os.environ["LEAKS_END"]), all=False)
 
 
 def count() -> dict[str, int]:
