@@ -47,6 +47,17 @@ def package_of(kind: object) -> str:
     return str(getattr(kind, "__module__", "")).partition(".")[0]
 
 
+def package_of_frame(frame: Any) -> str:
+    """The top-level package whose code a frame runs."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def is_users(frame: Any) -> bool:
+    """Whether a frame is the user's, or that of a library that is neither a framework nor Python's own."""
+    package = package_of_frame(frame)
+    return package not in FRAMEWORK and package not in sys.stdlib_module_names
+
+
 def choose(root: str, what: str) -> None:
     """Settle it by somebody who knows.
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 import traceback
 import unicodedata
 
-from lightning_autopar._root import FRAMEWORK
+from lightning_autopar._root import is_users
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -152,8 +151,8 @@ def users_line(error: BaseException | None) -> str:
     own = installed = ""
     while error is not None and not own:
         for frame, line in traceback.walk_tb(error.__traceback__):
-            package, file = str(frame.f_globals.get("__name__", "")).partition(".")[0], frame.f_code.co_filename
-            if package in FRAMEWORK or package in sys.stdlib_module_names or file.startswith("<"):
+            file = frame.f_code.co_filename
+            if not is_users(frame) or file.startswith("<"):
                 continue
             if _INSTALLED in file:
                 installed = f", at {os.path.basename(file)}:{line}"

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import ast
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
-from lightning_autopar._root import FRAMEWORK
+from lightning_autopar._root import is_users, package_of_frame
 
 #: Frames of every call of a module, which say nothing.
 _CALLS = ("_wrapped_call_impl", "_call_impl")
 #: How many of the first and of the last frames are always shown.
 _ENDS = 4
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
-
-
-def package_of(frame: Any) -> str:
-    """The package whose code a frame runs."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
-def is_users(frame: Any) -> bool:
-    """Whether a frame is the user's, or that of a library that is neither a framework (:data:`_root.FRAMEWORK`) nor Python's own."""
-    package = package_of(frame)
-    return package not in FRAMEWORK and package not in sys.stdlib_module_names
 
 
 def users_part(found: TracebackType | None) -> TracebackType | None:
@@ -40,7 +27,7 @@ def users_part(found: TracebackType | None) -> TracebackType | None:
     theirs = [index for index, link in enumerate(every) if is_users(link.tb_frame)]
     if not theirs:
         # A data loader's worker: torch raises its exception again, and the words hold the user's own frames.
-        again = bool(every) and every[-1].tb_frame.f_code.co_name == "reraise" and package_of(every[-1].tb_frame) == "torch"
+        again = bool(every) and every[-1].tb_frame.f_code.co_name == "reraise" and package_of_frame(every[-1].tb_frame) == "torch"
         return _joined(every[-1:]) if again else None
     inside = [link for link in every[theirs[-1] + 1 :] if link.tb_frame.f_code.co_name not in _CALLS]
     shown = [*(every[index] for index in theirs), *inside[-_ENDS:]]

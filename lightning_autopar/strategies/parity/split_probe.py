@@ -227,7 +227,7 @@ class _Probe(KeptRuns):
         found = self._in_later_steps(found, sizes[0])
         plan, failed = self._with_later_draws(plan, sizes[0])
         if routes:
-            found = replace(found, uneven_calls=tuple(sorted({*found.uneven_calls, *self._uneven_alone()})))
+            found = self._with_routes(found)
         notes = (f"not checked: whether the step draws other random numbers once its counters have gone far (there it fails: {failed})",)
         return replace(found, notes=found.notes + notes * bool(failed)), plan
 
@@ -434,27 +434,34 @@ class _Probe(KeptRuns):
                 differences = (difference_of(self._observed(self.losses, shares, groups_first=first), shares) for first in (False, True))
                 if (difference := next((each for each in differences if each <= _EQUAL), math.inf)) > _EQUAL:
                     difference = self._without_rounding(lambda: difference_of(self._observed(self.losses, shares), shares))
-            except Exception:  # a number that the step isn't made for
+            except Exception as error:  # a number that the step isn't made for
                 _LOG.debug("the step can't be tried as number %d", number, exc_info=True)
+                note = f"not checked: splitting the batch of step {number:,} ({error_line(error)})"
+                found = replace(found, notes=(*found.notes, note))
                 continue
             finally:
                 self.rehearsal.give_number(0)
-            if _EQUAL < difference < math.inf:
+            if not math.isfinite(difference):
+                note = f"not checked: splitting the batch of step {number:,}, whose loss isn't finite"
+                found = replace(found, notes=(*found.notes, note))
+            elif difference > _EQUAL:
                 reason = "it is no mean over the samples in a later step: the step asks for its number (global_step, current_epoch)"
                 return replace(found, difference=difference, reason=reason, log_rules={**found.log_rules, LOSS: ()})
         return found
 
-    def _uneven_alone(self) -> tuple[str, ...]:
-        """The submodules that some samples alone call more or less often than the whole batch does: parts of this batch may hold samples of
-        each kind, and those of a later one not.
+    def _with_routes(self, found: SplitFinding) -> SplitFinding:
+        """With the submodules that some samples alone call more or less often than the whole batch does: parts of this batch may hold
+        samples of each kind, and those of a later one not.
         """
         shares = self.weighing.shares(self.batches.count)[:_ALONE]
         try:
             self._observed(self.losses, shares)
-        except Exception:  # the step isn't made for one sample
+        except Exception as error:  # the step isn't made for one sample
             _LOG.debug("the step fails on one sample", exc_info=True)
-            return ()
-        return undo.uneven([effects.calls for effects in self.effects])
+            note = f"not checked: whether single samples call the same modules as the whole batch ({error_line(error)})"
+            return replace(found, notes=(*found.notes, note))
+        alone = undo.uneven([effects.calls for effects in self.effects])
+        return replace(found, uneven_calls=tuple(sorted({*found.uneven_calls, *alone})))
 
     def _with_later_draws(self, plan: DrawPlan, size: int) -> tuple[DrawPlan, str]:
         """See :func:`later_draws`."""

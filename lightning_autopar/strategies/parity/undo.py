@@ -34,7 +34,7 @@ _MOST_OBJECTS, _TENSOR_BYTES = 10_000, 64 << 20
 #: Types of values that nobody can write to; most items of a replay buffer are of these.
 _ATOMS = (str, bytes, int, float, bool, type, type(None))
 _TORCHS = frozenset(vars(nn.Module()))
-#: What a metric keeps is undone as well.
+#: Packages whose objects aren't put back after a trial. torchmetrics isn't one: a trial changes what a metric keeps.
 _LEFT_ALONE = NOT_THE_USERS - {"torchmetrics"}
 
 

@@ -20,12 +20,11 @@ from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar._lightning import Callback, DummyLogger, SingleDeviceStrategy, Trainer
 from lightning_autopar._lightning_compat import TrainerFn, installed, is_overridden, run_attached
-from lightning_autopar._root import FRAMEWORK
+from lightning_autopar._root import FRAMEWORK, is_users, package_of_frame
 from lightning_autopar.exact.logs.logging_hooks import overridden
 from lightning_autopar.memory.cuda_overhead import Target
 from lightning_autopar.memory.trace.first_batch import RAISED
 from lightning_autopar.memory.trace.trace import module_bytes
-from lightning_autopar.strategies.base.users_traceback import is_users, package_of
 from lightning_autopar.strategies.base.worker_exception import Failure, out_of_memory
 from lightning_autopar.strategies.calibration.calibration import be_silent
 
@@ -116,7 +115,7 @@ class _Asked:
     @classmethod
     def note(cls, frame: Any) -> None:
         """Note it if the code of this frame is the user's, or a reader of a LightningModule that the user's code calls."""
-        if package_of(frame) in FRAMEWORK and frame.f_code.co_name in _READERS:
+        if package_of_frame(frame) in FRAMEWORK and frame.f_code.co_name in _READERS:
             frame = frame.f_back
         cls.yes |= is_users(frame)
 
@@ -161,7 +160,7 @@ def _note_call(frame: Any, event: str, _: Any) -> None:
     variable = str(frame.f_locals.get("key")) if frame.f_code is _VARIABLE else ""
     if any(word in variable for word in _WORDS) or str(frame.f_globals.get("__name__")).startswith(_TELLING):
         caller = frame.f_back
-        while caller is not None and package_of(caller) in sys.stdlib_module_names:
+        while caller is not None and package_of_frame(caller) in sys.stdlib_module_names:
             caller = caller.f_back
         if caller is not None:
             _Asked.note(caller)
@@ -203,6 +202,6 @@ def _by_statement(error: BaseException, *, only_torchs: bool) -> bool:
     link: Any = error.__traceback__
     while link.tb_next is not None:
         link = link.tb_next
-    if only_torchs and package_of(link.tb_frame) == "torch":
+    if only_torchs and package_of_frame(link.tb_frame) == "torch":
         return False
     return dis.opname[link.tb_frame.f_code.co_code[link.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")

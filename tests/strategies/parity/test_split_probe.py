@@ -224,6 +224,42 @@ def test_what_a_step_does_by_its_number_is_tried_in_later_steps(compares: bool) 
     assert ("in a later step: the step asks for its number" in (finding.reason or "")) == compares
 
 
+class Counts(Base):
+    """Its loss can't be computed in a later step, or isn't finite there."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def loss(self, x: Tensor) -> Tensor:
+        step = self.trainer.global_step
+        if step > 1 and self.fails:
+            raise IndexError("beyond the table")
+        return F.mse_loss(self.layer(x), x) + (math.nan if step > 1 else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"), [(True, "(IndexError: beyond the table, at test_split_probe.py:"), (False, "whose loss isn't finite")]
+)
+def test_a_later_step_that_cannot_be_compared_is_told(fails: bool, words: str) -> None:
+    finding, _ = probe_split(Counts(fails), None, first_of(samples()))
+    assert any(note.startswith("not checked: splitting the batch of step 27,719,999") and words in note for note in finding.notes)
+
+
+class Pairs(Base):
+    """Takes two samples at least."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        if len(x) < 2:
+            raise ValueError("no pair")
+        return F.mse_loss(self.layer(x), x)
+
+
+def test_single_samples_that_cannot_be_run_are_told() -> None:
+    finding, _ = probe_split(Pairs(), None, first_of(samples()), blocks={"layer": 1})
+    assert any(note.startswith("not checked: whether single samples call") and "ValueError: no pair" in note for note in finding.notes)
+
+
 def first_of(samples: list[Tensor], collate: Callable[[list[Any]], Any] = collate) -> FirstBatch:
     return FirstBatch(batch=collate(samples), samples=samples, collate=collate, batch_size=len(samples), kind="map")
 
