@@ -283,17 +283,6 @@ def test_moved_cuts_recompute_no_more_than_they_have_to() -> None:
     assert not any(map(search.appraiser.holds, fewer))
 
 
-def test_cuts_are_moved_first_where_they_relieve_the_busiest_rank() -> None:
-    """Of stages of a block each, and one of five that is the last rank's second, that one gives away two."""
-    step, here = scaled(step_of(1024, 12), 8), parse_spec("4xL4")
-    search = Search(step, here, Constraints(precision=PRECISION))
-    maker = PipelineMaker(search.appraiser, here.devices, search.speed, None)
-    starts = next(maker._moves([1, 2, 3, 4, 5, 6, 7], [[device] for device in here.devices]))
-    sizes = [end - start for start, end in pairwise((0, *starts, 12))]
-    assert (sizes[7], sorted(sizes)) == (3, [1, 1, 1, 1, 1, 1, 3, 3])
-    assert sizes[3] == 1, "the same rank's first stage"
-
-
 def test_the_cuts_of_a_batch_that_stays_whole_are_moved() -> None:
     """Stages that run one after the other take equally long wherever they are cut; the update of the largest one decides."""
     step, here = scaled(step_of(1024, 12), 1), parse_spec("4xRTX3090")

@@ -8,7 +8,7 @@ over blocks, in the manner of PipeDream (https://arxiv.org/abs/1806.03377). Arit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +19,9 @@ from lightning_autopar.memory.step_parts import StepPart, parts_of
 from lightning_autopar.plans import INTERLEAVED, Schedule
 
 Table = npt.NDArray[np.float64]
+Column = npt.NDArray[np.float64]
+#: Stages a rank has under the interleaved schedule.
+LOCAL = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,38 @@ class Partition:
     starts: tuple[int, ...]
     slowest_seconds: float
     total_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A pipeline before its cuts and its recomputed blocks are chosen."""
+
+    schedule: Schedule
+    ranks: int
+    replicas: int
+    micro_batches: int
+    sharded: bool
+
+    @property
+    def local(self) -> int:
+        """The stages of a rank."""
+        return LOCAL if self.schedule in INTERLEAVED else 1
+
+    @property
+    def stages(self) -> int:
+        """The stages of all ranks."""
+        return self.ranks * self.local
+
+    def seconds(self, found: Partition) -> float:
+        """Seconds of a step: the slowest stage works without a pause, between filling and draining."""
+        more = self.micro_batches - 1
+        if self.schedule in INTERLEAVED:
+            return found.total_seconds / LOCAL + more * found.slowest_seconds * LOCAL
+        return found.total_seconds + more * found.slowest_seconds
+
+    def least_seconds(self, total_seconds: float) -> float:
+        """A lower bound for every cut: the seconds of a step whose stages are equally fast and send nothing."""
+        return self.seconds(Partition(starts=(), slowest_seconds=total_seconds / self.stages, total_seconds=total_seconds))
 
 
 def partition(seconds: Sequence[Table], cuttable: Sequence[bool] | None = None) -> Partition | None:
@@ -74,7 +109,40 @@ def partition(seconds: Sequence[Table], cuttable: Sequence[bool] | None = None) 
     return Partition(starts=tuple(reversed(starts)), slowest_seconds=float(bound), total_seconds=float(total[blocks]))
 
 
-Column = npt.NDArray[np.float64]
+def moves(starts: Sequence[int], until: Column, pace: Sequence[float], cuttable: Sequence[bool]) -> Iterator[list[int]]:
+    """Cuts with one or two blocks moved from one stage to another. The stages between them keep their size.
+
+    Those come first that leave the busiest rank least work; of these, those that leave least to the busiest round, the first stages of
+    all ranks or their second. For this order, a moved block takes as long as one does on the average.
+
+    Args:
+        starts: the block with which each stage but the first begins.
+        until: the seconds of all blocks before each one, and of all.
+        pace: by how much longer each rank takes.
+        cuttable: for each block, whether a stage may begin with it.
+    """
+    ends = np.array([0, *starts, len(until) - 1])
+    sizes, work, ranks = np.diff(ends), np.diff(until[ends]), len(pace)
+    stages = len(work)
+    giver, taker, count = (axis.ravel() for axis in np.indices((stages, stages, 3)))
+    giver, taker, count = (axis[(giver != taker) & (count > 0) & (sizes[giver] > count)] for axis in (giver, taker, count))
+
+    def busiest(owner: npt.NDArray[np.int64], pace: Column) -> Column:
+        """The largest sum of work after each move, where stages are summed by their owner."""
+        sums = np.repeat(np.bincount(owner, work)[None], len(giver), axis=0)
+        moved, each = count * until[-1] / (len(until) - 1), np.arange(len(giver))
+        sums[each, owner[giver]] -= moved
+        sums[each, owner[taker]] += moved
+        found: Column = (sums * pace).max(axis=1).round(9)
+        return found
+
+    numbers = np.arange(stages)
+    rounds = busiest(numbers // ranks, np.ones(-(-stages // ranks)))
+    for move in np.lexsort((abs(giver - taker), rounds, busiest(numbers % ranks, np.array(pace)))):
+        a, b, blocks = int(giver[move]), int(taker[move]), int(count[move])
+        moved = [start - blocks * (a <= cut < b) + blocks * (b <= cut < a) for cut, start in enumerate(starts)]
+        if all(cuttable[start] for start in moved):
+            yield moved
 
 
 def in_flight(schedule: Schedule, stage: int, stages: int, ranks: int, micro_batches: int) -> int:
@@ -119,7 +187,7 @@ class StageTables:
     input: float
     known: dict[tuple[int, bool], Table] = field(default_factory=dict)
 
-    def needs(self, flight: int, shards: int = 1, *, whole: bool = False) -> Table:
+    def needs(self, flight: int, shards: int = 1, *, whole: bool = False, blocks: tuple[int, int] | slice = slice(None)) -> Table:
         """Bytes of a stage at a place of a schedule.
 
         Args:
@@ -127,8 +195,9 @@ class StageTables:
             shards: over how many replicas its states are cut.
             whole: whether the batch is a single micro-batch. Then gradients are complete as activations go, and not there before: the
                 larger of both counts, which is the least that may be.
+            blocks: the first block and the one after the last; the whole table unless given.
         """
-        found: Table = self._once(shards, whole) + (flight - 1) * self.held
+        found: Table = self._once(shards, whole)[blocks] + (flight - 1) * self.held[blocks]
         return found
 
     def _once(self, shards: int, whole: bool) -> Table:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.planning.appraisal import Appraiser
@@ -23,7 +22,18 @@ from lightning_autopar.planning.fit_to_memory import without_recompute
 from lightning_autopar.planning.plan_seconds import part_seconds
 from lightning_autopar.planning.refusals import micro_batch_refusal, multi_refusal, recompute_refusal
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
-from lightning_autopar.strategies.pipeline.partition import Partition, StageTables, Table, in_flight, partition, stage_seconds, stage_tables
+from lightning_autopar.strategies.pipeline.partition import (
+    LOCAL,
+    Partition,
+    Shape,
+    StageTables,
+    Table,
+    in_flight,
+    moves,
+    partition,
+    stage_seconds,
+    stage_tables,
+)
 from lightning_autopar.strategies.pipeline.timing import averaging_seconds
 from lightning_autopar.timing.collectives import topology
 from lightning_autopar.timing.data_sheet import DATA_SHEET
@@ -32,8 +42,6 @@ from lightning_autopar.timing.roofline import Layer, layout_of
 
 #: The most stages: more would mostly wait.
 _MOST_RANKS = 64
-#: Stages a rank has under the interleaved schedule.
-_LOCAL = 2
 #: How often cuts are made anew because the exact prediction's bytes differ from the tables'.
 _CORRECTIONS = 3
 #: A lower bound of the exact prediction, as a share of the tables' seconds: it also has the update and the replicas' gradients.
@@ -62,37 +70,6 @@ class _Room(NamedTuple):
 
     plain: float
     again: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """A pipeline before its cuts and its recomputed blocks are chosen."""
-
-    schedule: Schedule
-    ranks: int
-    replicas: int
-    micro_batches: int
-    sharded: bool
-
-    @property
-    def local(self) -> int:
-        """The stages of a rank."""
-        return _LOCAL if self.schedule in INTERLEAVED else 1
-
-    @property
-    def stages(self) -> int:
-        return self.ranks * self.local
-
-    def seconds(self, found: Partition) -> float:
-        """Seconds of a step: the slowest stage works without a pause, between filling and draining."""
-        more = self.micro_batches - 1
-        if self.schedule in INTERLEAVED:
-            return found.total_seconds / _LOCAL + more * found.slowest_seconds * _LOCAL
-        return found.total_seconds + more * found.slowest_seconds
-
-    def least_seconds(self, total_seconds: float) -> float:
-        """A lower bound for every cut: the seconds of a step whose stages are equally fast and send nothing."""
-        return self.seconds(Partition(starts=(), slowest_seconds=total_seconds / self.stages, total_seconds=total_seconds))
 
 
 def pipeline_plans(
@@ -149,7 +126,8 @@ class PipelineMaker:
         self.again = [block.fqn for block in recomputable(self.footprint)] if recompute_refusal(appraiser.constraints) is None else []
         self.cuttable = cuttable(self.footprint, appraiser.constraints.uncuttable)
         self._tables: dict[tuple[float, float, bool], StageTables] = {}
-        self._lacking: dict[_Shape, int] = {}
+        self._lacking: dict[Shape, int] = {}
+        self._free: dict[tuple[int, int, int, float], Partition | None] = {}
         self._seconds: dict[tuple[object, ...], Table] = {}
         self._of_parts: dict[tuple[float, float, bool], list[float]] = {}
         self._totals: dict[float, float] = {}
@@ -170,10 +148,10 @@ class PipelineMaker:
             below = min(limit(), seconds)
             if least >= below:
                 break
-            if self._lacks(shape):
-                continue
-            gained = _GAINED_OF_FEW if shape.stages * len(self.footprint.blocks) <= _FEW else _GAINED
-            plan = self._fitted(shape, below, 1 + gained if movable else 1.0)
+            gained = 1 + (_GAINED_OF_FEW if shape.stages * len(self.footprint.blocks) <= _FEW else _GAINED) if movable else 1.0
+            plan = self._cut_freely(shape, below * gained)
+            if plan is not None and not (self._seems_to_fit(shape) and self.appraiser.holds(plan)):
+                plan = None if self._lacks(shape) else self._fitted(shape, below, gained)
             if plan is not None and movable:
                 plan = self.moved(plan, _PATIENCE)
             if plan is not None and (exact := self.appraiser.step_seconds(plan)) < seconds:
@@ -188,7 +166,7 @@ class PipelineMaker:
         plan = self._fitted(promising[0][1], math.inf, any_will_do=True)
         return plan if plan is not None else self._anyhow(list(self._shapes(schedule))[-1])
 
-    def _lacks(self, shape: _Shape) -> bool:
+    def _lacks(self, shape: Shape) -> bool:
         """Whether no cut of it fits, as none fitted of a shape that takes no more memory. With fewer, larger micro-batches, a stage that
         holds as many at once takes no less. Under GPipe it holds all: the activations of the replica's whole batch, whatever their number.
         Nothing follows for a batch in one part: its gradients aren't there before activations go.
@@ -217,7 +195,7 @@ class PipelineMaker:
         lacking = self._lacking[family]
         return shape.micro_batches <= lacking and flight(shape.micro_batches) == flight(lacking)
 
-    def _promising(self, schedule: Schedule) -> list[tuple[float, _Shape]]:
+    def _promising(self, schedule: Schedule) -> list[tuple[float, Shape]]:
         """Shapes with their lower bounds of seconds, the fastest first."""
         factor = self._least_factor
         found = [
@@ -226,7 +204,7 @@ class PipelineMaker:
         ]
         return sorted(found, key=lambda one: one[0])
 
-    def _least_with_averaging(self, shape: _Shape) -> float:
+    def _least_with_averaging(self, shape: Shape) -> float:
         """A lower bound for every cut where replicas average gradients: some rank has its even part of the blocks' gradients or more. It
         computes these blocks for every micro-batch, and then averages their gradients.
         """
@@ -260,7 +238,7 @@ class PipelineMaker:
         least = min((self._layers[number].parameters / size for number, size in gradients.items()), default=0.0)
         return sum(gradients.values()), int(sum(gradients.values()) * least)
 
-    def _averaging_seconds(self, shape: _Shape, rank: int, gradients: int, parameters: int) -> float:
+    def _averaging_seconds(self, shape: Shape, rank: int, gradients: int, parameters: int) -> float:
         """What a rank's replicas take to average so many bytes of gradients."""
         here, sharded = self.appraiser.inventory, parameters if shape.sharded else None
         return averaging_seconds(self._crew_rates, self._groups(shape)[rank], here, gradients, sharded)
@@ -271,7 +249,7 @@ class PipelineMaker:
         ids, here = tuple(device.id for device in self.devices), self.appraiser.inventory
         return topology(here).crew(ids, self.rates or DATA_SHEET, here)[1]
 
-    def _first_averages(self, shape: _Shape, starts: Sequence[int]) -> float:
+    def _first_averages(self, shape: Shape, starts: Sequence[int]) -> float:
         """The seconds in which the first rank's replicas average its gradients, with stages that begin with these blocks. The first rank is
         the last to end its last backward.
         """
@@ -281,19 +259,19 @@ class PipelineMaker:
         own = [layer for stage in range(0, shape.stages, shape.ranks) for layer in self._layers[places[stage] : places[stage + 1]]]
         return self._averaging_seconds(shape, 0, sum(sum(layer.gradients) for layer in own), sum(layer.parameters for layer in own))
 
-    def _total_seconds(self, shape: _Shape) -> float:
+    def _total_seconds(self, shape: Shape) -> float:
         """Of all of a micro-batch's forwards and backwards, on the fastest device; no more than one of average size takes."""
         share = self._share(shape)
         if share not in self._totals:
             self._totals[share] = sum(self._seconds_of_parts(self.fastest, share, recompute=False))
         return self._totals[share] * self._average_size(shape)
 
-    def _average_size(self, shape: _Shape) -> float:
+    def _average_size(self, shape: Shape) -> float:
         """The size of a micro-batch on the average, as a part of the largest."""
         rows = -(-self.footprint.batch_size // shape.replicas)
         return rows / shape.micro_batches / max(1, -(-rows // shape.micro_batches))
 
-    def _shapes(self, schedule: Schedule) -> Iterator[_Shape]:
+    def _shapes(self, schedule: Schedule) -> Iterator[Shape]:
         """Numbers of ranks and replicas that use all devices, and of micro-batches; those that save memory last. A batch that isn't split
         runs through the stages whole, one after the other, and so does a step without gradients: then all schedules equal GPipe.
         """
@@ -301,12 +279,12 @@ class PipelineMaker:
         if not self.parts and schedule != "gpipe":
             return
         blocks = sum(self.cuttable[1:]) + 1
-        local = _LOCAL if schedule in INTERLEAVED else 1
+        local = LOCAL if schedule in INTERLEAVED else 1
         for ranks in range(2, min(count, blocks // local, _MOST_RANKS) + 1):
             if count % ranks or (count > ranks and not self.copies) or count // ranks > max(1, self.footprint.batch_size):
                 continue
             for parts in self._parts(schedule, ranks, -(-self.footprint.batch_size // (count // ranks))):
-                shape = _Shape(schedule=schedule, ranks=ranks, replicas=count // ranks, micro_batches=parts, sharded=False)
+                shape = Shape(schedule=schedule, ranks=ranks, replicas=count // ranks, micro_batches=parts, sharded=False)
                 yield shape
                 if shape.replicas > 1 and self.training:
                     yield replace(shape, sharded=True)
@@ -323,46 +301,52 @@ class PipelineMaker:
             return sorted(parts for parts in even if parts <= rows and parts % max(1, parts // ranks) == 0)
         return found
 
-    def _caps(self, shape: _Shape) -> list[float]:
+    def _caps(self, shape: Shape) -> list[float]:
         """The bytes that each rank of a pipeline may take: the smallest budget of its replicas."""
         margin = 1 + self.footprint.margin
         return [min(self.appraiser.budget[device.id] for device in group) / margin for group in self._groups(shape)]
 
-    def _groups(self, shape: _Shape) -> list[list[Device]]:
+    def _groups(self, shape: Shape) -> list[list[Device]]:
         """The devices of each rank, one for each replica. If devices are alike, a replica's are neighbours."""
         if self.alike:
             return [self.devices[rank :: shape.ranks] for rank in range(shape.ranks)]
         return [self.devices[rank * shape.replicas : (rank + 1) * shape.replicas] for rank in range(shape.ranks)]
 
-    def _needs(self, shape: _Shape, stage: int, recompute: bool) -> Table:
-        """Bytes of a stage at its place, by the tables."""
+    def _needs(self, shape: Shape, stage: int, recompute: bool, blocks: tuple[int, int] | slice = slice(None)) -> Table:
+        """Bytes of a stage at its place, by the tables: of all blocks that it could have, or of these alone."""
         flight = in_flight(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches)
-        return self._table(shape, recompute).needs(flight, shards=shape.replicas if shape.sharded else 1, whole=shape.micro_batches == 1)
+        shards = shape.replicas if shape.sharded else 1
+        return self._table(shape, recompute).needs(flight, shards, whole=shape.micro_batches == 1, blocks=blocks)
 
-    def _table(self, shape: _Shape, recompute: bool) -> StageTables:
+    def _table(self, shape: Shape, recompute: bool) -> StageTables:
         rows = -(-self.footprint.batch_size // shape.replicas)
         key = self._share(shape), rows / max(1, self.footprint.batch_size), recompute
         if key not in self._tables:
             self._tables[key] = stage_tables(self.footprint, key[0], key[1], recompute=recompute)
         return self._tables[key]
 
-    def _cut(self, shape: _Shape, room: Sequence[_Room]) -> Partition | None:
+    def _cut(self, shape: Shape, room: Sequence[_Room]) -> Partition | None:
         """The stages by the tables, each with enough recomputed blocks to stay within the bytes that it may take."""
-        groups = self._groups(shape)
-        share = self._share(shape)
-        slowest = [group[0] if self.alike else min(group, key=lambda device: self.speed[device.id]) for group in groups]
+        places, share = self._places(shape), self._share(shape)
         known: dict[tuple[int, _Room, int], Table] = {}  # most stages equal others of their rank
         costs = []
         for stage in range(shape.stages):
-            rank = stage % shape.ranks
-            device, following = slowest[rank], groups[(rank + 1) % shape.ranks][0]
+            place = places[stage % shape.ranks]
             flight = in_flight(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches)
-            plain = self._stage_seconds(device, following, share, recompute=False)
+            plain = self._stage_seconds(*place, share, recompute=False)
             key = flight, room[stage], id(plain)
             if key not in known:
-                again = self._stage_seconds(device, following, share, recompute=True)
+                again = self._stage_seconds(*place, share, recompute=True)
                 known[key] = self._affordable(shape, stage, room[stage], plain, again)
             costs.append(known[key])
+        return self._balanced(shape, costs)
+
+    def _balanced(self, shape: Shape, costs: Sequence[Table]) -> Partition | None:
+        """The stages whose slowest is fastest, with the slowest rank's seconds where a rank has several.
+
+        Args:
+            costs: each stage's seconds, by its blocks.
+        """
         found = partition(costs, self.cuttable)
         if found is None or shape.local == 1:
             return found
@@ -370,7 +354,49 @@ class PipelineMaker:
         taken = [float(cost[start, end]) for cost, start, end in zip(costs, found.starts, ends, strict=True)]
         return replace(found, slowest_seconds=max(sum(taken[rank :: shape.ranks]) for rank in range(shape.ranks)) / shape.local)
 
-    def _affordable(self, shape: _Shape, stage: int, room: _Room, plain: Table, again: Table) -> Table:
+    def _places(self, shape: Shape) -> list[tuple[Device, Device]]:
+        """For each rank the slowest device of its replicas, and one that it sends to."""
+        groups = self._groups(shape)
+        slowest = [group[0] if self.alike else min(group, key=lambda device: self.speed[device.id]) for group in groups]
+        return [(device, following[0]) for device, following in zip(slowest, groups[1:] + groups[:1], strict=True)]
+
+    def _free_cut(self, shape: Shape) -> Partition | None:
+        """The stages as if memory had no end: by the tables, no cut that has to recompute is faster."""
+        share = self._share(shape)
+        key = shape.ranks, shape.replicas, shape.local, share
+        if key not in self._free:
+            costs = [self._stage_seconds(*place, share, recompute=False) for place in self._places(shape)] * shape.local
+            self._free[key] = self._balanced(shape, costs)
+        return self._free[key]
+
+    def _cut_freely(self, shape: Shape, limit: float) -> Plan | None:
+        """The shape with these stages; None where it isn't below the limit."""
+        cut = self._free_cut(shape)
+        if cut is None or self._least_of_cut(shape, cut) >= limit:
+            return None
+        plan = self._plan(shape, cut.starts)
+        return plan if self.appraiser.step_seconds(plan) < limit else None
+
+    def _seems_to_fit(self, shape: Shape) -> bool:
+        """Whether the tables say that the stages, cut as if memory had no end, fit."""
+        cut = self._free_cut(shape)
+        assert cut is not None
+        told = self._told(shape, cut, recompute=False)
+        return all(sum(told[rank :: shape.ranks]) <= cap for rank, cap in enumerate(self._caps(shape)))
+
+    def _told(self, shape: Shape, cut: Partition, recompute: bool) -> list[float]:
+        """The bytes of each stage of a cut, by the tables."""
+        ends = [*cut.starts[1:], len(self.footprint.blocks)]
+        return [
+            float(self._needs(shape, stage, recompute, (start, end)))
+            for stage, (start, end) in enumerate(zip(cut.starts, ends, strict=True))
+        ]
+
+    def _least_of_cut(self, shape: Shape, cut: Partition) -> float:
+        """A lower bound of the exact prediction for these stages."""
+        return self._least_factor * (shape.seconds(cut) * _CERTAIN + self._first_averages(shape, cut.starts))
+
+    def _affordable(self, shape: Shape, stage: int, room: _Room, plain: Table, again: Table) -> Table:
         """Seconds of a stage with as few recomputed blocks, to a fraction, as find room; infinite where all don't."""
         needs = self._needs(shape, stage, recompute=False)
         short = needs > room.plain
@@ -385,7 +411,7 @@ class PipelineMaker:
         found.ravel()[partly] = without + part * (again.ravel()[partly] - without)
         return found
 
-    def _share(self, shape: _Shape) -> float:
+    def _share(self, shape: Shape) -> float:
         """A micro-batch's part of the batch."""
         rows = -(-self.footprint.batch_size // shape.replicas)
         return -(-rows // shape.micro_batches) / max(1, self.footprint.batch_size)
@@ -414,7 +440,7 @@ class PipelineMaker:
             return lambda size_bytes: 0.0
         return lambda size_bytes: source.collective_seconds("send", size_bytes, (a, b), self.appraiser.inventory)
 
-    def _fitted(self, shape: _Shape, limit: float, gained: float = 1.0, *, any_will_do: bool = False) -> Plan | None:
+    def _fitted(self, shape: Shape, limit: float, gained: float = 1.0, *, any_will_do: bool = False) -> Plan | None:
         """The fastest of a few cuts that fits by the exact prediction, or the first; None where none is below the limit, times what moving
         it may gain. The difference between the exact prediction and the tables is subtracted from each rank's bytes, and the cut is made
         anew.
@@ -431,8 +457,7 @@ class PipelineMaker:
                 self._lacking[family] = max(shape.micro_batches, self._lacking.get(family, 0))
             if cut is None:
                 break
-            least = self._least_factor * (shape.seconds(cut) * _CERTAIN + self._first_averages(shape, cut.starts))
-            slow = least >= min(limit, seconds) * gained
+            slow = self._least_of_cut(shape, cut) >= min(limit, seconds) * gained
             # Where a rank has several stages, room that they share evenly has some recompute more than they need.
             if slow and (turn or shape.local == 1):
                 break
@@ -452,11 +477,11 @@ class PipelineMaker:
         return best
 
     @staticmethod
-    def _even_room(shape: _Shape, caps: Sequence[float]) -> list[_Room]:
+    def _even_room(shape: Shape, caps: Sequence[float]) -> list[_Room]:
         """The bytes that each stage may take, where a rank's stages share them evenly."""
         return [_Room(*(caps[stage % shape.ranks] / shape.local,) * 2) for stage in range(shape.stages)]
 
-    def _shared_room(self, shape: _Shape, cut: Partition, plain: Sequence[float], again: Sequence[float]) -> list[_Room]:
+    def _shared_room(self, shape: Shape, cut: Partition, plain: Sequence[float], again: Sequence[float]) -> list[_Room]:
         """The same, where each stage has what it needs in a cut, and an even part of what its rank has beyond.
 
         Args:
@@ -465,17 +490,15 @@ class PipelineMaker:
         """
         return [_Room(*both) for both in zip(*(self._shared(shape, cut, caps) for caps in (plain, again)), strict=True)]
 
-    def _shared(self, shape: _Shape, cut: Partition, caps: Sequence[float]) -> list[float]:
-        ends = [*cut.starts[1:], len(self.footprint.blocks)]
-        needs = [float(self._needs(shape, stage, recompute=False)[cut.starts[stage], ends[stage]]) for stage in range(shape.stages)]
+    def _shared(self, shape: Shape, cut: Partition, caps: Sequence[float]) -> list[float]:
+        needs = self._told(shape, cut, recompute=False)
         beyond = [(cap - sum(needs[rank :: shape.ranks])) / shape.local for rank, cap in enumerate(caps)]
         return [need + beyond[stage % shape.ranks] for stage, need in enumerate(needs)]
 
-    def _beyond(self, shape: _Shape, cut: Partition, plan: Plan, groups: Sequence[Sequence[Device]]) -> list[float]:
+    def _beyond(self, shape: Shape, cut: Partition, plan: Plan, groups: Sequence[Sequence[Device]]) -> list[float]:
         """By how many bytes each rank needs more than the tables say."""
-        ends = [*cut.starts[1:], len(self.footprint.blocks)]
-        again, margin = bool(plan.recompute), 1 + self.footprint.margin
-        told = [float(self._needs(shape, stage, again)[cut.starts[stage], ends[stage]]) for stage in range(shape.stages)]
+        margin = 1 + self.footprint.margin
+        told = self._told(shape, cut, bool(plan.recompute))
         needs = self.appraiser.needs(plan)
         return [max(needs[device.id] for device in group) - sum(told[rank :: shape.ranks]) * margin for rank, group in enumerate(groups)]
 
@@ -515,9 +538,12 @@ class PipelineMaker:
         groups = [[self.appraiser.device[device] for device in plan.devices[rank::ranks]] for rank in range(ranks)]
         seconds = self.appraiser.step_seconds(plan)
         most = max(1, min(_MOVES, _MOVES * _MOVED_FREELY // (plan.stages * len(names))))
+        before = [0.0, *itertools.accumulate(self._seconds_of_parts(self.fastest, 1.0, recompute=False))]
+        work = np.array([0.0, *before[3:-1:2], before[-1]])  # what lies between blocks goes with the block before
+        pace = [1 / min(self.speed[device.id] for device in group) for group in groups]
         tries = itertools.count()
         while True:
-            for vain, starts in enumerate(self._moves([names.index(fqn) for fqn in plan.cuts], groups)):
+            for vain, starts in enumerate(moves([names.index(fqn) for fqn in plan.cuts], work, pace, self.cuttable)):
                 if vain == patience or next(tries) == most:
                     return plan
                 trial: Plan | None = replace(plan, cuts=tuple(names[start] for start in starts))
@@ -532,45 +558,13 @@ class PipelineMaker:
             else:
                 return plan
 
-    def _moves(self, starts: Sequence[int], groups: Sequence[Sequence[Device]]) -> Iterator[list[int]]:
-        """Cuts with one or two blocks moved from one stage to another. The stages between them keep their size.
-
-        Those come first that leave the busiest rank least work; of these, those that leave least to the busiest round, the first stages of
-        all ranks or their second. For this order, a moved block takes as long as one does on the average.
-        """
-        before = [0.0, *itertools.accumulate(self._seconds_of_parts(self.fastest, 1.0, recompute=False))]
-        until = np.array([0.0, *before[3:-1:2], before[-1]])  # what lies between blocks goes with the block before
-        ends = np.array([0, *starts, len(self.footprint.blocks)])
-        sizes, work, ranks = np.diff(ends), np.diff(until[ends]), len(groups)
-        pace = np.array([1 / min(self.speed[device.id] for device in group) for group in groups])
-        stages = len(work)
-        giver, taker, count = (axis.ravel() for axis in np.indices((stages, stages, 3)))
-        giver, taker, count = (axis[(giver != taker) & (count > 0) & (sizes[giver] > count)] for axis in (giver, taker, count))
-
-        def busiest(owner: npt.NDArray[np.int64], pace: Table) -> Table:
-            """The largest sum of work after each move, where stages are summed by their owner."""
-            sums = np.repeat(np.bincount(owner, work)[None], len(giver), axis=0)
-            moved, moves = count * until[-1] / len(self.footprint.blocks), np.arange(len(giver))
-            sums[moves, owner[giver]] -= moved
-            sums[moves, owner[taker]] += moved
-            found: Table = (sums * pace).max(axis=1).round(9)
-            return found
-
-        numbers = np.arange(stages)
-        rounds = busiest(numbers // ranks, np.ones(-(-stages // ranks)))
-        for move in np.lexsort((abs(giver - taker), rounds, busiest(numbers % ranks, pace))):
-            a, b, blocks = int(giver[move]), int(taker[move]), int(count[move])
-            moved = [start - blocks * (a <= cut < b) + blocks * (b <= cut < a) for cut, start in enumerate(starts)]
-            if all(self.cuttable[start] for start in moved):
-                yield moved
-
-    def _anyhow(self, shape: _Shape) -> Plan:
+    def _anyhow(self, shape: Shape) -> Plan:
         """A plan whose stages have about equally many blocks, where none fits into memory."""
         starts = [0, *(index for index, allowed in enumerate(self.cuttable) if allowed and index)]
         plan = self._plan(shape, tuple(starts[len(starts) * stage // shape.stages] for stage in range(shape.stages)))
         return with_recompute(plan, self.footprint, self.again)
 
-    def _plan(self, shape: _Shape, starts: Sequence[int]) -> Plan:
+    def _plan(self, shape: Shape, starts: Sequence[int]) -> Plan:
         blocks = self.footprint.blocks
         groups = self._groups(shape)
         devices = tuple(groups[rank][replica].id for replica in range(shape.replicas) for rank in range(shape.ranks))

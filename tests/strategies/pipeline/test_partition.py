@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from lightning_autopar.strategies.pipeline.partition import Table, partition
+from lightning_autopar.strategies.pipeline.partition import Table, moves, partition
 from tests.work import counted
 
 
@@ -51,3 +51,11 @@ def test_a_hundred_blocks_in_sixty_stages_take_no_time() -> None:
     assert found is not None
     assert found.slowest_seconds == 2
     assert calls < 1500
+
+
+def test_cuts_are_moved_first_where_they_relieve_the_busiest_rank() -> None:
+    """Of stages of a block each, and one of five that is the last rank's second, that one gives away two."""
+    starts = next(moves([1, 2, 3, 4, 5, 6, 7], np.arange(13.0), [1.0] * 4, [True] * 12))
+    sizes = [end - start for start, end in itertools.pairwise((0, *starts, 12))]
+    assert (sizes[7], sorted(sizes)) == (3, [1, 1, 1, 1, 1, 1, 3, 3])
+    assert sizes[3] == 1, "the same rank's first stage"
