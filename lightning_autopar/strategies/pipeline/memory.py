@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from lightning_autopar.engines import Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
-from lightning_autopar.memory.moments import RNG_STATE_BYTES
+from lightning_autopar.memory.moments import RNG_STATE_BYTES, drawn_bytes, part_draws
 from lightning_autopar.memory.step_parts import StepPart, parts_of
 from lightning_autopar.plans import INTERLEAVED, Plan
 from lightning_autopar.strategies.pipeline.schedules import rank_actions
@@ -55,12 +55,11 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
     share = -(-rows // (plan.micro_batches if footprint.training else 1)) / whole
     parts = parts_of(footprint.tape, len(footprint.blocks))
     recomputed = frozenset(2 * index + 1 for index in _indices(footprint, plan.recompute))
-    random_bytes = RNG_STATE_BYTES if on_cpu else 0
 
     def stage_of(begin: int, end: int) -> _Stage:
         again = recomputed.intersection(range(begin, end))
-        key = begin, end, share, again, random_bytes
-        return _STAGES.get(footprint, key, lambda: _Stage.of(footprint, parts, begin, end, share, again, random_bytes))
+        key = begin, end, share, again, on_cpu
+        return _STAGES.get(footprint, key, lambda: _Stage.of(footprint, parts, begin, end, share, again, on_cpu))
 
     stages = {stage: stage_of(starts[stage], starts[stage + 1]) for stage in range(position, plan.stages, plan.devices_per_replica)}
     held = _states(plan, stages)
@@ -174,9 +173,10 @@ class _Stage:
         end: int,
         share: float,
         recomputed: frozenset[int],
-        kept_random: int,
+        on_cpu: bool,
     ) -> _Stage:
         """The bytes of these parts, at a micro-batch's share of the batch."""
+        kept_random = RNG_STATE_BYTES if on_cpu else 0
         layers = [_layer(footprint, number) for number in range(begin, end)]
         shared = footprint.shared_uses(begin, end)
         twice = _twice(footprint, begin, end)
@@ -186,11 +186,13 @@ class _Stage:
         held = passing = parts[begin].anew.at(share) if begin else 0
         passing += sum(one.size.at(share) for one in crossing if one.made >= begin and not one.kept)
         forward = 0
+        samples = round(share * footprint.batch_size)
+        draws = [drawn_bytes(size, samples, footprint.batch_size, on_cpu=on_cpu) for size in part_draws(footprint)]
         before: list[int] = []
         kept_until = dict.fromkeys(range(begin, len(parts)), 0)
         for number in range(begin, end):
             part = parts[number]
-            forward = max(forward, held + (part.forward if number == begin else part.forward_given).at(share))
+            forward = max(forward, held + (part.forward if number == begin else part.forward_given).at(share) + draws[number])
             lent = {until: size.at(share) for until, size in part.lent.items()}
             for until, size in lent.items():
                 kept_until[max(until, begin)] += size
@@ -217,7 +219,7 @@ class _Stage:
             most_first = (part.first_again if again else part.first)[given, lent_too].at(share)
             if again:
                 kept = before[number - begin]
-                running = kept + kept_random + part.again.at(share) + (inside if given else 0)
+                running = kept + kept_random + part.again.at(share) + draws[number] + (inside if given else 0)
                 most, most_first = max(most + kept, running), max(most_first + kept, running)
             waiting = passing + below + sum([size_bytes for low, high, size_bytes in twice if low <= number < high])
             backward = max(backward, waiting + most)
