@@ -55,11 +55,12 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
     share = -(-rows // (plan.micro_batches if footprint.training else 1)) / whole
     parts = parts_of(footprint.tape, len(footprint.blocks))
     recomputed = frozenset(2 * index + 1 for index in _indices(footprint, plan.recompute))
+    random_bytes = RNG_STATE_BYTES if on_cpu else 0
 
     def stage_of(begin: int, end: int) -> _Stage:
         again = recomputed.intersection(range(begin, end))
-        key = begin, end, share, again, on_cpu
-        return _STAGES.get(footprint, key, lambda: _Stage.of(footprint, parts, begin, end, share, again, on_cpu))
+        key = begin, end, share, again, random_bytes
+        return _STAGES.get(footprint, key, lambda: _Stage.of(footprint, parts, begin, end, share, again, random_bytes))
 
     stages = {stage: stage_of(starts[stage], starts[stage + 1]) for stage in range(position, plan.stages, plan.devices_per_replica)}
     held = _states(plan, stages)
@@ -173,10 +174,9 @@ class _Stage:
         end: int,
         share: float,
         recomputed: frozenset[int],
-        on_cpu: bool,
+        kept_random: int,
     ) -> _Stage:
         """The bytes of these parts, at a micro-batch's share of the batch."""
-        kept_random = RNG_STATE_BYTES if on_cpu else 0
         layers = [_layer(footprint, number) for number in range(begin, end)]
         shared = footprint.shared_uses(begin, end)
         twice = _twice(footprint, begin, end)
@@ -187,7 +187,7 @@ class _Stage:
         passing += sum(one.size.at(share) for one in crossing if one.made >= begin and not one.kept)
         forward = 0
         samples = round(share * footprint.batch_size)
-        draws = [drawn_bytes(size, samples, footprint.batch_size, on_cpu=on_cpu) for size in part_draws(footprint)]
+        draws = [drawn_bytes(size, samples, footprint.batch_size, on_cpu=kept_random > 0) for size in part_draws(footprint)]
         before: list[int] = []
         kept_until = dict.fromkeys(range(begin, len(parts)), 0)
         for number in range(begin, end):
