@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.inventory import Device, Inventory
 
 #: The environment variable with a spec of the devices.
 DEVICES_VARIABLE = "AUTOPAR_DEVICES"
@@ -40,6 +40,16 @@ def probe(
 
     found = with_allowed(_probe(spec, accelerator, cpu_devices, own_host_bytes))
     return with_neighbours(found, read_neighbours())
+
+
+def of_its_gpu(device: Device) -> str:
+    """What the driver says of a failed process's GPU, if anything is wrong with it: CUDA's own words don't name one that has vanished."""
+    if device.kind != "cuda":
+        return ""
+    found = probe()
+    now = next((each for each in found.devices if each.id == device.id), None)
+    said = "; ".join(found.notes) if now is None else now.error
+    return f"; of its GPU: {said}" if said else ""
 
 
 def _probe(spec: str | None, accelerator: str, cpu_devices: int, own_host_bytes: int) -> Inventory:

@@ -20,6 +20,9 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 #: The bytes of the CPU's random state (``torch.get_rng_state``) that ``torch.utils.checkpoint`` keeps for each block, always in host
 #: memory; a GPU's own state, of 16 bytes, lies there, too.
 RNG_STATE_BYTES = 5056
+#: Of a large draw on a GPU, up to so many rows are drawn one after the other, each with at most a window of about a million numbers before
+#: it, if that is less than this share of the whole draw (``exact/step/rows_of_gpu_draws.py``); a window's input, output and mask.
+DRAWN_ROWS, DRAWN_SHARE, _WINDOW_BYTES = 8, 0.7, 10 << 20
 #: How many footprints' columns are cached.
 _REMEMBERED = 8
 
@@ -139,6 +142,19 @@ def moments_of(footprint: Footprint, recomputed: Collection[int], share: float, 
     )
 
 
+def drawn_bytes(whole_bytes: int, rows: int, batch_size: int, *, on_cpu: bool = False) -> int:
+    """The bytes that a random draw over the samples takes at once on a rank that works on so many of the batch's, besides its own: the
+    whole batch's numbers, of which it keeps its rows.
+
+    Args:
+        whole_bytes: of the whole batch's draw (``LayerFootprint.draw_bytes``).
+    """
+    if rows >= batch_size:
+        return 0
+    piece = -(-whole_bytes // batch_size) + _WINDOW_BYTES
+    return whole_bytes if on_cpu or rows > DRAWN_ROWS or rows * piece > DRAWN_SHARE * whole_bytes else piece
+
+
 def _before(values: Column, counts: Column) -> Column:
     """For each count, the sum of so many leading values."""
     sums: Column = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
@@ -200,12 +216,12 @@ def _make(footprint: Footprint) -> _Columns:
         block_unsaved=column(
             [(block.forward_peak_bytes + (block.forward_unsaved_bytes or block.forward_peak_bytes)) // 2 for block in blocks]
         ),
-        draws=column(_draws(footprint)),
+        draws=column(part_draws(footprint)),
     )
 
 
-def _draws(footprint: Footprint) -> list[int]:
-    """The largest draw of each part, in running order: part 2i comes before block i, part 2i + 1 is block i."""
+def part_draws(footprint: Footprint) -> list[int]:
+    """The bytes of the largest draw of each part, in running order: part 2i comes before block i, part 2i + 1 is block i."""
     outer = [part.draw_bytes for part in footprint.outer] or [0] * (len(footprint.blocks) + 1)
     return [*(size for pair in zip(outer, (block.draw_bytes for block in footprint.blocks), strict=False) for size in pair), outer[-1]]
 

@@ -13,6 +13,7 @@ from lightning_autopar.memory.allocator.options import MIB
 from lightning_autopar.memory.allocator.played_device import SETUP, Category, PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
 from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.moments import drawn_bytes, part_draws
 from lightning_autopar.memory.tape import Kind
 
 CATEGORY: dict[Kind, Category] = {
@@ -55,6 +56,7 @@ class Player:
         self.recompute = recompute
         self.steps = 0
         self.micro = 0
+        self._draws = part_draws(footprint)
         self._before = frozenset(change.storage for change in script.before)
         self._forwards: dict[int, TapePart] = {}
         self._in_backward: int | None = None
@@ -207,10 +209,20 @@ class Player:
             self._in_backward = part.index
             if again:
                 self._run_again(part.index)
+                self._draw(2 * part.index + 1)
         self._apply(part.changes, updating=False, saves=not (again and part.mark != "leave"))
+        if part.mark in ("forward", "leave"):
+            self._draw(2 * part.index + (1 if part.mark == "forward" else 2))
         for key in self._held_by_name.intersection(map(self.key, part.let_go)):
             self._held_by_name.discard(key)
             self.machine.drop(key)
+
+    def _draw(self, number: int) -> None:
+        """The largest random draw of a part of the step, as input and output: it is made for other ranks' samples, too."""
+        size = drawn_bytes(self._draws[number], self.rows[self.micro], self.footprint.batch_size)
+        if size:
+            self.machine.hold_all("draw", (-(-size // 2),) * 2, "temporary")
+            self.machine.drop_all("draw")
 
     def _multiply(self, thread: int) -> None:
         """A thread's first product: libraries take their workspace, and keep it."""

@@ -28,8 +28,7 @@ import torch
 
 from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException
-from lightning_autopar.devices.discover import probe
-from lightning_autopar.devices.inventory import Device
+from lightning_autopar.devices.discover import of_its_gpu
 from lightning_autopar.sharing.runs.leftovers import LOCKS, RUN_PREFIX, leftovers, remove
 from lightning_autopar.state import gpu_pickles
 from lightning_autopar.strategies.base.worker_exception import Failure, WorkerFailed
@@ -326,7 +325,7 @@ class Generation:
             worker = silent[0]
             error = WorkerFailed(
                 f"the worker of {self._stalls.name(worker.rank)} ended without a word: {_describe(worker.process.exitcode)}"
-                f"{_of_its_gpu(job.run_plan.devices[worker.rank])}{self._others(worker.rank)}"
+                f"{of_its_gpu(job.run_plan.devices[worker.rank])}{self._others(worker.rank)}"
             )
             error.__cause__ = failures[0].exception() if failures else None
         elif failures:
@@ -380,16 +379,6 @@ def _describe(code: int | None) -> str:
     short = {-signal.SIGKILL: "the host's memory is short", -signal.SIGBUS: "shared memory (/dev/shm) or the disk is full"}
     cause = f"; the system does that when {short[code]}" if code in short else ""
     return f"killed by {signal.Signals(-code).name}{cause}"
-
-
-def _of_its_gpu(device: Device) -> str:
-    """What the driver says of a dead worker's GPU, if anything is wrong with it: a process whose GPU vanishes is killed by torch itself."""
-    if device.kind != "cuda":
-        return ""
-    found = probe()
-    now = next((each for each in found.devices if each.id == device.id), None)
-    said = "; ".join(found.notes) if now is None else now.error
-    return f"; of its GPU: {said}" if said else ""
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
-from lightning_autopar.memory.step_parts import parts_of
+from lightning_autopar.memory.step_parts import Size, parts_of
 
 
 @dataclass(frozen=True)
@@ -132,16 +132,17 @@ def course_of(
         footprint: of the module, at the whole batch.
         share: of the batch that runs at once.
         recomputed: numbers of parts that keep what enters them only.
-        casts: whether tensors of fixed size in forward, autocast's casts of parameters, last until backward.
+        casts: whether autocast's casts of parameters last until backward, as other tensors of fixed size do (weights that a parametrization
+            makes, masks).
         shrink: the factor on bytes of fixed size in backward, which are gradients being made.
         random_bytes: of the random state that a recomputed part keeps, and of the one that is saved while its forward runs again.
     """
     key = share, recomputed, casts, shrink, random_bytes
-    return _COURSES.get(footprint, key, lambda: list(_course(footprint, share, recomputed, 1.0 if casts else 0.0, shrink, random_bytes)))
+    return _COURSES.get(footprint, key, lambda: list(_course(footprint, share, recomputed, casts, shrink, random_bytes)))
 
 
 def _course(
-    footprint: Footprint, share: float, recomputed: frozenset[int], fixed: float, shrink: float, random_bytes: int
+    footprint: Footprint, share: float, recomputed: frozenset[int], casts: bool, shrink: float, random_bytes: int
 ) -> Iterator[StepPhase]:
     if footprint.tape is None or not footprint.outer:
         most = round((footprint.activation_bytes + footprint.temporary_bytes) * share)
@@ -149,19 +150,20 @@ def _course(
         yield from (StepPhase("backward", number, most, most, most, 0) for number in reversed(numbers))
         return
     parts = parts_of(footprint.tape, len(footprint.blocks))
+    passing = [0 if casts else _cast_bytes(footprint, number) for number in range(len(parts))]
 
-    def at(scaled: int, constant: int) -> int:
-        return round(scaled * share) + round(constant * fixed)
+    def at(size: Size, number: int) -> int:
+        return round(size.scaled * share) + max(0, size.fixed - passing[number])
 
     held = 0
     inner: list[int] = []
     until = [0] * len(parts)
     for number, part in enumerate(parts):
-        begin, most = held, held + max(at(size.scaled, size.fixed) for size in part.forward_given.sizes)
+        begin, most = held, held + max(at(size, number) for size in part.forward_given.sizes)
         for last, size in part.lent.items():
-            until[last] += at(size.scaled, size.fixed)
-            held += at(size.scaled, size.fixed)
-        kept = at(part.inner.scaled, part.inner.fixed)
+            until[last] += at(size, number)
+            held += at(size, number)
+        kept = at(part.inner, number)
         if number in recomputed:
             kept = round(footprint.blocks[number // 2].input_extra_bytes * share) + random_bytes
         inner.append(kept)
@@ -174,13 +176,13 @@ def _course(
         held -= until[number] + inner[number]
         sizes = (part.backward_again if number in recomputed else part.backward)[True, True].sizes
         # Without kept casts, the bytes of fixed size are at least the gradient being made and the cast that it needs.
-        less = round(part.inner.fixed * (1 - fixed))
+        less = min(part.inner.fixed, passing[number])
         making = _making(footprint, number)
         most = max(round(size.scaled * share + max(size.fixed - less, min(size.fixed, making)) * shrink) for size in sizes)
         without = max(round(size.scaled * share) for size in sizes)
         if number in recomputed:
             again = held + until[number] + inner[number] + random_bytes + given
-            again += max(at(size.scaled, size.fixed) for size in part.again.sizes)
+            again += max(at(size, number) for size in part.again.sizes)
             yield StepPhase("again", number, begin, again, again, begin)
             most += inner[number]
             without += inner[number]
@@ -188,10 +190,19 @@ def _course(
         yield StepPhase("backward", number, begin, held + most, held + without, held + given)
 
 
+def _part(footprint: Footprint, number: int) -> LayerFootprint:
+    return footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]
+
+
+def _cast_bytes(footprint: Footprint, number: int) -> int:
+    """Bytes of casts of all of a part's parameters, from 32 to 16 bits."""
+    return sum(count * row_bytes for count, row_bytes, _ in _part(footprint, number).parameter_rows) // 2
+
+
 def _making(footprint: Footprint, number: int) -> int:
     """Bytes of a part's largest gradient, and of what making it needs: a cast of its parameter and that cast's gradient."""
-    layer = footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]
-    return 2 * max((count * row_bytes for count, row_bytes, learns in layer.parameter_rows if learns), default=0)
+    rows = _part(footprint, number).parameter_rows
+    return 2 * max((count * row_bytes for count, row_bytes, learns in rows if learns), default=0)
 
 
 #: A search asks for every stage and offload of one module.

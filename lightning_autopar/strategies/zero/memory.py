@@ -154,7 +154,7 @@ class _Zero:
         self.element = _FP32_BYTES if precision.startswith("32") or (precision.endswith("mixed") and not converted) else 2
         #: Autocast's casts of parameters until backward. They aren't made where the parameters themselves have 16 bits, and not kept at
         #: stage 3 (``deepspeed._linear``), where each lasts while its module runs.
-        self.casts = not converted and self.stage < 3
+        self.casts = not (precision.endswith("mixed") and (converted or self.stage == 3))
         self.passing_casts = self.stage == 3 and precision.endswith("mixed") and not converted
         self.parameters = footprint.parameters
         self.trainable = footprint.trainable_parameters

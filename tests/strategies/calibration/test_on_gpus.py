@@ -43,5 +43,5 @@ def test_gpus_are_measured_within_ten_seconds(tmp_path: Path, monkeypatch: pytes
     alike = [device for device in idle if device_key(device) == key]
     for count in calibration.rank_counts(len(alike))[1:]:
         together = {thing for subject, thing, ranks in curves if (subject, ranks) == (group_key(alike[:count], inventory), count)}
-        assert {"all_reduce", "all_gather", "reduce_scatter", "broadcast"} <= together
+        assert {"all_reduce", "all_gather", "reduce_scatter"} <= together
     assert [device.free_bytes for device in probe().devices] >= [device.free_bytes for device in inventory.devices]

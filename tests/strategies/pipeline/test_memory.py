@@ -197,6 +197,15 @@ def test_less_is_in_flight_later_and_under_1f1b_and_with_recomputation() -> None
     assert again[0] < pipeline_bytes(footprint, make_plan("1f1b", 4, 8, 8), 0).allocated / 1.5
 
 
+def test_a_micro_batch_draws_for_the_whole_batch() -> None:
+    footprint = traced("narrow")
+    drawing = replace(footprint, blocks=tuple(replace(block, draw_bytes=64 << 20) for block in footprint.blocks))
+    asked = make_plan("1f1b", 2, 4, 8)
+    for rank in (0, 1):
+        with_draws, without = (pipeline_bytes(each, asked, rank, on_cpu=True).allocated for each in (drawing, footprint))
+        assert 0.9 * (64 << 20) < with_draws - without <= 64 << 20
+
+
 def test_replicas_share_the_batch_and_shards_the_states() -> None:
     footprint = traced("narrow")
     alone = make_plan("1f1b", 2, 4, 8)

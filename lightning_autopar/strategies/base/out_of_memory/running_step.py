@@ -9,6 +9,9 @@ from collections.abc import Callable
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from lightning_autopar.devices.discover import of_its_gpu
 from lightning_autopar.exact.step.step_rollback import StepState
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import shortage_words
 from lightning_autopar.strategies.base.out_of_memory.rerun import free_memory
@@ -62,9 +65,13 @@ class RunningStep:
         return None if reruns is None else reruns.samples_at_once
 
     def explain(self, error: BaseException) -> None:
-        """If memory ran out, add to the exception where, what was promised and predicted of a GPU, and what to do."""
+        """If memory ran out, add to the exception where, what was promised and predicted of a GPU, and what to do; to an error of CUDA's
+        what is wrong with the GPU, if the driver knows.
+        """
         engine = self._engine
         device = engine.run_plan.devices[engine._rank]
+        if isinstance(error, torch.AcceleratorError) and (said := of_its_gpu(device)):
+            error.add_note(f"autopar: this is rank {engine._rank} on {device.id}{said}")
         if not out_of_memory(error) or WHERE in vars(error):  # it may be asked of a rank that couldn't leave its step
             return
         self._describe(error)

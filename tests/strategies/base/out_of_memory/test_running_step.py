@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.strategies.base.out_of_memory import running_step
 from lightning_autopar.strategies.base.worker_exception import WHERE
 from tests.strategies.base.out_of_memory.test_rerun import allocate
 from tests.strategies.fitted import QUIET, Fitted, numbers
@@ -60,3 +61,20 @@ def test_an_error_says_where_memory_ran_out(
         trainer.fit(Lacks(place, automatic=automatic), DataLoader(numbers(), batch_size=8))
     assert vars(raised.value)[WHERE] == f"cpu:0 ran out of memory {words}"
     assert not any("wasn't run again in more parts" in note for note in raised.value.__notes__), "more parts wouldn't have helped"
+
+
+class Vanishes(pl.Callback):
+    """The GPU is lost before the first batch."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+
+
+def test_an_error_of_cudas_gets_what_the_driver_says_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_DEVICES", "1xcpu:2GiB")
+    monkeypatch.setattr(running_step, "of_its_gpu", lambda device: f"; of its GPU: {device.id} is lost")
+    strategy = AutoParallelStrategy(calibrate="off")
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, strategy=strategy, callbacks=[Vanishes()], default_root_dir=tmp_path, **QUIET)
+    with pytest.raises(torch.AcceleratorError) as raised:
+        trainer.fit(Fitted(), *(DataLoader(numbers(), batch_size=8) for _ in range(2)))
+    assert raised.value.__notes__[0] == "autopar: this is rank 0 on cpu:0; of its GPU: cpu:0 is lost"
