@@ -176,8 +176,10 @@ def check_allow(allow: str | Sequence[str]) -> tuple[Engine, ...]:
     Raises:
         ValueError: if it is empty or names an unknown engine, saying which there are.
     """
-    names = (allow,) if isinstance(allow, str) else tuple(allow)
     choices = ", ".join(repr(engine) for engine in all_engines())
+    if not isinstance(allow, (str, list, tuple, set, frozenset)):
+        raise ValueError(f"allow={allow!r} must be a list of names of engines; the engines are {choices}")
+    names = (allow,) if isinstance(allow, str) else tuple(allow)
     known: dict[str, Engine] = {engine: engine for engine in all_engines()}
     if not names:
         raise ValueError(f"allow={allow!r} leaves no engine; name at least one of {choices}, or leave it out for all that are built")

@@ -23,6 +23,11 @@ _SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
+def is_number(value: object) -> bool:
+    """Whether a user's argument is a number; True and False are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def parse_memory(value: int | str) -> int:
     """Bytes from ``4294967296``, ``"4GiB"``, ``"500MB"`` or ``"1.5g"`` (a bare letter counts in powers of 1024).
 

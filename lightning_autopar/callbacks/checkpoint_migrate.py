@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning_autopar._lightning import Callback
 from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
+from lightning_autopar.text import is_number
 
 
 class CheckpointMigrate(Callback):
@@ -37,11 +38,13 @@ class CheckpointMigrate(Callback):
         hang_seconds: float = 600.0,
         failures: int = 3,
     ) -> None:
-        if snapshot_seconds is not None and not snapshot_seconds > 0:
+        if snapshot_seconds is not None and not (is_number(snapshot_seconds) and snapshot_seconds > 0):
             raise ValueError(f"snapshot_seconds={snapshot_seconds!r} must be more than 0; leave it out for as often as overhead allows")
-        if not 0 < overhead <= 0.5:
+        if not (is_number(overhead) and 0 < overhead <= 0.5):
             raise ValueError(f"overhead={overhead!r} must be a share of more than 0 and at most 0.5, such as 0.01")
-        if not hang_seconds > 0:
+        if folder is not None and not isinstance(folder, (str, Path)):
+            raise ValueError(f"folder={folder!r} must be a folder's path; leave it out for '.autopar' in default_root_dir")
+        if not (is_number(hang_seconds) and hang_seconds > 0):
             raise ValueError(f"hang_seconds={hang_seconds!r} must be more than 0; give some minutes, or float('inf') for never")
         if isinstance(failures, bool) or not isinstance(failures, int) or failures < 1:
             raise ValueError(f"failures={failures!r} must be a whole number of at least 1; 1 ends the run at the first failure")

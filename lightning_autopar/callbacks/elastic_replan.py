@@ -11,6 +11,7 @@ from lightning_autopar.callbacks.device_watch import DeviceLook, Watch
 from lightning_autopar.planning.move_verdict import Rules
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest, RunView
+from lightning_autopar.text import is_number
 
 
 class ElasticReplan(Callback):
@@ -99,7 +100,7 @@ def _check(name: str, value: float, *, least: float, most: float, example: str) 
     Raises:
         ValueError: if it isn't, with the value, the bounds and an example.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+    if not is_number(value) or not least <= value <= most:
         raise ValueError(f"{name}={value!r} must be a number from {least:g} to {most:g}; choose {example}")
 
 

@@ -64,6 +64,8 @@ def parse_spec(spec: str, *, host_bytes: tuple[int, int] | None = None, cores: i
     Raises:
         ValueError: if the text is malformed, names an unknown model, or mixes CPU with catalogue devices.
     """
+    if not isinstance(spec, str):
+        raise ValueError(f"devices={spec!r} must be a text that describes devices; {_EXAMPLES}")
     if not spec.strip():
         raise ValueError(f"a device spec can't be empty, but is {spec!r}; {_EXAMPLES}")
     parts = [_parse_part(text, spec) for text in spec.split(",")]

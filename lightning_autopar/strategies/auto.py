@@ -16,7 +16,7 @@ from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.exact.data.loader import unwrapped
-from lightning_autopar.plans import Plan, offered_engines
+from lightning_autopar.plans import Plan, all_engines, offered_engines
 from lightning_autopar.report.report import Report
 from lightning_autopar.report.run_history import RunHistory
 from lightning_autopar.sharing.leases import Leases
@@ -25,6 +25,7 @@ from lightning_autopar.strategies.base.batch_rule import Batch
 from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.strategies.preparation.decide import CalibrationRule, Settings
 from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
+from lightning_autopar.text import is_number
 
 
 class AutoParallelStrategy(IdleStrategy):
@@ -73,7 +74,7 @@ class AutoParallelStrategy(IdleStrategy):
         wait: bool | int | float | str | Turn | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(memory_margin, bool) or not isinstance(memory_margin, (int, float)) or not 0 <= memory_margin < 1:
+        if not is_number(memory_margin) or not 0 <= memory_margin < 1:
             raise ValueError(f"memory_margin={memory_margin!r} must be a share from 0 up to but not including 1, such as 0.05")
         whole_batch = Batch.of(batch)
         if exact and whole_batch.draws == "per-rank":
@@ -88,6 +89,13 @@ class AutoParallelStrategy(IdleStrategy):
             )
         if objective not in ("speed", "memory"):
             raise ValueError(f"objective={objective!r} must be 'speed' or 'memory'")
+        if exact not in (True, False):
+            raise ValueError(f"exact={exact!r} must be True or False")
+        if isinstance(devices, (int, list)):
+            raise ValueError(
+                f"devices={devices!r} must be a text that describes devices, such as '2xcpu:4GiB'; which of those here to use is the "
+                f"Trainer's to say: Trainer(devices={devices!r}, strategy=AutoParallelStrategy(...))"
+            )
         if devices is not None:
             parse_spec(devices)
         self.settings = Settings(
@@ -97,7 +105,7 @@ class AutoParallelStrategy(IdleStrategy):
             batch=whole_batch.rule,
             own_draws=whole_batch.draws == "per-rank",
             despite=tuple(whole_batch.despite),
-            plan=plan if isinstance(plan, Plan) or plan is None else Plan.from_json(plan),
+            plan=_pinned(plan),
             objective=objective,
             exact=bool(exact),
             calibrate=_calibration_rule(calibrate),
@@ -172,6 +180,21 @@ class AutoParallelStrategy(IdleStrategy):
             trainer: Any = self._lightning_module.trainer
             trainer.callbacks, trainer.datamodule = self._muted
             self._muted = None
+
+
+def _pinned(plan: Plan | str | Path | None) -> Plan | None:
+    """The argument as a plan.
+
+    Raises:
+        ValueError: if it is none, and no path of one.
+    """
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, (str, Path)):
+        raise ValueError(f"plan={plan!r} must be a Plan, or the path of its JSON")
+    if plan in all_engines() and not Path(plan).exists():
+        raise ValueError(f"plan={plan!r} must be a Plan, or the path of its JSON; for any plan of this engine, set allow=[{plan!r}]")
+    return Plan.from_json(plan)
 
 
 def _calibration_rule(calibrate: object) -> CalibrationRule:

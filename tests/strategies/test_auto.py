@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_autopar import AutoParallelStrategy, Plan
+from lightning_autopar import AutoParallelStrategy, Batch, CheckpointMigrate, ElasticReplan, Plan, Turn
 from lightning_autopar.strategies.processes import worker_supervisor
 
 
@@ -251,3 +252,35 @@ def test_the_help_tells_each_argument(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_bad_value_in_a_file_is_our_own_words(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'much'.*GiB"):
         cli(OPTIONS + BY_CLASS.replace("900MiB", "much"), tmp_path, "fit")
+
+
+#: Values of no use to an argument that doesn't name them.
+ODD: tuple[Any, ...] = (object(), b"x", math.nan, ["x"], {"a": 1}, -1, "x")
+
+
+@pytest.mark.parametrize("kind", [AutoParallelStrategy, CheckpointMigrate, ElasticReplan, Batch, Turn])
+def test_a_value_of_no_use_is_refused_by_its_arguments_name(kind: Any) -> None:
+    refused = 0
+    for name in inspect.signature(kind).parameters:
+        for value in ODD:
+            if name in ("folder", "priority") and isinstance(value, (str, int)):
+                continue  # a folder's name, and a low priority
+            with pytest.raises(ValueError, match=f"{'batch' if name == 'rule' else name}[=:]|the device spec 'x'|the plan file 'x'"):
+                kind(**{name: value})
+            refused += 1
+    assert refused
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"devices": 2}, r"devices=2 must be a text .* such as '2xcpu:4GiB'; .* the Trainer's to say: Trainer\(devices=2, "),
+        ({"allow": 2}, "allow=2 must be a list of names of engines; the engines are 'single', 'ddp'"),
+        ({"plan": "ddp"}, r"for any plan of this engine, set allow=\['ddp'\]"),
+        ({"plan": {"engine": "ddp"}}, "must be a Plan, or the path of its JSON"),
+        ({"exact": "no"}, "exact='no' must be True or False"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_names_the_right_one(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        AutoParallelStrategy(**options)

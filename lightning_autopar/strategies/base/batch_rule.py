@@ -36,8 +36,9 @@ class Batch:
             raise ValueError(f"batch={self.rule!r} must be 'global' (split the batch) or 'per_device' (a batch for each device)")
         if self.draws not in ("whole", "per-rank"):
             raise ValueError(f"draws={self.draws!r} must be 'whole' (as one device draws) or 'per-rank' (each rank for its own samples)")
-        if isinstance(self.despite, str) or (unknown := [name for name in self.despite if name not in REFUSALS]):
-            named = self.despite if isinstance(self.despite, str) else unknown[0]
+        listed = isinstance(self.despite, (list, tuple, set, frozenset))
+        if not listed or (unknown := [name for name in self.despite if name not in REFUSALS]):
+            named = unknown[0] if listed else self.despite
             choices = ", ".join(repr(name) for name in REFUSALS)
             raise ValueError(f"despite={self.despite!r} must be a list of names of refusals, and {named!r} isn't one; they are {choices}")
         if self.draws == "per-rank" and self.rule == "per_device":

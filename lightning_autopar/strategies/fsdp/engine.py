@@ -145,8 +145,9 @@ class FSDP(Engine):
         from lightning_autopar.strategies.fsdp.rehearsal import why_unsharded
 
         uneven = () if first.split is None else first.split.uneven_calls
-        refusal = why_unsharded(first, first.trial or self.trial(first))
-        return Finding(refusals={self.name: refusal}, value=uneven)
+        rehearsed = first.trial or self.trial(first)
+        untried = "on one device FSDP2 only offloads, which is tried once such a plan is chosen" if rehearsed is None else None
+        return Finding(refusals={self.name: why_unsharded(first, rehearsed)}, untried=untried, value=uneven)
 
     def trial(self, first: FirstStep) -> Any:
         """The rehearsal. On one device, where FSDP2 only offloads, the very plan is rehearsed once it is chosen."""
@@ -158,9 +159,9 @@ class FSDP(Engine):
         return rehearse_fsdp(first.trainer.lightning_module, first.trainer, first.batch, shardable(first.footprint, first.split)[0], **told)
 
     def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
-        """For training on several devices only a plan's further features in a module that shards itself."""
+        """The step, where it wasn't rehearsed; and a plan's further features in a module that shards itself."""
         besides = bool(plan.offload) or plan.replicas > 1
-        return footprint.training and (plan.world_size == 1 or (besides and footprint.configures_model))
+        return footprint.training and (finding.untried is not None or (besides and footprint.configures_model))
 
     def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
         """Compares its step on two ranks with one process's."""

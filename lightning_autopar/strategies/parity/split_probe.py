@@ -177,6 +177,8 @@ class _Probe(KeptRuns):
         self._prepared = False
         self.backward = False  # whether the gradient of a loss that the step returns is compared as well
         self.logs: list[dict[str, Logged]] = []
+        #: What the training step logged in double precision when its losses were compared, by the split, with the batch that was split.
+        self.logs_in_double: dict[Dealing, tuple[FirstBatch, list[dict[str, Logged]]]] = {}
         self.moved: list[dict[str, Tensor]] = []
         #: The generators' states after each run, and the names of those that a part of the batch leaves in another state than the whole.
         self.ends: list[rng.RngState] = []
@@ -257,7 +259,11 @@ class _Probe(KeptRuns):
     def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int | Dealing) -> LogComparison:
         """Compare what a step logs on the whole batch with what it logs on ``size`` parts."""
         shares = self.weighing.shares(size)
-        self._observed(step, shares)
+        first, logs = self.logs_in_double.get(shares[0].dealing, (None, []))
+        if self.batches.double and step == self.losses and first is self.batches.first:
+            self.logs = logs[:]
+        else:
+            self._observed(step, shares)
         return self._logs_compared(hook, shares)
 
     def _logs_compared(self, hook: str, shares: Sequence[BatchShare]) -> LogComparison:
@@ -554,7 +560,10 @@ class _Probe(KeptRuns):
                 noted.clear()
             self.backwards.begin()
             with self.metrics.runs(merge=merge):
-                return observe(step, self.batches.part, shares, groups_first=groups_first)
+                seen = observe(step, self.batches.part, shares, groups_first=groups_first)
+            if self.batches.double and step == self.losses:
+                self.logs_in_double[shares[0].dealing] = self.batches.first, self.logs[:]
+            return seen
 
         apart = observed(merge=False)
         self.apart = self.left[:] if self.metrics.exchanged else []

@@ -21,6 +21,7 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.exact.step.random_draws import Rows
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
 from lightning_autopar.planning.refusals import split_refusal
+from lightning_autopar.strategies.parity import split_probe
 from lightning_autopar.strategies.parity.nudged_weights import nudged
 from lightning_autopar.strategies.parity.split_probe import probe_split
 
@@ -881,3 +882,29 @@ def test_losses_that_hardly_differ_dont_hide_what_they_are_means_of() -> None:
     module.layer = nn.Linear(4, 1)
     found, _ = probe_split(module, None, tokens())
     assert [str(rule) for rule in found.log_rules["training_step", ""]] == ["batch.labels != -100"]
+
+
+class Masked(Base):
+    """A mean over the entries that its mask counts, whose number differs between parts."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:  # type: ignore[override]
+        x, mask = batch["x"], batch["mask"]
+        loss = ((self.layer(x) - x).square() * mask).sum() / mask.sum()
+        self.log("loss", loss)
+        return loss
+
+
+def test_double_precision_runs_a_split_once_for_the_loss_and_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    observe, doubled = split_probe.observe, []
+
+    def noted(step: Any, part: Any, shares: Any, **options: Any) -> Any:
+        doubled.extend([shares[0].dealing] * part.__self__.double)
+        return observe(step, part, shares, **options)
+
+    monkeypatch.setattr(split_probe, "observe", noted)
+    mask = torch.ones(SAMPLES, 4, dtype=torch.long)
+    mask[1:3, 1:] = 0
+    finding, _ = probe_split(Masked(), None, FirstBatch(batch={"x": torch.stack(samples()), "mask": mask}, batch_size=SAMPLES))
+    assert not finding.difference
+    assert {str(finding.log_rules[name][0]) for name in finding.log_rules} == {"batch.mask != 0"}
+    assert len(doubled) == len(set(doubled)) == 2

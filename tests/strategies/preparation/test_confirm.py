@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import NothingFits
 from lightning_autopar.engines import Finding
+from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
 from lightning_autopar.strategies.preparation import confirmed_plan as confirm
@@ -73,3 +74,21 @@ def test_a_plans_stages_are_tried_in_a_process_of_their_own(tmp_path: Path, monk
     monkeypatch.setattr(stage_probe, "confirm_stages", lambda *args, **kwargs: os._exit(3))
     lost = confirm.rehearse(trainer, footprint, pinned("blocks.2"), Finding())
     assert "couldn't be checked, as its trial didn't finish" in str(lost.refusal)
+
+
+@pytest.mark.parametrize(("spec", "trials"), [("2xcpu:1GiB", 0), ("1xcpu:1GiB", 1)])
+def test_a_step_that_was_rehearsed_on_shards_is_not_tried_again_for_an_offload_plan(
+    spec: str, trials: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearse, tried = confirm.rehearse, []
+
+    def noted(trainer: Any, footprint: Any, plan: Plan, finding: Finding) -> Any:
+        tried.append(plan)
+        return rehearse(trainer, footprint, plan, finding)
+
+    monkeypatch.setattr(confirm, "rehearse", noted)
+    loader = DataLoader(TensorDataset(torch.randn(12, 4), torch.randn(12, 1)), batch_size=4)
+    alone = Plan(engine="fsdp", devices=("cpu:0",), reshard_after_forward=True, offload=OFFLOADS, shard=("blocks.0", "blocks.1"))
+    decision = plan(trainer_for(Stack(), loader, tmp_path), spec=spec, plan=alone)
+    assert decision.report.best == alone
+    assert len(tried) == trials
