@@ -185,7 +185,6 @@ class _Probe(LaterSteps):
         #: The values before the step; empty until they are known.
         self.buffers: dict[str, Tensor] = {}
         self._prepared = False
-        self.backward = False  # whether the gradient of a loss that the step returns is compared as well
         self.logs: list[dict[str, Logged]] = []
         self.moved: list[dict[str, Tensor]] = []
         #: The generators' states after each run, and the names of those that a part of the batch leaves in another state than the whole.
