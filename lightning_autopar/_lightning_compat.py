@@ -523,6 +523,14 @@ def loaders_of_batch(trainer: Trainer, dataloader_idx: int) -> list[Any]:
     return found if combined_mode(combined) != "sequential" else [found[dataloader_idx]]
 
 
+def attach_model_callbacks(trainer: Trainer) -> None:
+    """Let the trainer hold the callbacks of the module's ``configure_callbacks``, as Lightning does once the run has begun; in a child."""
+    connector: Any = trainer._callback_connector
+    connector._maybe_show_litmodels_tip = lambda: None  # the run itself shows it
+    if is_overridden("configure_callbacks", trainer.lightning_module):
+        connector._attach_model_callbacks()
+
+
 def transfer_batch(module: LightningModule, batch: Any) -> Any:
     """The batch after the transfer hooks of the module or the DataModule, on the CPU (``Strategy.batch_to_device``)."""
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)

@@ -12,6 +12,8 @@ import types
 from collections.abc import Set
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import LightningModule, Trainer
@@ -28,22 +30,26 @@ _WITHIN_A_BATCH = (
 _PREDICTING = ("predict_step", "on_predict_batch_start", "on_predict_batch_end")
 _STORES = frozenset(("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR"))
 _LOADS = frozenset(("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "BINARY_SUBSCR"))
+#: How the names of what draws begin; and ``dropout`` anywhere.
+_RANDOM = ("rand", "bernoulli", "multinomial", "normal_", "uniform_", "exponential_")
 _METHODS = frozenset(("add", "append", "appendleft", "extend", "insert", "setdefault", "update"))
 
 
 def keeping_hooks(trainer: Trainer, *, predicting: bool = False) -> tuple[str, ...]:
-    """A sentence on each hook of a batch whose code uses the batch or the step's outputs, and stores something.
+    """A sentence on each hook of a batch whose code uses the batch or the step's outputs, and stores something or draws random numbers.
 
     Args:
         trainer: with its module and callbacks.
         predicting: whether the hooks of a prediction count, rather than those of the other loops.
     """
     own = "on each rank is that of its own batches" if predicting else "on each rank and in each part is that of its own samples"
-    return tuple(
-        f"{_title(each)} may keep what {hook} gets of a batch, which {own}"
-        for each, hook in overridden(trainer, _PREDICTING if predicting else _HOOKS)
-        if _keeps(getattr(each, hook), each, trainer.lightning_module)
-    )
+    found = list[str]()
+    for each, hook in overridden(trainer, _PREDICTING if predicting else _HOOKS):
+        if _keeps(getattr(each, hook), each, trainer.lightning_module):
+            found.append(f"{_title(each)} may keep what {hook} gets of a batch, which {own}")
+        if not predicting and _draws(getattr(each, hook), each, trainer.lightning_module):
+            found.append(f"{_title(each)} may draw random numbers for what {hook} gets of a batch: each rank draws for its own samples")
+    return tuple(found)
 
 
 def trains_in_hooks(trainer: Trainer) -> bool:
@@ -74,6 +80,26 @@ def _keeps(hook: Any, owner: Any, module: LightningModule) -> bool:
         if code is not None and _stores(code, _METHODS - {"update"} if metrics & names else _METHODS):
             return True
     return False
+
+
+def _draws(hook: Any, owner: Any, module: LightningModule) -> bool:
+    """Whether a hook uses its batch or outputs, and may draw random numbers, by the names in its code and in what that calls.
+
+    A callback may train a network of its own, of which its other methods tell.
+    """
+    function = inspect.unwrap(getattr(hook, "__func__", hook))
+    code = getattr(function, "__code__", None)
+    if code is None or not _uses_batch(code, function.__name__, after=1 if owner is module else 3):
+        return False
+    found = reached([(function, owner)], module, lambda each: package_of(each) in FRAMEWORK)
+    names = {name for _, names, _ in found for name in names}
+    kinds = [kind for kind in type(owner).__mro__ if owner is not module and package_of(kind) not in FRAMEWORK]
+    methods = [method for kind in kinds for method in vars(kind).values() if isinstance(method, types.FunctionType)]
+    names |= {name for method in methods for name in method.__code__.co_names if "dropout" in name.lower()}
+    held = [child for each in vars(owner).values() if owner is not module and isinstance(each, nn.Module) for child in each.modules()]
+    return any(name.lower().startswith(_RANDOM) or "dropout" in name.lower() for name in names) or any(
+        isinstance(child, _DropoutNd) for child in held
+    )
 
 
 def _stores(code: types.CodeType, methods: Set[str]) -> bool:

@@ -136,7 +136,7 @@ class Evidence:
         elif kind in (list, dict):
             lists = [list(value.items()) if kind is dict else value for value in values]
             old = [] if kept is None else list(kept.items()) if kind is dict else kept
-            dropped = dropped or [0 if _alike(value[: len(old)], old) else None for value in lists]
+            dropped = dropped or [0 if alike(value[: len(old)], old) else None for value in lists]
             if None in dropped:
                 tails = lists  # another list than before
             else:
@@ -152,7 +152,7 @@ class Evidence:
     def _note(self, path: Path, before: Any, values: list[Any], shares: Sequence[BatchShare]) -> None:
         whole, *parts = values
         known = self.rules.get(path, _RULES)
-        if all(_alike(value, before) for value in values):
+        if all(alike(value, before) for value in values):
             self._quiet.add(path)
             explaining = known
             if path not in self.rules:
@@ -172,12 +172,12 @@ def _dropped(value: list[Any], before: list[Any]) -> int | None:
     that were written in their places, such as counts, may look like that where they were alike; so most places must have changed.
     """
     length = len(before)
-    if _alike(value[:length], before):
+    if alike(value[:length], before):
         return 0
     half = min(length // 2, len(value)) if length > _LONG else 0
-    by = (count for count in range(1, half + 1) if _alike(value[0], before[count]))
-    found = next((count for count in by if _alike(value[: length - count], before[count:])), None)
-    return found if sum(not _alike(*pair) for pair in zip(value, before, strict=False)) > half else None
+    by = (count for count in range(1, half + 1) if alike(value[0], before[count]))
+    found = next((count for count in by if alike(value[: length - count], before[count:])), None)
+    return found if sum(not alike(*pair) for pair in zip(value, before, strict=False)) > half else None
 
 
 def _explains(rule: str, before: Any, whole: Any, parts: Sequence[Any], shares: Sequence[BatchShare]) -> bool:
@@ -186,7 +186,7 @@ def _explains(rule: str, before: Any, whole: Any, parts: Sequence[Any], shares: 
     except (TypeError, ValueError, RuntimeError):  # the rule can't be applied to it
         return False
     scale = max((_largest(value) for value in (whole, *parts)), default=0.0)
-    return type(made) is type(whole) and _alike(made, whole, _EQUAL * scale)
+    return type(made) is type(whole) and alike(made, whole, _EQUAL * scale)
 
 
 def combined(rule: str, before: Any, values: Sequence[Any], shares: Sequence[BatchShare]) -> Any:
@@ -204,7 +204,7 @@ def combined(rule: str, before: Any, values: Sequence[Any], shares: Sequence[Bat
     """
     first = values[0]
     if rule == "same":
-        if not all(_alike(value, first) for value in values):
+        if not all(alike(value, first) for value in values):
             raise ValueError("the parts' values differ")
         return first
     if rule in ("rows", "items"):
@@ -310,14 +310,14 @@ def _largest(value: Any) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _alike(one: Any, other: Any, within: float = 0.0) -> bool:
+def alike(one: Any, other: Any, within: float = 0.0) -> bool:
     """Whether two values are the same, numbers up to a tolerance."""
     if one is other:
         return True
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(_alike(a, b, within) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(alike(a, b, within) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_alike(value, other[key], within) for key, value in one.items())
+        return one.keys() == other.keys() and all(alike(value, other[key], within) for key, value in one.items())
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
         return type(one) is type(other) and (one == other or abs(one - other) <= within or (one != one and other != other))
     try:

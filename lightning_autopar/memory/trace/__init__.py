@@ -10,6 +10,7 @@ Modules, in reading order:
     guessed_footprint  a coarse footprint where tracing fails
     first_batch        the first batch, drawn without worker processes
     bare_step          one step called without Lightning's loops; the trainer as the module sees it there
+    step_number        notes which other steps would do something else
     no_writes          a trial's steps and hooks change no file
     parameter_use      what a step does with parameters besides calling the modules that hold them
     extra_tensors      tensors held by callbacks, attributes and optimizers

@@ -248,6 +248,11 @@ class BareStep:
         """Whether a step has asked its trainer for its number."""
         return bool(self._trainer.numbered)
 
+    @property
+    def number(self) -> int:
+        """The number of the trainer's next step."""
+        return int(self._trainer.global_step)
+
     def give_number(self, number: int) -> None:
         """Let the next steps be those of this number."""
         self._trainer.give(**dict.fromkeys(_NUMBERS, number))

@@ -17,7 +17,8 @@ from torchmetrics.wrappers import Running
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import SplitFinding
-from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, taken
+from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, alike, plain, taken
 from lightning_autopar.exact.step.kept_attributes import Place, attributes, settled, title, variables
 from lightning_autopar.strategies.parity import undo
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything
@@ -50,6 +51,7 @@ class KeptRuns:
         #: The latter where metrics exchange nothing, as in parts that run one after the other; empty where there are no metrics.
         self.apart: list[dict[str, Any]] = []
         self.lasting = False
+        self.backward = False  # whether the gradient of a loss that the step returns is compared as well
         #: Why one rank can't run a batch in parts; None where it can.
         self.part_reason: str | None = None
         #: Rules for what only a step with its backward pass changes.
@@ -99,7 +101,16 @@ class KeptRuns:
             earlier: what runs without a backward pass change.
             step: with a backward pass.
         """
-        with patched(self, "watched", tuple(self._places({name: None for name in self.changed() if name not in earlier}))):
+        late = {name: None for name in self.changed() if name not in earlier}
+        with patched(self, "watched", tuple(self._places(earlier))):
+            state, left = rng.capture({}), list[dict[str, Any]]()
+            for backward in (False, True) if self.watched else ():
+                rng.restore(state, {})
+                with patched(self, "backward", backward):
+                    self._observed(step, self.weighing.shares(size))
+                left.append({name: plain(value) for name, value in self.left[0].items()})
+            late |= {name: None for name in self.watched if not alike(left[0].get(name), left[1].get(name))}
+        with patched(self, "watched", tuple(self._places(late))):
             if self.watched:
                 rules, unknown = self._kept_rules(step, size)
                 self.late = {**rules, **unknown}

@@ -1,22 +1,39 @@
 """Moves weights and counters from where they start, so that the first step doesn't hide what later ones compute.
 
 A second network may start as a copy of the first, and a gate or an adapter at zero. At the first weights their terms of a loss are zero,
-and a sum of a sum and a mean looks like a sum alone. A projection may be drawn anew after a thousand calls; no first step draws it.
-Knows a module's parameters, buffers and attributes; nothing of batches.
+and a sum of a sum and a mean looks like a sum alone. A projection may be drawn anew after a thousand calls; no first step draws it. A term
+may begin at some step: the numbers that a step compares its own with tell at which.
+Knows a module's parameters, buffers, attributes and code; nothing of how batches are made.
 """
 
 from __future__ import annotations
 
+import dis
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from inspect import isfunction
+from itertools import chain, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_autopar._lightning import LightningModule
+from lightning_autopar._root import NOT_THE_USERS, package_of
+from lightning_autopar._temporary import patched
+from lightning_autopar.constraints import LOSS, SplitFinding
 from lightning_autopar.exact.step.kept_attributes import Place
-from lightning_autopar.exact.step.random_draws import Draw, DrawPlan
+from lightning_autopar.exact.step.random_draws import DrawPlan
+from lightning_autopar.memory.trace.bare_step import BareStep
+from lightning_autopar.memory.trace.step_number import LATER, Noted, step_number
+from lightning_autopar.strategies.parity.draw_probe import Observation
+from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
+from lightning_autopar.strategies.parity.kept_runs import KeptRuns, Step
+from lightning_autopar.strategies.parity.recorded_backward import EQUAL, difference_of
 from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)
@@ -25,6 +42,8 @@ _LOG = logging.getLogger(__name__)
 _SHARE, _AT_ZERO = 0.25, 0.1
 #: How many elements of a parameter are moved, about: it takes few for two networks to differ.
 _ELEMENTS = 1 << 15
+#: How many later steps are tried at most.
+_LATER_STEPS = 12
 #: Where counters are set, divisible by the numbers up to 16 and by a million, for what is done every so often; and one less, as some steps
 #: count first.
 _AHEAD = (720_720_000_000, 720_719_999_999)
@@ -56,20 +75,22 @@ def nudged(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def counted_on(buffers: Mapping[str, Tensor], places: Mapping[str, Place], count: int) -> Iterator[bool]:
+def counted_on(buffers: Mapping[str, Tensor], places: Mapping[str, Place], count: int | None, noted: Noted) -> Iterator[bool]:
     """While open, the counters among these stand at ``count``; gives whether there are any.
 
     Args:
         buffers: some that a step changes, by name.
         places: where attributes are that it changes, by name.
+        count: None for where they stand.
+        noted: see :func:`step_number`.
     """
     tensors = [buffer for buffer in buffers.values() if buffer.numel() == 1 and buffer.dtype in (torch.int64, torch.float32, torch.float64)]
     before = [buffer.clone() for buffer in tensors]
     numbers = [(space, key, space[key]) for space, key in places.values() if type(space.get(key)) is int]
     for buffer in tensors:
-        buffer.fill_(count)
-    for space, key, _ in numbers:
-        space[key] = count
+        buffer.fill_(buffer if count is None else count)
+    for space, key, number in numbers:
+        space[key] = step_number(number if count is None else count, noted)
     try:
         yield bool(tensors or numbers)
     finally:
@@ -77,6 +98,31 @@ def counted_on(buffers: Mapping[str, Tensor], places: Mapping[str, Place], count
             buffer.copy_(value)
         for space, key, number in numbers:
             space[key] = number
+
+
+def counters(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Place]]:
+    """The buffers and the attributes that the code of a user's module counts up by one, in a step or in a hook, by name."""
+    buffers, places = dict[str, Tensor](), dict[str, Place]()
+    for prefix, child in module.named_modules():
+        classes = (each for each in type(child).__mro__ if package_of(each) not in NOT_THE_USERS)
+        functions = [function for each in classes for function in vars(each).values() if isfunction(function)]
+        for name in chain.from_iterable(map(_counted, functions)):
+            if isinstance(buffer := child._buffers.get(name), Tensor):
+                buffers[f"{prefix}.{name}"] = buffer
+            elif type(number := getattr(child, name, None)) is int:
+                vars(child).setdefault(name, number)  # the class's
+                places[f"{prefix}.{name}"] = vars(child), name
+    return buffers, places
+
+
+def _counted(function: Any) -> Iterator[str]:
+    """Names of the attributes that a function counts up by one."""
+    last = list[dis.Instruction]()
+    for each in dis.get_instructions(function):
+        adds = (one.argval == 1 and plus.argrepr in ("+", "+=") for one, plus in pairwise(last))
+        if each.opname == "STORE_ATTR" and any(adds):
+            yield str(each.argval)
+        last = [*last[-3:], each]
 
 
 def later_draws(
@@ -88,24 +134,120 @@ def later_draws(
         buffers: as for :func:`counted_on`, as ``places``.
         draws: runs the step, as it was run for the plan.
     """
-    if plan.draws is None:
-        return plan, ""
-    found = {(draw.op, draw.shape): draw for draw in plan.draws}
-    later, failures = list[Draw](), list[str]()
-    for count in _AHEAD:
-        with counted_on(buffers, places, count) as any_counters:
+    failures = list[str]()
+    for count in _AHEAD if plan.draws is not None else ():
+        with counted_on(buffers, places, count, Noted()) as any_counters:
             try:
-                seen = draws().draws if any_counters else ()
+                plan = with_draws(plan, draws()) if any_counters else plan
             except Exception as error:  # it counts no farther than the items of a list, say
                 _LOG.debug("the step can't be tried with counters that have gone far", exc_info=True)
                 failures.append(error_line(error))
-                continue
-        later += [draw for draw in seen or () if (draw.op, draw.shape) not in found]
-        found |= {(draw.op, draw.shape): draw for draw in later}
-    return replace(plan, draws=(*plan.draws, *later)), failures[0] if len(failures) == len(_AHEAD) else ""
+    return plan, failures[0] if len(failures) == len(_AHEAD) else ""
+
+
+def with_draws(plan: DrawPlan, seen: DrawPlan) -> DrawPlan:
+    """The plan, with those draws of a later step that it lacks."""
+    found = {(draw.op, draw.shape) for draw in plan.draws or ()}
+    later = [draw for draw in seen.draws or () if (draw.op, draw.shape) not in found]
+    return plan if plan.draws is None else replace(plan, draws=(*plan.draws, *later))
 
 
 def _part(parameter: nn.Parameter) -> Tensor:
     """The first rows, about so many elements."""
     whole = parameter.detach()
     return whole[: max(1, _ELEMENTS * whole.shape[0] // whole.numel())] if whole.ndim else whole
+
+
+class LaterSteps(KeptRuns):
+    """The runs of a module's step, also as a later one."""
+
+    rehearsal: BareStep
+    #: The buffers' values before a step.
+    buffers: dict[str, Tensor]
+
+    def __init__(self, module: LightningModule, batches: BatchParts, writes: Collection[str] | None) -> None:
+        super().__init__(module, batches, writes)
+        #: The number of the steps that run; None for the first ones. And which other numbers decide what steps do.
+        self.number: int | None = None
+        self.noted = Noted()
+        self.too_many = False  # whether there are more of them than can be tried
+
+    def losses(self, batch: Any) -> list[Tensor]:
+        """Of a step."""
+        raise NotImplementedError
+
+    def _observed(self, step: Step, shares: Sequence[Any], *, groups_first: bool = False) -> Observation:
+        raise NotImplementedError
+
+    def _with_new_logs(self, found: SplitFinding, shares: Sequence[Any]) -> SplitFinding:
+        raise NotImplementedError
+
+    def _without_rounding(self, compare: Callable[[], float]) -> float:
+        raise NotImplementedError
+
+    def later(self, seconds: float) -> Iterator[int]:
+        """Numbers of later steps that may do something else, as far as they are noted by and by.
+
+        Args:
+            seconds: how long all that is done with them may take.
+        """
+        ends_at, tried = time.monotonic() + seconds, {0}
+        if self.rehearsal.numbered or counters(self.module)[0]:
+            self.noted.numbers.update(dict.fromkeys(LATER))
+        while (number := next((each for each in self.noted.numbers if each not in tried), None)) is not None:
+            self.too_many = len(tried) > _LATER_STEPS or time.monotonic() > ends_at
+            tried.add(number)
+            yield number
+            if self.too_many:
+                return
+
+    def in_later_steps(self, found: SplitFinding, plan: DrawPlan, size: int, seconds: float) -> tuple[SplitFinding, DrawPlan]:
+        """With what a split changes in later steps, if steps go by their number: some do something in each n-th one, or from one on.
+
+        Args:
+            seconds: how long this may take.
+        """
+        shares = self.weighing.shares(size)
+        for number in self.later(seconds):
+            if found.difference:
+                break
+            try:
+                with self.numbered(number):
+                    for groups_first in (False, True):
+                        observed = self._observed(self.losses, shares, groups_first=groups_first)
+                        if (difference := difference_of(observed, shares)) <= EQUAL:
+                            break
+                    else:
+                        difference = self._without_rounding(lambda: difference_of(self._observed(self.losses, shares), shares))
+                    found = self._with_new_logs(found, shares)
+            except Exception as error:  # a number that the step isn't made for
+                _LOG.debug("the step can't be tried as number %d", number, exc_info=True)
+                note = f"not checked: splitting the batch of step {number:,} ({error_line(error)})"
+                found = replace(found, notes=(*found.notes, note))
+                continue
+            if not math.isfinite(difference):
+                note = f"not checked: splitting the batch of step {number:,}, whose loss isn't finite"
+                found = replace(found, notes=(*found.notes, note))
+            elif difference > EQUAL:
+                reason = f"it is no mean over the samples in a later step: the step goes by its number, as in step {number:,}"
+                found = replace(found, difference=difference, reason=reason, log_rules={**found.log_rules, LOSS: ()})
+            plan = with_draws(plan, observed.draws)
+        return found, plan
+
+    @contextmanager
+    def numbered(self, number: int | None = None) -> Iterator[None]:
+        """While open, steps are those of this number, by default the next one's; at which others they do something else is noted."""
+        if self.too_many:
+            raise TimeoutError("there are more numbers that the step goes by than can be tried")
+        buffers, places = counters(self.module)
+        given = step_number(self.rehearsal.number if number is None else number, self.noted)
+        self.rehearsal.give_number(given)
+        try:
+            with counted_on(buffers, places, number, self.noted), patched(self, "number", given), self._from_here():
+                yield
+        finally:
+            self.rehearsal.give_number(0)
+
+    def _from_here(self) -> AbstractContextManager[None]:
+        """While open, steps begin with the buffers' present values."""
+        return patched(self, "buffers", {name: buffer.clone() for name, buffer in self.module.named_buffers()})

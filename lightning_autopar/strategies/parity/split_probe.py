@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_o
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.batch_norm import fix
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
+from lightning_autopar.exact.step.kept_attributes import Place
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory.footprint import Conduct
@@ -37,18 +38,16 @@ from lightning_autopar.strategies.parity import undo
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
-from lightning_autopar.strategies.parity.kept_runs import KeptRuns
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
-from lightning_autopar.strategies.parity.nudged_weights import later_draws, nudged
+from lightning_autopar.strategies.parity.nudged_weights import LaterSteps, later_draws, nudged
 from lightning_autopar.strategies.parity.part_weights import Weighing
-from lightning_autopar.strategies.parity.recorded_backward import Backwards, OwnStepError, difference_of, groups_first_of
+from lightning_autopar.strategies.parity.recorded_backward import EQUAL, Backwards, OwnStepError, difference_of, groups_first_of
 from lightning_autopar.text import error_line, users_line
 
 _LOG = logging.getLogger(__name__)
 
-_EQUAL = 1e-5  # relative difference of losses that count as equal: rounding of float32 sums taken in another order
 _UNCOMPARED = "not checked: whether the gradients of a batch's parts make those of the whole batch (comparing them failed)"
-_LATER = (1, 27_719_999)  # numbers of later steps: with 0 on both sides of what each n up to 12, 100 or 1000 divides
+_SECONDS = 60.0  # how long a probe may take
 _ALONE = 4  # samples of which each is run alone, to see which submodules it calls
 _ORDERS = 4  # how often a step that shuffles samples at random is compared again
 
@@ -64,7 +63,7 @@ def probe_split(
     conduct: Conduct | None = None,
     despite: Sequence[str] = (),
     known: Collection[Count] = (),
-    time_limit_seconds: float = 60.0,
+    time_limit_seconds: float = _SECONDS,
 ) -> tuple[SplitFinding, DrawPlan]:
     """Compare the training loss of the first batch with the mean of its parts' losses, weighted by their samples.
 
@@ -107,9 +106,12 @@ def probe_split(
     try:
         do_without(module, sorts)
         with nudged(module):
-            found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds, routes=bool(blocks))
-        if found.raised or math.isnan(found.difference):  # a step that only its own weights fit
-            found, draws = _Probe(module, trainer, batches, conduct, despite, known).run(sizes, time_limit_seconds, routes=bool(blocks))
+            probe = _Probe(module, trainer, batches, conduct, despite, known)
+            found, draws = probe.run(sizes, time_limit_seconds, routes=bool(blocks))
+        if (unfit := found.raised or math.isnan(found.difference)) or not probe.finite:  # a step that only its own weights fit
+            probe = _Probe(module, trainer, batches, conduct, despite, known)
+            own, own_draws = probe.run(sizes, time_limit_seconds, routes=bool(blocks))
+            found, draws = (own, own_draws) if unfit else (replace(found, log_rules={**own.log_rules, **found.log_rules}), draws)
     finally:
         rng.restore(state, {})
     if not sorts:
@@ -137,9 +139,17 @@ def probe_evaluation(
     if first.batch_size < 2:
         return SplitFinding()
     state = rng.capture({})
+
+    def probed() -> tuple[SplitFinding, bool]:
+        probe = _Probe(module, trainer, BatchParts(first, first.batch_size, hooks=trainer is not None), known=known)
+        return probe.evaluation(hook), probe.finite
+
     try:
-        with nudged(module):
-            return _Probe(module, trainer, BatchParts(first, first.batch_size, hooks=trainer is not None), known=known).evaluation(hook)
+        with suppress(Exception), nudged(module):
+            found, finite = probed()
+            if finite:
+                return found
+        return probed()[0]  # a step that only its own weights fit
     except Exception as error:  # the user's step, under conditions that it isn't made for
         _LOG.debug("the %s can't be tried on parts of a batch", hook, exc_info=True)
         note = f"not checked: whether what {hook} logs and keeps is the same when a batch is split ({error_line(error)})"
@@ -148,7 +158,7 @@ def probe_evaluation(
         rng.restore(state, {})
 
 
-class _Probe(KeptRuns):
+class _Probe(LaterSteps):
     """The step without side effects: it can run any number of times and leaves the module as it was."""
 
     def __init__(
@@ -175,7 +185,6 @@ class _Probe(KeptRuns):
         #: The values before the step; empty until they are known.
         self.buffers: dict[str, Tensor] = {}
         self._prepared = False
-        self.backward = False  # whether the gradient of a loss that the step returns is compared as well
         self.logs: list[dict[str, Logged]] = []
         #: What the training step logged in double precision when its losses were compared, by the split, with the batch that was split.
         self.logs_in_double: dict[Dealing, tuple[FirstBatch, list[dict[str, Logged]]]] = {}
@@ -189,11 +198,17 @@ class _Probe(KeptRuns):
         self.drifting: tuple[float, str] | None = None
         self.written: tuple[float, str] | None = None
 
+    @property
+    def finite(self) -> bool:
+        """Whether all that the last run of the whole batch logged is finite: else nothing is known of its parts' values."""
+        return all(math.isfinite(logged.value) for logged in self.logs[0].values()) if self.logs else True
+
     def run(self, sizes: Sequence[int], time_limit_seconds: float, *, routes: bool = False) -> tuple[SplitFinding, DrawPlan]:
         try:
             self._prepare()
             started = time.monotonic()
-            self.losses(self.batches.part(everything(self.batches.count)))
+            with self.numbered():
+                self.losses(self.batches.part(everything(self.batches.count)))
             seconds = (time.monotonic() - started) * 6 * len(sizes)
         except OwnStepError as error:
             reason = (
@@ -226,8 +241,9 @@ class _Probe(KeptRuns):
                 return finding, plan
             if not finding.difference <= found.difference or not found.log_rules:
                 found = finding
-        found = self._in_later_steps(found, sizes[0])
-        plan, failed = self._with_later_draws(plan, sizes[0])
+        places = self._places(self.changed())
+        found, plan = self.in_later_steps(found, plan, sizes[0], time_limit_seconds)
+        plan, failed = self._with_later_draws(plan, places, sizes[0])
         if routes:
             found = self._with_routes(found)
         notes = (f"not checked: whether the step draws other random numbers once its counters have gone far (there it fails: {failed})",)
@@ -240,12 +256,20 @@ class _Probe(KeptRuns):
         def step(batch: Any) -> list[Tensor]:
             self.metrics.next_run()
             with self._harmless(), torch.no_grad(), recorded_logs(self.module) as logged:
-                self.rehearsal._call(hook, transfer_batch(self.module, batch) if self.batches.raw else batch, 0)
+                self.rehearsal._call(hook, transfer_batch(self.module, batch) if self.batches.raw else batch, self.number or 0)
             self.logs.append(logged)
             return []
 
-        found = self._settled(hook, step, self._compare_logs(hook, step, 2))
-        return self.with_kept(SplitFinding(log_rules=found.matching, notes=found.notes), hook, step, 2)
+        with self.numbered():
+            found, unknown = self._settled(hook, step, self._compare_logs(hook, step, 2)), list[str]()
+        for number in self.later(_SECONDS):
+            try:
+                with self.numbered(number):
+                    found = found.narrowed(self._settled(hook, step, self._compare_logs(hook, step, 2)))
+            except Exception as error:  # a number that the step isn't made for
+                _LOG.debug("%s can't be tried as number %d", hook, number, exc_info=True)
+                unknown.append(f"not checked: what {hook} logs in step {number:,} ({error_line(error)})")
+        return self.with_kept(SplitFinding(log_rules=found.matching, notes=(*found.notes, *unknown)), hook, step, 2)
 
     @contextmanager
     def _harmless(self) -> Iterator[undo.StepEffects]:
@@ -269,6 +293,16 @@ class _Probe(KeptRuns):
     def _logs_compared(self, hook: str, shares: Sequence[BatchShare]) -> LogComparison:
         rows, weights = [share.rows for share in shares], self.weighing.weights(shares)
         return compare_logs(hook, self.logs[0], self.logs[1:], rows, double=self.batches.double, weights=weights)
+
+    def _with_new_logs(self, found: SplitFinding, shares: Sequence[BatchShare]) -> SplitFinding:
+        """The finding, with the rules for values that no earlier step has logged."""
+        if all(("training_step", name) in found.log_rules for name in self.logs[0]):
+            return found
+        logged = self._settled("training_step", self.losses, self._logs_compared("training_step", shares))
+        new = LogComparison(
+            matching={key: rules for key, rules in logged.matching.items() if key not in found.log_rules}, apart=logged.apart
+        )
+        return replace(found, log_rules={**new.matching, **found.log_rules}, notes=(*found.notes, *new.notes))
 
     def _settled(self, hook: str, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
         """Where single precision leaves several rules or none, double precision decides; where that leaves several, another split does."""
@@ -326,6 +360,9 @@ class _Probe(KeptRuns):
                 with torch.enable_grad(), backwards(recorded):
                     # As in the engines, the draws of the transfer hooks (augmentation on the device) belong to the step.
                     given = transfer_batch(self.module, given) if self.batches.raw else given
+                    if self.number is not None:
+                        index += self.number
+                        self.rehearsal._hook("on_train_epoch_start")
                     self.rehearsal._hook("on_train_batch_start", given, index)
                     with recorded_logs(self.module) as logged:
                         output = self.rehearsal._call("training_step", given, index)
@@ -356,13 +393,13 @@ class _Probe(KeptRuns):
             grouped = any(
                 isinstance(draw.choice, Rows) and draw.shape[draw.choice.dim] > self.batches.count for draw in observed.draws.draws or ()
             )
-            if grouped and not difference <= _EQUAL:
+            if grouped and not difference <= EQUAL:
                 other, reordered = self._compare(size, groups_first=True)
                 if other < difference:
                     difference, observed = other, reordered
             # A few samples may come in the same order by chance.
             for _ in range(_ORDERS if any(draw.op == "randperm" for draw in observed.draws.draws or ()) else 0):
-                if difference <= _EQUAL:
+                if difference <= EQUAL:
                     difference, observed = self._compare(size, groups_first=groups_first_of(observed))
         except Exception as error:
             _LOG.debug("the step fails on a part of the first batch", exc_info=True)
@@ -375,12 +412,12 @@ class _Probe(KeptRuns):
             return SplitFinding(splittable=False, reason=f"the step writes to its own parameters: {self.written[1]}"), DrawPlan()
         if self.drifting is not None and self._refuses("buffers", drift := f"the step writes to its own buffers: {self.drifting[1]}"):
             return SplitFinding(splittable=False, reason=drift + overrule("buffers")), DrawPlan()
-        if difference <= _EQUAL and not observed.draws.seeded and (reason := self._kept(size, observed)) is not None:
+        if difference <= EQUAL and not observed.draws.seeded and (reason := self._kept(size, observed)) is not None:
             return SplitFinding(splittable=False, reason=reason), DrawPlan()
         again = partial(self._compare, size, groups_first=groups_first_of(observed))
-        if _EQUAL < difference < math.inf:  # this may still be rounding, where large terms cancel
+        if EQUAL < difference < math.inf:  # this may still be rounding, where large terms cancel
             difference = min(difference, self._without_rounding(lambda: again()[0]))
-        if difference <= _EQUAL and not observed.draws.seeded:
+        if difference <= EQUAL and not observed.draws.seeded:
             difference, failed = self.weighing.among_few(size, partial(self._observed, self.losses), self._in_double)
             if failed:
                 reason = f"it picks samples by their values, and fails on two samples: {failed}"
@@ -389,7 +426,7 @@ class _Probe(KeptRuns):
         if self.weighing.explains(difference, run, self._in_double):
             return self._split(size)
         uneven = self.batches.uneven(self.weighing.shares(size))
-        if difference <= _EQUAL:
+        if difference <= EQUAL:
             difference, reason = 0.0, None
         elif math.isnan(difference):
             reason = "a loss isn't finite"
@@ -409,7 +446,7 @@ class _Probe(KeptRuns):
             by = 0.0 if reason is not None or draws.seeded else self._gradients_differ(size, again)
         if self.backwards.missed[0] > difference:
             difference, reason = self.backwards.missed
-        elif _EQUAL < by < math.inf:
+        elif EQUAL < by < math.inf:
             difference, reason = by, "its gradient is no mean over the samples, though its value is"
         draws = replace(draws, seeded=draws.seeded or uneven)
         notes = (_UNCOMPARED,) * (not math.isfinite(by))
@@ -424,36 +461,12 @@ class _Probe(KeptRuns):
         try:
             by, _ = compare()
             self.find_late(earlier, self.losses, size)
-            return by if by <= _EQUAL else min(by, self._without_rounding(lambda: compare()[0]))  # as of the loss
+            return by if by <= EQUAL else min(by, self._without_rounding(lambda: compare()[0]))  # as of the loss
         except Exception:  # the forward ran
             _LOG.debug("the gradient can't be compared", exc_info=True)
             return math.inf
         finally:
             hooks.release()
-
-    def _in_later_steps(self, found: SplitFinding, size: int) -> SplitFinding:
-        """With what a split changes in later steps, if steps ask for their number: some do something in each n-th one, or from one on."""
-        shares = self.weighing.shares(size)
-        for number in _LATER if self.rehearsal.numbered and not found.difference else ():
-            self.rehearsal.give_number(number)
-            try:
-                differences = (difference_of(self._observed(self.losses, shares, groups_first=first), shares) for first in (False, True))
-                if (difference := next((each for each in differences if each <= _EQUAL), math.inf)) > _EQUAL:
-                    difference = self._without_rounding(lambda: difference_of(self._observed(self.losses, shares), shares))
-            except Exception as error:  # a number that the step isn't made for
-                _LOG.debug("the step can't be tried as number %d", number, exc_info=True)
-                note = f"not checked: splitting the batch of step {number:,} ({error_line(error)})"
-                found = replace(found, notes=(*found.notes, note))
-                continue
-            finally:
-                self.rehearsal.give_number(0)
-            if not math.isfinite(difference):
-                note = f"not checked: splitting the batch of step {number:,}, whose loss isn't finite"
-                found = replace(found, notes=(*found.notes, note))
-            elif difference > _EQUAL:
-                reason = "it is no mean over the samples in a later step: the step asks for its number (global_step, current_epoch)"
-                return replace(found, difference=difference, reason=reason, log_rules={**found.log_rules, LOSS: ()})
-        return found
 
     def _with_routes(self, found: SplitFinding) -> SplitFinding:
         """With the submodules that some samples alone call more or less often than the whole batch does: parts of this batch may hold
@@ -469,9 +482,8 @@ class _Probe(KeptRuns):
         alone = undo.uneven([effects.calls for effects in self.effects])
         return replace(found, uneven_calls=tuple(sorted({*found.uneven_calls, *alone})))
 
-    def _with_later_draws(self, plan: DrawPlan, size: int) -> tuple[DrawPlan, str]:
+    def _with_later_draws(self, plan: DrawPlan, places: Mapping[str, Place], size: int) -> tuple[DrawPlan, str]:
         """See :func:`later_draws`."""
-        places = self._places(self.changed())
 
         def draws() -> DrawPlan:
             with self._from_here():
@@ -520,9 +532,9 @@ class _Probe(KeptRuns):
             _LOG.debug("a second step fails", exc_info=True)
             return f"a second step fails on a part of the batch, after a first one on it ({error_line(error)})"
         names = ", ".join(repr(name) for name in kept if not name.rpartition(".")[2].startswith("_")) or repr(kept[0])
-        if _EQUAL < difference < math.inf:  # this may be the rounding of two steps
+        if EQUAL < difference < math.inf:  # this may be the rounding of two steps
             difference = min(difference, self._without_rounding(lambda: self._after_two(shares, groups_first_of(one))))
-        if difference <= _EQUAL:
+        if difference <= EQUAL:
             if self.module.automatic_optimization and self._left_to_parts(shares):
                 words = f"a step leaves {names} to the next one, which parts of a batch that run one after the other would do, too"
                 if self._refuses("kept", words):
@@ -549,7 +561,7 @@ class _Probe(KeptRuns):
         except Exception:  # it ran alone
             _LOG.debug("a part's step fails after another's", exc_info=True)
             return True
-        return any(not abs(after - before) <= _EQUAL * abs(before) for after, before in zip(both[-len(alone) :], alone, strict=True))
+        return any(not abs(after - before) <= EQUAL * abs(before) for after, before in zip(both[-len(alone) :], alone, strict=True))
 
     def _observed(self, step: Callable[[Any], list[Tensor]], shares: Sequence[BatchShare], *, groups_first: bool = False) -> Observation:
         """Run the step on the whole batch and on its parts, whose metrics exchange their states as ranks' metrics do."""
@@ -570,7 +582,7 @@ class _Probe(KeptRuns):
         if not self.metrics.exchanged:
             return apart
         rng.restore(state, {})
-        if self.metrics.trained and not difference_of(apart, shares) <= _EQUAL:
+        if self.metrics.trained and not difference_of(apart, shares) <= EQUAL:
             self.part_reason = (
                 f"the loss goes by {', '.join(self.metrics.trained)}, which is no mean over the samples, and a part of a batch would be "
                 "trained on its own"
@@ -585,10 +597,6 @@ class _Probe(KeptRuns):
         except Exception:
             _LOG.debug("the step can't be run in double precision", exc_info=True)
             return math.inf
-
-    def _from_here(self) -> AbstractContextManager[None]:
-        """While open, steps begin with the buffers' present values."""
-        return patched(self, "buffers", {name: buffer.clone() for name, buffer in self.module.named_buffers()})
 
     @contextmanager
     def _in_double(self) -> Iterator[None]:

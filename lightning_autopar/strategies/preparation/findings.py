@@ -20,7 +20,7 @@ from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
-from lightning_autopar._lightning_compat import is_overridden, transfer_batch
+from lightning_autopar._lightning_compat import attach_model_callbacks, is_overridden, transfer_batch
 from lightning_autopar.constraints import LOSS, SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.data.collate import CollateAll
@@ -203,6 +203,7 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
     module = trainer.lightning_module
     stage = stage_of(trainer)
     try:
+        attach_model_callbacks(trainer)
         batch = first_batch(module, trainer, stage)
     except RAISED as error:  # the user's own code, which would raise in the run as well
         return Failure.of(error)

@@ -8,10 +8,15 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch import nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_autopar.exact.logs.kept_by_hooks import keeping_hooks
 from lightning_autopar.exact.logs.logging_hooks import overridden
+from lightning_autopar.strategies.auto import AutoParallelStrategy
+from tests.strategies.fitted import QUIET
 
 
 class Appends(pl.Callback):
@@ -79,6 +84,44 @@ def test_a_callback_is_judged_by_what_it_does_with_a_batch(callback: Any, hook: 
     )
 
 
+class Probes(pl.Callback):
+    """Trains a network beside the module."""
+
+    def __init__(self, probe: nn.Module) -> None:
+        self.probe = probe
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.probe(batch).sum().backward()
+
+
+class ProbesLate(Probes):
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.probe = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+
+
+class Noises(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        print(float((batch * torch.randn_like(batch)).sum()))
+
+
+@pytest.mark.parametrize(
+    ("callback", "draws"),
+    [
+        (Probes(nn.Linear(2, 2)), False),
+        (Probes(nn.Sequential(nn.Linear(2, 2), nn.Dropout())), True),
+        (ProbesLate(nn.Linear(2, 2)), True),
+        (Noises(), True),
+        (Measures(), False),
+    ],
+)
+def test_what_a_hook_draws_for_samples_is_told(callback: Any, draws: bool) -> None:
+    trainer: Any = SimpleNamespace(lightning_module=pl.LightningModule(), callbacks=[callback])
+    said = (
+        f"the callback {type(callback).__name__} may draw random numbers for what on_train_batch_end gets of a batch: each rank draws for "
+    )
+    assert keeping_hooks(trainer) == ((f"{said}its own samples",) if draws else ())
+
+
 class Predicts(pl.LightningModule):
     found: ClassVar[list[Any]] = []
 
@@ -125,3 +168,18 @@ def test_the_modules_own_hook() -> None:
 
     (said,) = keeping_hooks(SimpleNamespace(lightning_module=Module(), callbacks=[]))  # type: ignore[arg-type]
     assert said.startswith("the module may keep what on_test_batch_end gets of a batch, which on each rank")
+
+
+class Brings(BoringModel):
+    """Its callback comes with it."""
+
+    def configure_callbacks(self) -> Any:
+        return [Probes(nn.Sequential(nn.Linear(32, 2), nn.Dropout()))]
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_callback_that_the_module_brings_is_told_of() -> None:
+    strategy: Any = AutoParallelStrategy(devices="2xcpu:1GiB", allow=["ddp"])
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", limit_train_batches=1, limit_val_batches=0, max_epochs=1, **QUIET)
+    with pytest.warns(UserWarning, match="the callback Probes may draw random numbers for what on_train_batch_end gets"):
+        trainer.fit(Brings(), DataLoader(RandomDataset(32, 8), 4))

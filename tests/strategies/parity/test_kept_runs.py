@@ -68,9 +68,20 @@ def test_a_hook_that_keeps_nothing_is_no_matter() -> None:
     assert (found.difference, found.notes, found.part_reason, found.kept_rules) == (0.0, (), None, {})
 
 
-def test_what_the_backward_pass_keeps_of_samples_is_told() -> None:
-    found = finding(Norms())
-    assert found.notes == ("Norms.seen, which the backward pass changes, is that of each rank's and each part's own samples",)
+class Both(Norms):
+    """The step keeps something there as well."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        loss = super().loss(x)
+        self.seen.append(float(loss))
+        return loss
+
+
+@pytest.mark.parametrize("module", [Norms, Both])
+def test_what_the_backward_pass_keeps_of_samples_is_told(module: Any) -> None:
+    found = finding(module())
+    said = "which the backward pass changes, is that of each rank's and each part's own samples"
+    assert found.notes[-1] == f"{module.__name__}.seen, {said}"
     assert {path[0] for path in found.kept_rules["the backward pass"]} == {"seen"}, "a pipeline would have it of one stage"
 
 

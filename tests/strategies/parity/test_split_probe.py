@@ -23,7 +23,7 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
 from lightning_autopar.planning.refusals import split_refusal
 from lightning_autopar.strategies.parity import split_probe
 from lightning_autopar.strategies.parity.nudged_weights import nudged
-from lightning_autopar.strategies.parity.split_probe import probe_split
+from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
 
 SAMPLES = 6
 
@@ -222,7 +222,81 @@ class Numbered(Base):
 def test_what_a_step_does_by_its_number_is_tried_in_later_steps(compares: bool) -> None:
     finding, _ = probe_split(Numbered(compares), None, first_of(samples()))
     assert (finding.difference > 1e-3) == compares
-    assert ("in a later step: the step asks for its number" in (finding.reason or "")) == compares
+    assert ("in a later step: the step goes by its number, as in step 2" in (finding.reason or "")) == compares
+
+
+class Now(Base):
+    """Compares samples in some later steps."""
+
+    count = 0
+    on = False
+
+    def __init__(self, now: Callable[[Any, int], bool]) -> None:
+        super().__init__()
+        self.now = now
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.seen += 1
+        y = self.layer(batch)
+        return F.mse_loss(y, batch) + (y.mean(0).pow(2).sum() if self.now(self, batch_idx) else 0.0)
+
+    def on_train_epoch_start(self) -> None:
+        self.on = self.current_epoch > 2
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize(
+    ("now", "step"),
+    [
+        (lambda module, index: module.trainer.global_step % 100 == 37, 37),
+        (lambda module, index: module.global_step > 3000 and (module.global_step + 1) % 7 == 3, 3005),
+        (lambda module, index: module.global_step / 1000 >= 0.5, 500),
+        (lambda module, index: index in (5, 9), 5),
+        (lambda module, index: module.seen // 10 == 2, 19),
+        (lambda module, index: not (module.count - 4), 4),
+        (lambda module, index: module.on, 3),
+    ],
+)
+def test_a_term_of_some_later_steps_is_found_by_what_numbers_are_compared_with(now: Callable[[Any, int], bool], step: int) -> None:
+    finding, _ = probe_split(Now(now), None, first_of(samples()))
+    assert finding.difference > 1e-3
+    assert (finding.reason or "").endswith(f"the step goes by its number, as in step {step:,}")
+
+
+class Logs(Base):
+    """Logs and draws more in some later steps, also of the validation; and validates only with the weights that it begins with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begins_with = float(self.layer.weight.detach().sum())
+
+    def loss(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.global_step % 50 == 49:
+            self.log("largest", y.max(), reduce_fx="mean")
+            return (y * torch.randn(4)).square().mean()
+        return y.square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if float(self.layer.weight.detach().sum()) != self.begins_with:
+            raise RuntimeError("these are other weights")
+        self.log("sum", batch.sum())
+        if self.current_epoch > 1:
+            self.log("apart", batch.std())
+
+
+def test_what_only_later_steps_log_and_draw_is_found() -> None:
+    finding, draws = probe_split(Logs(), None, first_of(samples()))
+    assert finding.log_rules["training_step", "largest"] == ("max",)
+    assert [draw.shape for draw in draws.draws or ()] == [(4,)]
+
+
+def test_a_validation_that_only_its_own_weights_fit_is_tried_with_these_and_in_a_later_epoch() -> None:
+    finding = probe_evaluation(Logs(), None, first_of(samples()), "validation_step")
+    assert finding.log_rules == {("validation_step", "sum"): ("sum",), ("validation_step", "apart"): ()}
+    assert not any("not checked" in note for note in finding.notes)
 
 
 class Counts(Base):
@@ -483,9 +557,10 @@ class ByATable(Base):
 
 def test_draws_of_later_steps_that_cannot_be_tried_are_told() -> None:
     finding, _ = probe_split(ByATable(), None, first_of(samples()))
-    assert (finding.difference, finding.part_reason, len(finding.notes)) == (0.0, None, 1)
-    assert finding.notes[0].startswith("not checked: whether the step draws other random numbers once its counters have gone far (there it")
-    assert "IndexError: list index out of range" in finding.notes[0]
+    assert (finding.difference, finding.part_reason, len(finding.notes)) == (0.0, None, 2)
+    assert finding.notes[0].startswith("not checked: splitting the batch of step 27,719,999 (IndexError: list index out of range")
+    assert finding.notes[1].startswith("not checked: whether the step draws other random numbers once its counters have gone far (there it")
+    assert "IndexError: list index out of range" in finding.notes[1]
 
 
 @pytest.mark.parametrize("make", [BackwardOfItsOwn, Hooked])
