@@ -26,6 +26,8 @@ TRACES = ("__composable_api", "_is_fsdp_managed_module", "_fsdp_use_orig_params"
 _SHARDS = "_shards_of_called_copy"
 #: Whose hooks mean nothing in a copy.
 _NOT_THE_USERS = ("torch.distributed.", "lightning_autopar.")
+#: Whether a step or its backward pass runs.
+in_step = False
 #: The copies so far.
 _COPIES = weakref.WeakSet[nn.Module]()
 
@@ -37,8 +39,8 @@ def let_copy(module: nn.Module) -> None:
 
 
 def _copied(unit: Any, memo: dict[int, Any]) -> Any:
-    if any(not isinstance(parameter, DTensor) for parameter in unit.parameters()):
-        raise AssertionError("FSDP does not support deepcopy where parameters are whole, as they are in a step")
+    if in_step or any(not isinstance(parameter, DTensor) for parameter in unit.parameters()):
+        raise AssertionError("FSDP does not support deepcopy in a step, where parameters are whole now and shards then")
     made: Any = object.__new__(type(unit).__bases__[1])
     memo[id(unit)] = made
     state = {name: value for name, value in unit.__getstate__().items() if not name.startswith(TRACES) and name not in STEPS}

@@ -95,7 +95,7 @@ class WholeParameters:
                 group._versions = [_version(parameter.sharded_param) for parameter in group.fsdp_params]
             order.begin()
         self._scalars.unshard()
-        with patched(self, "_inside", True), patched(self, "_order", order):
+        with patched(self, "_inside", True), patched(self, "_order", order), patched(module_copies, "in_step", True):
             yield
         if order is not None:
             order.end()
