@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from lightning_autopar._lightning import CheckpointIO, Strategy, TorchCheckpointIO
 from lightning_autopar._lightning_compat import bare_optimizer
@@ -144,6 +144,36 @@ def _whole(tree: Any, keep: bool) -> Any:
 
     whole = tree_map_only(Tensor, gather, tree)
     return whole if keep else {}
+
+
+def without_shards(checkpoint: dict[str, Any], *, keep: bool) -> dict[str, Any]:
+    """A checkpoint with whole tensors in the place of the shards that callbacks and hooks have put into it; a collective.
+
+    Args:
+        keep: whether this rank wants the result.
+
+    Raises:
+        ValueError: if the ranks have put different shards into it, so that nobody knows which belong together.
+    """
+    found = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(checkpoint)[0] if isinstance(leaf, DTensor)]
+    told = [(name, tuple(shard.shape), str(shard.placements)) for name, shard in found]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, told)
+    if any(other != told for other in everyones):
+        name = next(each[0] for other in everyones for each in other if not all(each in another for another in everyones))
+        raise ValueError(
+            f"checkpoint{name} is a shard of FSDP2's that not every rank has put there, and can't be made whole: let on_save_checkpoint "
+            "and state_dict do the same on all ranks"
+        )
+    if not found:
+        return checkpoint
+    wholes: dict[int, Tensor] = {}
+    for _, shard in found:
+        if id(shard) not in wholes:
+            with torch.no_grad():
+                values = shard.full_tensor()
+            wholes[id(shard)] = values.cpu() if keep else torch.empty(0)
+    return cast(dict[str, Any], tree_map_only(DTensor, lambda shard: wholes[id(shard)], checkpoint))
 
 
 def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits
+from lightning_autopar.strategies.base import process_group
+from tests.strategies import fitted
 from tests.strategies.fitted import QUIET
 
 pytestmark = [
@@ -348,6 +351,36 @@ class Probed(Blocks):
         return [Probe()]
 
 
+class ByAnotherName(Probe):
+    """Its code doesn't say that it runs a backward pass."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        getattr((self.layer(batch[0]) - batch[1]).square().mean(), "drawkcab"[::-1])()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pass
+
+
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_a_callbacks_own_network_is_trained_on_the_whole_batch(engine: str) -> None:
     assert_same(Probed, engine)
+
+
+def test_a_callback_may_reach_its_backward_pass_by_any_name() -> None:
+    probes = ByAnotherName(), ByAnotherName()
+    for probe, under in zip(probes, (fitted.plan("ddp"), None), strict=True):
+        fitted.fit(fitted.Fitted, fitted.numbers(), under, callbacks=[probe])
+    torch.testing.assert_close(probes[0].layer.weight, probes[1].layer.weight, rtol=1e-5, atol=1e-5)
+
+
+def test_a_callback_that_trains_on_one_rank_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Alone(Probe):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            if trainer.is_global_zero:
+                super().on_train_batch_end(trainer, pl_module, *args)
+
+    monkeypatch.setattr(process_group, "PATIENCE", timedelta(seconds=2))
+    with pytest.raises(RuntimeError, match="a hook ran backward through a network of its own on rank 0, but not on all ranks"):
+        fitted.fit(fitted.Fitted, fitted.numbers(), fitted.plan("ddp"), callbacks=[Alone()])

@@ -17,15 +17,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import LightningModule, Trainer
-from lightning_autopar._root import FRAMEWORK, package_of
+from lightning_autopar._root import package_of
 from lightning_autopar.exact.logs.logging_hooks import overridden, reached
 
 _HOOKS = tuple(f"on_{stage}_batch_{point}" for stage in ("train", "validation", "test") for point in ("start", "end"))
-#: Those of a training batch, from its start to its end.
-_WITHIN_A_BATCH = (
-    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
-    "on_train_batch_end",
-)
 #: Of a prediction, which returns what it finds: nobody has tried what it keeps.
 _PREDICTING = ("predict_step", "on_predict_batch_start", "on_predict_batch_end")
 _STORES = frozenset(("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR"))
@@ -50,14 +45,6 @@ def keeping_hooks(trainer: Trainer, *, predicting: bool = False) -> tuple[str, .
         if not predicting and _draws(getattr(each, hook), each, trainer.lightning_module):
             found.append(f"{_title(each)} may draw random numbers for what {hook} gets of a batch: each rank draws for its own samples")
     return tuple(found)
-
-
-def trains_in_hooks(trainer: Trainer) -> bool:
-    """Whether a hook of a training batch may run a backward pass of its own, by the names in its code and in what that calls."""
-    hooks = overridden(trainer, _WITHIN_A_BATCH)
-    pairs = ((getattr(each, hook), each) for each, hook in hooks)
-    found = reached(pairs, trainer.lightning_module, lambda each: package_of(each) in FRAMEWORK)
-    return any(code is None or any("backward" in name for name in names) for code, names, _ in found)
 
 
 def _title(owner: Any) -> str:

@@ -111,7 +111,7 @@ class Pickler(pickle.Pickler):
 
     def reducer_override(self, target: Any) -> Any:
         """How to pickle objects that can't be pickled, or whose own pickle doesn't work here."""
-        if not self._hashing and isinstance(target, Tensor) and hasattr(target, "device_mesh"):
+        if not self._hashing and is_shard(target):
             raise pickle.PicklingError("a DTensor is a part of what several ranks have")
         if self._hashing and type(target) in (Tensor, nn.Parameter) and target.layout == torch.strided and not target.is_meta:
             kind = target.dtype, tuple(target.shape), target.requires_grad, target.device.type
@@ -134,6 +134,29 @@ class Pickler(pickle.Pickler):
             self._made |= {id(each): each for each in _containers(reduced) if id(each) not in own}
             return reduced
         return NotImplemented
+
+
+class ShardFinder(Pickler):
+    """Pickles to find the shards in a value, and keeps no pickle."""
+
+    def __init__(self, known: Known, names: Mapping[int, Any]) -> None:
+        super().__init__(Sink(limit_bytes=0), known, names, hashing=True)
+        #: The shards, each once, in the order in which they are met.
+        self.found: list[Tensor] = []
+
+    def persistent_id(self, target: Any) -> Any:
+        """See :class:`Pickler`; no tensor is read."""
+        named = super().persistent_id(target)
+        if named is not None or not isinstance(target, Tensor):
+            return named
+        if is_shard(target) and not any(target is each for each in self.found):
+            self.found.append(target)
+        return ""
+
+
+def is_shard(target: Any) -> bool:
+    """Whether this is a part of what several ranks have. ``DTensor`` isn't imported here: most runs do without."""
+    return isinstance(target, Tensor) and hasattr(target, "device_mesh")
 
 
 def _containers(reduced: Any) -> Iterator[Any]:

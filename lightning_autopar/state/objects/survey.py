@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.memory.trace.first_batch import GENERATORS
 from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, dispensable, fingerprint, get_items, is_array, kind_of, set_items
-from lightning_autopar.state.objects.pickles import Pickler, Sink, TooLarge, Unpickler
+from lightning_autopar.state.objects.pickles import Pickler, ShardFinder, Sink, TooLarge, Unpickler
 
 #: A part (an attribute, a container's items) whose pickle is larger than this isn't brought back; a warning names it.
 LIMIT_BYTES = 64 * 1024**2
@@ -175,6 +175,22 @@ class Survey:
                 set_items(target, payload)
         extra: dict[str, Any] = sent
         return extra
+
+    def shards(self, names: Mapping[int, Any]) -> dict[Part, list[Tensor]]:
+        """The parts in which there are shards now, each with these in order; names as in :meth:`changes`."""
+        found: dict[Part, list[Tensor]] = {}
+        for number in self.numbers():
+            for part, value in self._parts(number).items():
+                if type(value) in ATOMS:
+                    continue
+                finder = ShardFinder(self, names)
+                try:
+                    finder.dump(self.payload(number, value))
+                except Exception:  # a user's __reduce__ may raise anything: then the part can't be sent, and neither can its shards
+                    continue
+                if finder.found:
+                    found[number, part] = finder.found
+        return found
 
     # -- for those who carry changes in another way ------------------------------------------------------------------------------------
 

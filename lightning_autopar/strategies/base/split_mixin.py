@@ -14,7 +14,6 @@ from torch.nn import Parameter
 from lightning_autopar._lightning import Trainer
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.logs.combined_values import already_global
-from lightning_autopar.exact.logs.kept_by_hooks import trains_in_hooks
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from lightning_autopar.exact.step.shared_network import SharedNetwork
@@ -36,7 +35,7 @@ class SplitMixin(EngineMixin):
         """See :class:`.EngineMixin`."""
         if not self.run_plan.shared:
             super().prepare_steps(trainer)
-            if self.splits and trains_in_hooks(trainer):
+            if self.splits:
                 self._exit.enter_context(noticed(self._weight, self._steps, self._exchange_in_hooks, GradientHooks(())))
             return
         self.reruns_batches = False  # ranks exchange rows within a step, so that none can run its batch again alone

@@ -9,6 +9,7 @@ Modules, in reading order:
     refusals          what of a Trainer's options shards don't survive
     rehearsal         can FSDP2 run this module
     strategy          FSDPEngine; optimizer kernels on shards
+    module_copies     copies that callbacks make of a sharded module
     same_collectives  all ranks gather the same units, and reduce the same gradients
     whole_parameters  when parameters are gathered; what somebody writes to one then goes into its shards
 """

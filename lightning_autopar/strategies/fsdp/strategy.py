@@ -45,6 +45,7 @@ from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.refused_parameters import refuse_new
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.split_mixin import SplitMixin
+from lightning_autopar.strategies.fsdp.module_copies import STEPS, TRACES, let_copy
 from lightning_autopar.strategies.fsdp.same_collectives import groups_of
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, replicate_scalars, whole_results
 
@@ -69,15 +70,11 @@ def _on_own_parts(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return operation(*own_args, **own_kwargs)
 
 
-#: The methods of a LightningModule that use its parameters outside ``forward``.
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 #: Hooks that Lightning calls between a training step and its backward pass.
 BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 
 #: The dimensions of the mesh in ``self.device_mesh``, for a user's ``configure_model``; the second is Lightning's, and 1 here.
 _DIMENSIONS = ("data_parallel", "tensor_parallel")
-#: The attributes that ``fully_shard`` leaves on a module begin with one of these.
-_TRACES = ("__composable_api", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 class _ShardingStrategy(ModelParallelStrategy):
@@ -272,7 +269,10 @@ class _ShardingStrategy(ModelParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Recomputation in backward calls modules, which must not count as calls by a hook."""
         with self._gathered.inside(None):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._module.automatic_optimization:
+            self._gathered.reshard()  # FSDP2 has done so; scalars are left
+        return loss
 
     def give_up_gathered(self) -> None:
         """Put the parameters back into shards after a failed step; what it wrote to whole ones is lost."""
@@ -306,7 +306,8 @@ class _ShardingStrategy(ModelParallelStrategy):
         return whole.whole_optimizer_state(bare_optimizer(optimizer), keep=self.is_global_zero)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Rank 0 writes one ordinary ``.ckpt``."""
+        """Rank 0 writes one ordinary ``.ckpt``, in which nothing is a shard: callbacks may have put their own into it."""
+        checkpoint = whole.without_shards(checkpoint, keep=self.is_global_zero)
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
@@ -376,13 +377,14 @@ def shard(
                 fully_shard(child, **options, reshard_after_forward=reshard_after_forward)
         fully_shard(module, **options)
     replicate_scalars(module, mesh)
+    let_copy(module)
     if not any(map(is_compiled, module.modules())):  # torch reads the mark where it compiles, and nowhere else
         for child in module.modules():
             # By this mark transformers (5.23, ``is_fsdp_managed_module``) runs a layer that layerdrop skips all the same, as ranks might
             # draw apart. Ours draw alike, and that layer would draw what one device doesn't.
             if type(child).__module__.startswith("transformers."):
                 child._is_fsdp_managed_module = False
-    for name in _STEPS:
+    for name in STEPS:
         signature = inspect.signature(getattr(module, name))
         register_fsdp_forward_method(module, name)
         # functools.wraps on a bound method makes inspect take the first argument for self (torch 2.13).
@@ -494,7 +496,7 @@ def unshard(module: nn.Module) -> None:
                     handles.clear()
             _module_state_mapping.pop(child, None)
             child.__class__ = type(child).__bases__[1]
-        for name in [name for name in vars(child) if name.startswith(_TRACES)]:
+        for name in [name for name in vars(child) if name.startswith(TRACES)]:
             del child.__dict__[name]
-    for name in _STEPS:
+    for name in STEPS:
         module.__dict__.pop(name, None)

@@ -29,11 +29,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_autopar._lightning_compat import DummyExperiment
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.step.step_rollback import GRAD, own_gradient
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
+from lightning_autopar.strategies.fsdp import module_copies
+from lightning_autopar.strategies.fsdp.module_copies import OwnHook
 from lightning_autopar.strategies.fsdp.same_collectives import GatherOrder, agree_on_gradients, groups_of
 
 
@@ -78,8 +81,8 @@ class WholeParameters:
             ]
             for module in (root, *_outside_units(root)):
                 self._handles += [
-                    module.register_forward_pre_hook(self._enter, prepend=True),
-                    module.register_forward_hook(self._leave, always_call=True),
+                    module.register_forward_pre_hook(OwnHook(module, self._enter, module_copies.enter), prepend=True),
+                    module.register_forward_hook(OwnHook(module, self._leave, module_copies.leave), always_call=True),
                 ]
 
     @contextmanager
@@ -92,7 +95,7 @@ class WholeParameters:
                 group._versions = [_version(parameter.sharded_param) for parameter in group.fsdp_params]
             order.begin()
         self._scalars.unshard()
-        with patched(self, "_inside", True), patched(self, "_order", order):
+        with patched(self, "_inside", True), patched(self, "_order", order), patched(module_copies, "in_step", True):
             yield
         if order is not None:
             order.end()
@@ -125,6 +128,7 @@ class WholeParameters:
 
     def close(self) -> None:
         """Remove the hooks."""
+        module_copies.become_plain()
         self._scalars.reshard()
         for handle in self._handles:
             handle.remove()
@@ -257,6 +261,10 @@ class _Scalar:
         self.unsharded_param.__class__ = _Gathered
         self.unsharded_param.__dict__.update(_of=self)
 
+    def is_whole(self) -> bool:
+        """Whether the module has it whole now."""
+        return any(module._parameters[name] is not self.sharded_param for module, name in self.holders)
+
     def reshard(self) -> None:
         """Put it back onto the mesh, with the step's writes to it."""
         whole, local = self.unsharded_param, self.sharded_param.to_local()
@@ -290,13 +298,15 @@ class _Scalars:
     def unshard(self) -> None:
         """Let the module have whole scalars."""
         for scalar in self.fsdp_params:
+            if not scalar.is_whole():
+                _DATA.__set__(scalar.unsharded_param, scalar.sharded_param.to_local().detach())  # a hook may have exchanged its data
             scalar.unsharded_param.requires_grad_(scalar.sharded_param.requires_grad)
             for module, name in scalar.holders:
                 module._parameters[name] = scalar.unsharded_param
 
     def reshard(self) -> None:
         """Let it have them on the mesh, as the optimizer has."""
-        for scalar in self.fsdp_params:
+        for scalar in filter(_Scalar.is_whole, self.fsdp_params):
             for module, name in scalar.holders:
                 _refuse_other(module, name, scalar.unsharded_param)
                 module._parameters[name] = scalar.sharded_param
@@ -335,6 +345,8 @@ def _refuse_other(module: nn.Module, name: str, whole: nn.Parameter) -> None:
 
 
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
+#: What FSDP2 knows of each shard that is a parameter of its.
+_OWNERS: Any = WeakIdKeyDictionary()
 
 
 def _keep_writes(units: Iterable[FSDPModule]) -> None:
@@ -350,22 +362,33 @@ def _keep_writes(units: Iterable[FSDPModule]) -> None:
             continue
         group.unshard = partial(_unshard, group, group.unshard) if group.device.type == "cuda" else group.unshard
         for parameter in group.fsdp_params:
+            _OWNERS[parameter.sharded_param] = parameter
             parameter.to_unsharded = partial(_to_unsharded, parameter, parameter.to_unsharded)
             for name in ("to_sharded", "to_sharded_post_forward"):
                 setattr(parameter, name, partial(_to_sharded, groups, group, parameter, getattr(parameter, name)))
 
 
 def _set_data(shard: DTensor, value: Tensor) -> None:
-    """``shard.data = value``: torch 2.13 silently leaves the local tensor, with all the values, as it was."""
+    """``shard.data = value``: torch 2.13 silently leaves the local tensor, with all the values, as it was.
+
+    The shard gets other memory, as a whole tensor would: who has taken its ``data`` before (``backup = p.data; p.data = average``) keeps
+    the earlier values.
+    """
     if (shard.shape, shard.dtype, shard.device) != (value.shape, value.dtype, value.device):
         _DATA.__set__(shard, value)
         return
     if isinstance(value, DTensor):
-        part = value.redistribute(shard.device_mesh, shard.placements)._local_tensor
+        part = value.redistribute(shard.device_mesh, shard.placements)._local_tensor.detach()
     else:  # whole, and the same on each rank
-        part = part_of(value, shard)
-    with torch.no_grad():
-        shard._local_tensor.copy_(part)
+        part = part_of(value.detach(), shard).clone()
+    owner = _OWNERS.get(shard)
+    if owner is not None and getattr(owner._module_info.module, owner._module_info.param_name) is not shard:
+        with torch.no_grad():
+            shard._local_tensor.copy_(part)  # gathered: FSDP2 takes other memory of what the module has, and of nothing else
+        return
+    shard._local_tensor = part.contiguous()
+    if owner is not None:
+        owner.reset_sharded_param()
 
 
 def _unshard(group: Any, original: Any, *args: Any, **kwargs: Any) -> None:

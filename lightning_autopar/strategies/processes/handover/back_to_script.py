@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -41,6 +41,7 @@ from lightning_autopar.exact.data.loader import unwrapped
 from lightning_autopar.exact.logs.metrics_over_ranks import sync_states
 from lightning_autopar.exact.reached_variables import Reached, Variables
 from lightning_autopar.state.checkpoint import load_whole_optimizer_state
+from lightning_autopar.state.objects.pickles import is_shard
 from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, Survey, is_under, merged
 from lightning_autopar.state.pretrained import move_tensors
 from lightning_autopar.state.scratch_files import save_without_copies
@@ -217,6 +218,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     if not apart and (engine.splits or ranks > 1):
         _merge_metrics(module)
     optimizers = [bare_optimizer(optimizer) for optimizer in trainer.optimizers]
+    shards = {} if apart else _made_whole(module, before, keep=rank == 0)
 
     def affordable(holders: int) -> bool:
         return fitting and _affordable(optimizers, results, holders=1 if apart else holders)
@@ -232,7 +234,11 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
         {
             "state_dict": _with_pickles(state, "module", results.lost),
             "buffers": {name: buffer.detach().cpu() for name, buffer in buffers.items()},
-            "requires_grad": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
+            "shards": {name: whole for name, (_, whole) in shards.items()},
+            "requires_grad": {
+                **{name: parameter.requires_grad for name, parameter in module.named_parameters()},
+                **{name: shard.requires_grad for name, (shard, _) in shards.items() if isinstance(shard, nn.Parameter)},
+            },
             "training": {name: submodule.training for name, submodule in module.named_modules()},
             # The groups' options are written with the optimizers themselves.
             "optimizer_states": [
@@ -245,6 +251,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     names: dict[int, Any] = {id(engine): before.strategy}
     for name, tensor in _tensors(module):
         names[id(tensor)] = before.tensors.get(name, name)
+    names |= {id(shard): name for name, (shard, _) in shards.items()}
     for optimizer in optimizers:  # its tensors are in the file; the module may hold the optimizer, too
         for state in optimizer.state.values():
             state.clear()
@@ -281,6 +288,32 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
         changes.unsent.append("the learning-rate schedulers")
     results.changes = changes
     return results
+
+
+def _made_whole(module: nn.Module, before: Before, *, keep: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    """The shards that objects hold besides the module (a callback's average of the weights) by new names, each with its whole values; a
+    collective.
+
+    A rank's shard alone is of no use to anybody. Where ranks' objects hold other shards than rank 0's, nobody knows which belong together:
+    those stay behind, and are named.
+
+    Args:
+        keep: whether this rank's are wanted.
+    """
+    if not any(map(is_shard, module.parameters())):
+        return {}
+    found = before.survey.shards({id(tensor): "" for _, tensor in _tensors(module)})
+    alike = {part: [(tuple(each.shape), str(each.dtype), str(cast(Any, each).placements)) for each in held] for part, held in found.items()}
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, alike)
+    together = [part for part, held in everyones[0].items() if all(other.get(part) == held for other in everyones)]
+    wholes: dict[str, tuple[Tensor, Tensor]] = {}
+    for shard in {id(each): each for part in together for each in found[part]}.values():
+        with torch.no_grad():
+            whole = cast(Any, shard).full_tensor()
+        if keep:
+            wholes[f"shard {len(wholes)}"] = shard, whole.cpu()
+    return wholes
 
 
 def _with_pickles(state: Mapping[Any, Any], name: str, lost: list[str]) -> dict[Any, Any]:
@@ -420,7 +453,7 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     if lost:
         warnings.warn(
             f"these changes of the run could not be brought back to the main process: {', '.join(sorted(set(lost)))} "
-            f"(they can't be pickled, or are larger than {format_bytes(LIMIT_BYTES)})",
+            f"(they can't be pickled, are shards that not all ranks keep, or are larger than {format_bytes(LIMIT_BYTES)})",
             stacklevel=2,
         )
 
@@ -440,7 +473,7 @@ def _apply(
 
     def find(name: str) -> Tensor:
         if name not in tensors:
-            value = {**saved["buffers"], **saved["state_dict"]}.get(name, torch.empty(0)).clone()
+            value = {**saved["shards"], **saved["buffers"], **saved["state_dict"]}.get(name, torch.empty(0)).clone()
             trained = saved["requires_grad"]
             tensors[name] = nn.Parameter(value, requires_grad=trained[name]) if name in trained else value
         return tensors[name]

@@ -1,0 +1,113 @@
+"""Copies of a sharded module that callbacks make (averages of the weights, teachers): modules of its own class whose parameters are shards.
+
+An average of shards is the average's shard: such a copy follows the module without communication. While it is called, its parameters are
+whole. Knows modules; no plan, no trainer.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
+
+from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
+
+#: The methods of a LightningModule that use its parameters outside ``forward``, which FSDP2 wraps.
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+#: The attributes that ``fully_shard`` leaves on a module begin with one of these.
+TRACES = ("__composable_api", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+#: Where a copy that is being called keeps its shards.
+_SHARDS = "_shards_of_called_copy"
+#: Whose hooks mean nothing in a copy.
+_NOT_THE_USERS = ("torch.distributed.", "lightning_autopar.")
+#: Whether a step or its backward pass runs.
+in_step = False
+#: The copies so far.
+_COPIES = weakref.WeakSet[nn.Module]()
+
+
+def let_copy(module: nn.Module) -> None:
+    """From now on, ``copy.deepcopy`` copies the units of this sharded module, which ``fully_shard`` forbids."""
+    for kind in {type(child) for child in module.modules() if isinstance(child, FSDPModule)}:
+        kind.__deepcopy__ = _copied  # type: ignore[attr-defined]
+
+
+def _copied(unit: Any, memo: dict[int, Any]) -> Any:
+    if in_step or any(not isinstance(parameter, DTensor) for parameter in unit.parameters()):
+        raise AssertionError("FSDP does not support deepcopy in a step, where parameters are whole now and shards then")
+    made: Any = object.__new__(type(unit).__bases__[1])
+    memo[id(unit)] = made
+    state = {name: value for name, value in unit.__getstate__().items() if not name.startswith(TRACES) and name not in STEPS}
+    for name, hooks in state.items():
+        if name.endswith("_hooks") and isinstance(hooks, dict):
+            state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_ours(hook))
+    if "_device_mesh" in state:
+        state["_device_mesh"] = None  # as in a module that nobody has sharded
+    made.__setstate__(copy.deepcopy(state, memo))
+    made.register_forward_pre_hook(enter, prepend=True)
+    made.register_forward_hook(leave, always_call=True)
+    _COPIES.add(made)
+    return made
+
+
+class OwnHook:
+    """A hook of ours on a module, in the place of which a copy of the module has another one.
+
+    Args:
+        module: the one that has it.
+        own: is called for the module.
+        of_copy: for a copy.
+    """
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any], of_copy: Callable[..., Any]) -> None:
+        self._module, self._own, self._of_copy = module, own, of_copy
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the module's."""
+        return self._own(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        _COPIES.add(memo[id(self._module)])
+        return self._of_copy
+
+
+def become_plain() -> None:
+    """Leave all copies without anything of FSDP2's or ours, at a run's end."""
+    for child in [child for each in list(_COPIES) for child in each.modules()]:
+        for name in [name for name in vars(child) if name.startswith(TRACES)]:
+            del vars(child)[name]
+        for name, hooks in vars(child).items():
+            for key in [key for key, hook in hooks.items() if _is_ours(hook)] if name.endswith("_hooks") and hooks else ():
+                del hooks[key]
+
+
+def _is_ours(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, partial) else getattr(hook, "hook", hook)  # torch wraps hooks before load_state_dict
+    return f"{getattr(function, '__module__', '')}.".startswith(_NOT_THE_USERS)
+
+
+def enter(module: nn.Module, args: Any) -> None:
+    """Make a copy's parameters whole, before it is called. A gradient of one is the mean of all ranks', as in the module itself."""
+    named = [(child, name, parameter) for child in module.modules() for name, parameter in child._parameters.items()]
+    held: list[tuple[nn.Module, str, Any]] = [each for each in named if isinstance(each[2], DTensor)]
+    if not held:  # within the call of a larger copy
+        return
+    wait_for_all_ranks(f"a copy of {type(module).__name__} was called")
+    wholes: dict[int, Tensor] = {}
+    for child, name, shard in held:
+        if id(shard) not in wholes:
+            wholes[id(shard)] = shard.full_tensor(grad_placements=[Partial("avg")] * shard.device_mesh.ndim)
+        child._parameters[name] = wholes[id(shard)]  # type: ignore[assignment]
+    vars(module)[_SHARDS] = held
+
+
+def leave(module: nn.Module, args: Any, output: Any) -> None:
+    """Put the shards back."""
+    for child, name, shard in vars(module).pop(_SHARDS, ()):
+        child._parameters[name] = shard

@@ -1,0 +1,162 @@
+"""Callbacks that hold copies of the network do the same under FSDP2 as on one device, and have whole copies afterwards."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.strategies.fitted import BLOCKS, Fitted, fit, numbers, plan
+
+
+class Scaled(Fitted):
+    """With a scalar, which isn't sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def loss(self, batch: Any) -> Any:
+        return nn.functional.mse_loss(self.net(batch[0]) * self.scale, batch[1])
+
+
+class Backup(pl.Callback):
+    """The average of the weights that is copied most: parameters lend their data to it, and get it back."""
+
+    def __init__(self) -> None:
+        self.held: Any = {}
+        self.backup: Any = {}
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.held = {name: parameter.data.clone() for name, parameter in module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for name, parameter in module.named_parameters():
+            self.held[name] = (0.1 * parameter.data + 0.9 * self.held[name]).clone()
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        for name, parameter in module.named_parameters():
+            self.backup[name] = parameter.data
+            parameter.data = self.held[name]
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        for name, parameter in module.named_parameters():
+            parameter.data = self.backup[name]
+        self.backup = {}
+
+
+class Swapped(Backup):
+    """Parameters and averages exchange their data."""
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        for name, parameter in module.named_parameters():
+            self.held[name].data, parameter.data = parameter.data, self.held[name].data
+
+    on_validation_end = on_validation_start
+
+
+class Cloned(Backup):
+    """By state dicts."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for name, value in module.state_dict().items():
+            self.held[name].mul_(0.9).add_(value, alpha=0.1)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.backup = copy.deepcopy(module.state_dict())
+        module.load_state_dict(self.held)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        module.load_state_dict(self.backup)
+
+
+class Deep(pl.Callback):
+    """A copy of the network, which follows it, is called, and lends its weights."""
+
+    def __init__(self) -> None:
+        self.held: Any = None
+        self.outputs: list[float] = []
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.held = copy.deepcopy(module.net).requires_grad_(False)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for average, parameter in zip(self.held.parameters(), module.net.parameters(), strict=True):
+                average.lerp_(parameter, 0.1)
+        self.outputs.append(float(self.held(torch.ones(2, 8)).sum()))
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.kept = {name: value.clone() for name, value in module.net.state_dict().items()}
+        module.net.load_state_dict(self.held.state_dict())
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        module.net.load_state_dict(self.kept)
+
+
+class OfTheModule(Deep):
+    """torch's average of the whole LightningModule."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.held = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.held.update_parameters(module)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        pass
+
+    on_validation_end = on_validation_start
+
+
+@pytest.mark.parametrize("make", [Backup, Swapped, Cloned, Deep, OfTheModule])
+def test_an_average_is_one_devices_and_comes_back_whole(make: Any) -> None:
+    found: list[Any] = []
+    for under in (plan("fsdp", shard=BLOCKS), None):
+        callback = make()
+        module, losses, trainer = fit(Scaled, numbers(), under, callbacks=[callback], num_sanity_val_steps=0)
+        held = callback.held if isinstance(callback.held, dict) else dict(callback.held.state_dict())
+        if isinstance(callback.held, nn.Module):
+            assert not any(child._forward_hooks or child._load_state_dict_pre_hooks for child in callback.held.modules())
+            assert all(isinstance(each, nn.Parameter) for each in callback.held.parameters())
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found.append((held, losses, metrics, dict(module.state_dict()), getattr(callback, "outputs", [])))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+class Saving(Cloned):
+    """Puts its average into checkpoints, as a state and by itself."""
+
+    only_on: Any = (0, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held}
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if trainer.global_rank in self.only_on:
+            checkpoint["average"] = list(self.held.values())
+
+
+def test_a_checkpoint_has_whole_averages(tmp_path: Path) -> None:
+    saved = []
+    for under in (plan("fsdp", shard=BLOCKS), None):
+        best = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / str(under is None))
+        fit(Scaled, numbers(), under, callbacks=[Saving(), best], enable_checkpointing=True, num_sanity_val_steps=0)
+        checkpoint = torch.load(best.best_model_path, weights_only=True)
+        saved.append((checkpoint["callbacks"]["Saving"], checkpoint["average"]))
+    torch.testing.assert_close(*saved, rtol=1e-5, atol=1e-5)
+
+
+def test_a_checkpoint_with_one_ranks_shards_is_refused(tmp_path: Path) -> None:
+    class OfRankZero(Saving):
+        only_on = (0,)
+
+    options = {"callbacks": [OfRankZero(), pl.callbacks.ModelCheckpoint(dirpath=tmp_path)], "enable_checkpointing": True}
+    with pytest.raises(ValueError, match=r"checkpoint\['average'\]\[0\] is a shard of FSDP2's that not every rank has put there"):
+        fit(Scaled, numbers(), plan("fsdp", shard=BLOCKS), num_sanity_val_steps=0, **options)
