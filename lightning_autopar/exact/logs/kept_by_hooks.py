@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import LightningModule, Trainer
-from lightning_autopar._root import package_of
+from lightning_autopar._root import FRAMEWORK, package_of
 from lightning_autopar.exact.logs.logging_hooks import overridden, reached
 
 _HOOKS = tuple(f"on_{stage}_batch_{point}" for stage in ("train", "validation", "test") for point in ("start", "end"))
