@@ -162,8 +162,9 @@ class LaterSteps(KeptRuns):
     """The runs of a module's step, also as a later one."""
 
     rehearsal: BareStep
-    #: The buffers' values before a step.
+    #: The buffers' values before a step; and the names of those that steps count on.
     buffers: dict[str, Tensor]
+    counted: tuple[str, ...]
 
     def __init__(self, module: LightningModule, batches: BatchParts, writes: Collection[str] | None) -> None:
         super().__init__(module, batches, writes)
@@ -233,6 +234,15 @@ class LaterSteps(KeptRuns):
                 found = replace(found, difference=difference, reason=reason, log_rules={**found.log_rules, LOSS: ()})
             plan = with_draws(plan, observed.draws)
         return found, plan
+
+    def with_later_draws(self, plan: DrawPlan, places: Mapping[str, Place], size: int) -> tuple[DrawPlan, str]:
+        """See :func:`later_draws`."""
+
+        def draws() -> DrawPlan:
+            with self._from_here():
+                return self._observed(self.losses, self.weighing.shares(size)).draws
+
+        return later_draws(plan, {name: buffer for name, buffer in self.module.named_buffers() if name in self.counted}, places, draws)
 
     @contextmanager
     def numbered(self, number: int | None = None) -> Iterator[None]:

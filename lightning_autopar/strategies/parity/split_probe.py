@@ -28,7 +28,6 @@ from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_o
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.batch_norm import fix
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
-from lightning_autopar.exact.step.kept_attributes import Place
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory.footprint import Conduct
@@ -39,7 +38,7 @@ from lightning_autopar.strategies.parity.draw_probe import Observation, everythi
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
-from lightning_autopar.strategies.parity.nudged_weights import LaterSteps, later_draws, nudged
+from lightning_autopar.strategies.parity.nudged_weights import LaterSteps, nudged
 from lightning_autopar.strategies.parity.part_weights import Weighing
 from lightning_autopar.strategies.parity.recorded_backward import EQUAL, Backwards, OwnStepError, difference_of, groups_first_of
 from lightning_autopar.text import error_line, users_line
@@ -186,8 +185,8 @@ class _Probe(LaterSteps):
         self.buffers: dict[str, Tensor] = {}
         self._prepared = False
         self.logs: list[dict[str, Logged]] = []
-        #: What the training step logged in double precision when its losses were compared, by the split, with the batch that was split.
-        self.logs_in_double: dict[Dealing, tuple[FirstBatch, list[dict[str, Logged]]]] = {}
+        #: What training steps logged in double precision when their losses were compared, by number and split, with the batch.
+        self.logs_in_double: dict[tuple[int | None, Dealing], tuple[FirstBatch, list[dict[str, Logged]]]] = {}
         self.moved: list[dict[str, Tensor]] = []
         #: The generators' states after each run, and the names of those that a part of the batch leaves in another state than the whole.
         self.ends: list[rng.RngState] = []
@@ -243,7 +242,7 @@ class _Probe(LaterSteps):
                 found = finding
         places = self._places(self.changed())
         found, plan = self.in_later_steps(found, plan, sizes[0], time_limit_seconds)
-        plan, failed = self._with_later_draws(plan, places, sizes[0])
+        plan, failed = self.with_later_draws(plan, places, sizes[0])
         if routes:
             found = self._with_routes(found)
         notes = (f"not checked: whether the step draws other random numbers once its counters have gone far (there it fails: {failed})",)
@@ -283,7 +282,7 @@ class _Probe(LaterSteps):
     def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int | Dealing) -> LogComparison:
         """Compare what a step logs on the whole batch with what it logs on ``size`` parts."""
         shares = self.weighing.shares(size)
-        first, logs = self.logs_in_double.get(shares[0].dealing, (None, []))
+        first, logs = self.logs_in_double.get((self.number, shares[0].dealing), (None, []))
         if self.batches.double and step == self.losses and first is self.batches.first:
             self.logs = logs[:]
         else:
@@ -482,15 +481,6 @@ class _Probe(LaterSteps):
         alone = undo.uneven([effects.calls for effects in self.effects])
         return replace(found, uneven_calls=tuple(sorted({*found.uneven_calls, *alone})))
 
-    def _with_later_draws(self, plan: DrawPlan, places: Mapping[str, Place], size: int) -> tuple[DrawPlan, str]:
-        """See :func:`later_draws`."""
-
-        def draws() -> DrawPlan:
-            with self._from_here():
-                return self._observed(self.losses, self.weighing.shares(size)).draws
-
-        return later_draws(plan, {name: buffer for name, buffer in self.module.named_buffers() if name in self.counted}, places, draws)
-
     def _refuses(self, name: str, reason: str) -> bool:
         """Whether a reason against a split isn't overruled."""
         if name in self.despite:
@@ -574,7 +564,7 @@ class _Probe(LaterSteps):
             with self.metrics.runs(merge=merge):
                 seen = observe(step, self.batches.part, shares, groups_first=groups_first)
             if self.batches.double and step == self.losses:
-                self.logs_in_double[shares[0].dealing] = self.batches.first, self.logs[:]
+                self.logs_in_double[self.number, shares[0].dealing] = self.batches.first, self.logs[:]
             return seen
 
         apart = observed(merge=False)
