@@ -149,9 +149,16 @@ class PipelineMaker:
             if least >= below:
                 break
             gained = 1 + (_GAINED_OF_FEW if shape.stages * len(self.footprint.blocks) <= _FEW else _GAINED) if movable else 1.0
-            plan = self._cut_freely(shape, below * gained)
-            if plan is not None and not (self._seems_to_fit(shape) and self.appraiser.holds(plan)):
+            if replace(shape, micro_batches=1) in self._lacking and self._lacks(shape):
+                continue
+            free = self._free_cut(shape)
+            if free is None or self._least_of_cut(shape, free) >= below * gained:
+                continue
+            plan = self._plan(shape, free.starts) if self._seems_to_fit(shape, free) else None
+            if plan is None or not self.appraiser.holds(plan):
                 plan = None if self._lacks(shape) else self._fitted(shape, below, gained)
+            elif self.appraiser.step_seconds(plan) >= below * gained:
+                continue
             if plan is not None and movable:
                 plan = self.moved(plan, _PATIENCE)
             if plan is not None and (exact := self.appraiser.step_seconds(plan)) < seconds:
@@ -369,18 +376,8 @@ class PipelineMaker:
             self._free[key] = self._balanced(shape, costs)
         return self._free[key]
 
-    def _cut_freely(self, shape: Shape, limit: float) -> Plan | None:
-        """The shape with these stages; None where it isn't below the limit."""
-        cut = self._free_cut(shape)
-        if cut is None or self._least_of_cut(shape, cut) >= limit:
-            return None
-        plan = self._plan(shape, cut.starts)
-        return plan if self.appraiser.step_seconds(plan) < limit else None
-
-    def _seems_to_fit(self, shape: Shape) -> bool:
-        """Whether the tables say that the stages, cut as if memory had no end, fit."""
-        cut = self._free_cut(shape)
-        assert cut is not None
+    def _seems_to_fit(self, shape: Shape, cut: Partition) -> bool:
+        """Whether the tables say that a cut fits without recomputed blocks."""
         told = self._told(shape, cut, recompute=False)
         return all(sum(told[rank :: shape.ranks]) <= cap for rank, cap in enumerate(self._caps(shape)))
 
