@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from lightning_autopar._lightning import Trainer
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.logs.combined_values import already_global
+from lightning_autopar.exact.logs.logging_hooks import overridden
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from lightning_autopar.exact.step.shared_network import SharedNetwork
@@ -21,6 +22,14 @@ from lightning_autopar.exact.step.users_backward import average, noticed
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 
+#: The hooks of a fit in which a user may run a backward pass of another network. Without any, none has to be noticed.
+_HOOKS = (
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start", "on_before_zero_grad"),
+    *("optimizer_zero_grad", "on_before_backward", "backward", "on_after_backward", "on_before_optimizer_step", "optimizer_step"),
+    *("configure_gradient_clipping", "lr_scheduler_step", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_train_start", "on_validation_start", "on_validation_end", "on_validation_batch_start", "on_validation_batch_end"),
+    *("on_validation_epoch_start", "on_validation_epoch_end", "on_fit_start", "on_save_checkpoint"),
+)
 #: Why a hook's own training needs all ranks.
 _ALONE = "its gradient is the mean over all ranks' parts of the batch: remove the condition on the rank around it"
 
@@ -35,7 +44,7 @@ class SplitMixin(EngineMixin):
         """See :class:`.EngineMixin`."""
         if not self.run_plan.shared:
             super().prepare_steps(trainer)
-            if self.splits:
+            if self.splits and any(overridden(trainer, _HOOKS)):
                 self._exit.enter_context(noticed(self._weight, self._steps, self._exchange_in_hooks, GradientHooks(())))
             return
         self.reruns_batches = False  # ranks exchange rows within a step, so that none can run its batch again alone
