@@ -11,7 +11,9 @@ and has the host wait for the device. Its kernels are what computes here, too, w
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from lightning_autopar.exact.data.rank_share import BatchShare
 Share = Callable[[], BatchShare | None]
 
 _PATCHED = "_autopar_own_forward"
+#: Sums of rows, relative to the sum of their sizes, that are no rounding apart.
+_APART = 1e-4
 
 
 def synchronise(module: nn.Module, share: Share, group: dist.ProcessGroup | None = None) -> list[str]:
@@ -47,26 +51,89 @@ def synchronise(module: nn.Module, share: Share, group: dist.ProcessGroup | None
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return []
-    names = []
-    for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm):
-            names.append(name)
-            if _PATCHED not in layer.__dict__:
-                _patch(layer, share, group)
-    return names
+    norms = norms_of(module)
+    for layer in norms.values():
+        if _PATCHED not in layer.__dict__:
+            _patch(layer, share, group)
+    return list(norms)
 
 
-def fix(module: nn.Module, run: Callable[[], object]) -> None:
-    """Give BatchNorm layers the statistics of the batch that ``run`` takes through the module, for good."""
-    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    for norm in norms:
+def fix(module: nn.Module, run: Callable[[], object]) -> NormRuns:
+    """Give BatchNorm layers the statistics of the batch that ``run`` takes through the module, for good.
+
+    Returns:
+        Those that the step had left in training mode, to note what they normalise from now on.
+    """
+    norms = norms_of(module)
+    for norm in norms.values():
         norm.momentum = 1.0
         if norm.running_mean is None and norm.running_var is None:
             norm.running_mean, norm.running_var = torch.zeros(norm.num_features), torch.ones(norm.num_features)
     if norms:
         run()
-    for norm in norms:
+    training = {name: norm for name, norm in norms.items() if norm.training}
+    for norm in norms.values():
         norm.eval()
+    return NormRuns(training)
+
+
+def norms_of(module: nn.Module) -> dict[str, _BatchNorm]:
+    """Its BatchNorm layers by FQN, itself included; InstanceNorm isn't one."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
+
+
+class NormRuns:
+    """What batch norms whose statistics are fixed normalise in one run after another: of the whole batch, then of its parts."""
+
+    def __init__(self, layers: Mapping[str, _BatchNorm]) -> None:
+        self._layers = layers
+        self._runs: list[_Noted] = []
+
+    def clear(self) -> None:
+        """Forget all runs."""
+        self._runs.clear()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """The context of a run."""
+        with _Noted(self._layers) if self._layers else nullcontext() as run:
+            if run is not None:
+                self._runs.append(run)
+            yield
+
+    def apart(self) -> str | None:
+        """Why their statistics over the parts together wouldn't be those of the whole batch; None where they would."""
+        if not self._runs:
+            return None
+        whole, *parts = (run.calls for run in self._runs)
+        times = Counter(name for name, *_ in whole)
+        for part in parts:
+            own = Counter(name for name, *_ in part)
+            for name in {**times, **own}:
+                if own[name] != times[name]:
+                    often = f"{times[name]} × in a step on the whole batch and {own[name]} × on a part of it"
+                    return f"the batch norm {name!r} runs {often}, so that it would take its statistics over other samples"
+        for (name, rows, total, size), *each in zip(whole, *parts, strict=True):
+            apart = (sum(call[2] for call in each) - total).abs() > _APART * size
+            if {call[0] for call in each} != {name} or sum(call[1] for call in each) != rows or bool(apart.any()):
+                return f"the batch norm {name!r} takes its statistics over some of the batch's rows, which would be others on several ranks"
+        return None
+
+
+class _Noted(TorchFunctionMode):
+    """Notes the calls of batch norms: of each the layer, the number of rows, and by channel the sum of the values and of their sizes."""
+
+    def __init__(self, layers: Mapping[str, _BatchNorm]) -> None:
+        super().__init__()
+        self._names = {id(layer.running_mean): name for name, layer in layers.items()}
+        self.calls: list[tuple[str, int, Tensor, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm and (name := self._names.get(id(args[1]))) is not None:
+            value = args[0].detach().as_subclass(Tensor).double()
+            dims = [dim for dim in range(value.dim()) if dim != 1]
+            self.calls.append((name, value.numel() // value.shape[1], value.sum(dims), value.abs().sum(dims)))
+        return func(*args, **(kwargs or {}))
 
 
 def restore(module: nn.Module) -> None:

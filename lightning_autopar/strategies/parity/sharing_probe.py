@@ -36,6 +36,7 @@ from lightning_autopar.exact.data.rank_share import Dealing, share_of
 from lightning_autopar.exact.data.rank_share import cut as own_rows
 from lightning_autopar.exact.logs.log_rules import recorded_logs
 from lightning_autopar.exact.step.attribute_rules import Before
+from lightning_autopar.exact.step.batch_norm import NormRuns, norms_of
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.shared_network import Call, SharedModule, SharedModules, SharingSteps, flattened
 from lightning_autopar.memory.footprint import Conduct, Footprint, Sharing
@@ -417,7 +418,7 @@ class _Trial(SharingSteps):
             if observer.irregular or len(observer.draws) != len(run.draws) or rng.changed(ended, end) or structure != drawn:
                 return None
             parts.append((dict(others), [draw.choice for draw in observer.draws]))
-        if run.changes or any(choices != parts[0][1] for _, choices in parts):
+        if run.changes or run.norms.apart() is not None or any(choices != parts[0][1] for _, choices in parts):
             return None
         joined, ran = dict[str, Tensor](), _next_node()
         for place, leaf in outputs.items():
@@ -457,13 +458,14 @@ class _Runs:
         self.state, self.buffers = rng.capture({}), {name: buffer.clone() for name, buffer in child.named_buffers()}
         self.draws: list[Any] = []
         self.changes = False
+        self.norms = NormRuns(norms_of(child))
         self._after: dict[str, Tensor] | None = None
 
     def on(self, given: Any, observer: DrawObserver) -> tuple[Any, rng.RngState]:
         """The output, and the generators' states then."""
         rng.restore(self.state, {})
         put_back(self.child, self.buffers)
-        with undone(self.child, ()) as effects:
+        with undone(self.child, ()) as effects, self.norms.noted():
             output = observer.run(lambda arguments: self.own(*arguments[0], **arguments[1]), lambda share: given)
         ended = rng.capture({})
         after = {name: buffer.clone() for name, buffer in self.child.named_buffers()}

@@ -26,7 +26,7 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
-from lightning_autopar.exact.step.batch_norm import fix
+from lightning_autopar.exact.step.batch_norm import NormRuns, fix
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.random_operators import draws_apart
@@ -188,6 +188,7 @@ class _Probe(LaterSteps):
         #: What training steps logged in double precision when their losses were compared, by number and split, with the batch.
         self.logs_in_double: dict[tuple[int | None, Dealing], tuple[FirstBatch, list[dict[str, Logged]]]] = {}
         self.moved: list[dict[str, Tensor]] = []
+        self.norms = NormRuns({})
         #: The generators' states after each run, and the names of those that a part of the batch leaves in another state than the whole.
         self.ends: list[rng.RngState] = []
         self.drawn_apart: tuple[str, ...] = ()
@@ -331,7 +332,7 @@ class _Probe(LaterSteps):
         self.rehearsal.build()
         for optimizer in self.rehearsal.optimizers:
             optimizer.step = self.backwards.step  # type: ignore[method-assign]
-        fix(module, lambda: self.losses(self.batches.part(everything(self.batches.count))))
+        self.norms = fix(module, lambda: self.losses(self.batches.part(everything(self.batches.count))))
         self.buffers, self._prepared = {name: buffer.clone() for name, buffer in module.named_buffers()}, True
 
     def losses(self, batch: Any) -> list[Tensor]:
@@ -350,7 +351,7 @@ class _Probe(LaterSteps):
         self.metrics.next_run()
         automatic = self.module.automatic_optimization
         backwards = self.backwards.recorded if self.backward or not automatic else (lambda _: nullcontext())
-        with self._harmless():
+        with self._harmless(), self.norms.noted():
             for index, given in enumerate(batches):
                 recorded: list[Tensor] = []
                 if random is not None:
@@ -404,6 +405,7 @@ class _Probe(LaterSteps):
             _LOG.debug("the step fails on a part of the first batch", exc_info=True)
             reason = f"the step fails on a part of a batch, though not on the whole ({error_line(error)})"
             return SplitFinding(splittable=False, reason=reason), DrawPlan()
+        apart = self.norms.apart()
         if self.backwards.differentiates:
             reason = "training_step makes gradients without backward (torch.autograd.grad), and each rank would have its own samples'"
             return SplitFinding(splittable=False, reason=reason), DrawPlan()
@@ -425,6 +427,8 @@ class _Probe(LaterSteps):
         if self.weighing.explains(difference, run, self._in_double):
             return self._split(size)
         uneven = self.batches.uneven(self.weighing.shares(size))
+        if difference <= EQUAL and apart is not None:
+            return SplitFinding(splittable=False, reason=apart), DrawPlan()
         if difference <= EQUAL:
             difference, reason = 0.0, None
         elif math.isnan(difference):
@@ -558,7 +562,7 @@ class _Probe(LaterSteps):
         state = rng.capture({})
 
         def observed(*, merge: bool) -> Observation:
-            for noted in (self.logs, self.moved, self.effects, self.left, self.ends):
+            for noted in (self.logs, self.moved, self.norms, self.effects, self.left, self.ends):
                 noted.clear()
             self.backwards.begin()
             with self.metrics.runs(merge=merge):

@@ -201,7 +201,7 @@ def _look(
     if findings.rowless is not None:
         excluded.setdefault("pipeline_parts", findings.rowless)
     if findings.counted and not findings.footprint.batch_norm:
-        excluded.setdefault("micro_batches", f"the step counts in the buffer {findings.counted[0]!r}, so each part of a batch would count")
+        excluded.setdefault("micro_batches", f"the step changes the buffer {findings.counted[0]!r}, which each part of a batch would do")
     conduct = findings.footprint.conduct
     written = [] if conduct is None else [name for name, hook in conduct.written if hook == "training_step"]
     if written:

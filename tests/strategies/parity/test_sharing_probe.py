@@ -43,6 +43,17 @@ class Counting(Net):
         return super().forward(x, mask=mask)
 
 
+class Ghost(Net):
+    """Normalises a few rows at a time: with fixed statistics it maps rows to rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> dict[str, Tensor]:
+        return super().forward(torch.cat([self.norm(rows) for rows in x.split(4)]), mask=mask)
+
+
 class Module(pl.LightningModule):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -118,6 +129,11 @@ def test_arguments_and_outputs_are_told_apart() -> None:
 def test_where_the_whole_is_no_map_of_rows_its_submodules_are_shared(net: Any) -> None:
     _, shared = probe_sharing(Module(net()), None, batch())
     assert set(shared) == {"net.linear"}
+
+
+def test_a_network_that_normalises_a_few_rows_at_a_time_is_not_shared_but_the_norm_is() -> None:
+    _, shared = probe_sharing(Module(Ghost()), None, batch())
+    assert set(shared) == {"net.norm", "net.linear"}
 
 
 def test_where_a_part_comes_to_the_loss_past_the_output_its_submodules_are_shared() -> None:

@@ -97,6 +97,27 @@ class Norm(Base):
         return F.mse_loss(self.norm(100 * self.layer(x)), x)
 
 
+class Ghost(Norm):
+    """A batch norm that takes a few samples at a time, as TabNet's does."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        return F.mse_loss(torch.cat([self.norm(rows) for rows in (100 * self.layer(x)).split(2)]), x)
+
+
+class FirstTwo(Norm):
+    def loss(self, x: Tensor) -> Tensor:
+        rows = 100 * self.layer(x)
+        return F.mse_loss(torch.cat([self.norm(rows[:2]), self.norm(rows[2:])]), x)
+
+
+class Half(Norm):
+    """Of ranks' parts, to which samples are dealt in turn, the first halves are that of the whole batch."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        one, other = (100 * self.layer(x)).chunk(2)
+        return F.mse_loss(torch.cat([self.norm(one), self.norm(other)]), x)
+
+
 class Penalty(Base):
     """Differentiates within the step, which needs gradients."""
 
@@ -903,6 +924,19 @@ def test_buffers_in_which_a_step_counts() -> None:
     assert probe_split(Base(), None, first_of(samples()))[0].counted == ("steps",)
     assert probe_split(Dropout(), None, first_of(samples()))[0].counted == ()
     assert probe_split(Sets(), None, first_of(samples()))[0].counted == ()
+
+
+def test_batch_norms_that_take_some_of_the_samples() -> None:
+    """Its statistics are fixed while losses are compared, which then are the same in parts: what it is called with tells."""
+    for make, words in (
+        (Ghost, "the batch norm 'norm' runs 3 × in a step on the whole batch and 2 × on a part of it"),
+        (FirstTwo, "the batch norm 'norm' takes its statistics over some of the batch's rows"),
+    ):
+        finding, _ = probe_split(make(), None, first_of(samples()))
+        assert not finding.splittable
+        assert finding.reason is not None
+        assert finding.reason.startswith(words)
+    assert probe_split(Half(), None, first_of(samples(4)))[0].splittable
 
 
 class Counting(Base):

@@ -363,12 +363,12 @@ def test_a_block_that_no_stage_begins_with_is_no_cut(tmp_path: Path, monkeypatch
 
 
 def test_a_step_that_counts_in_a_buffer_is_not_run_in_parts(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the step counts in the buffer 'count', so each part of a batch would count"):
+    with pytest.raises(ValueError, match="the step changes the buffer 'count', which each part of a batch would do"):
         staged(Counting(), tmp_path, plan=pinned("blocks.2"))
     assert staged(Counting(), tmp_path, plan=pinned("blocks.2", micro_batches=1)).run_plan.finding is not None
     assert staged(Counting(), tmp_path).run_plan.plan.micro_batches == 1
     alone = Plan(engine="single", devices=("cpu:0",), micro_batches=2)
-    with pytest.raises(ValueError, match="the step counts in the buffer 'count', so each part of a batch would count"):
+    with pytest.raises(ValueError, match="the step changes the buffer 'count', which each part of a batch would do"):
         staged(Counting(), tmp_path, plan=alone, allow=("single",))
     assert staged(Stack(), tmp_path, plan=alone, allow=("single",)).run_plan.plan == alone
 
