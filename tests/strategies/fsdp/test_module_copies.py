@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch import callbacks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -149,6 +150,24 @@ def test_an_average_is_one_devices_and_comes_back_whole(make: Any) -> None:
             assert all(isinstance(each, nn.Parameter) for each in callback.held.parameters())
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         found.append((held, losses, metrics, dict(module.state_dict()), getattr(callback, "outputs", [])))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"])
+def test_lightnings_averages_are_one_devices(name: str, tmp_path: Path) -> None:
+    kind = getattr(callbacks, name, None)
+    if kind is None:
+        pytest.skip(f"this Lightning has no {name}")
+    found: list[Any] = []
+    for under in (plan("fsdp", shard=BLOCKS), None):
+        average = kind(1e-2, swa_epoch_start=1) if name.startswith("Stochastic") else kind()
+        saving = callbacks.ModelCheckpoint(dirpath=tmp_path / str(under is None), save_last=True)
+        options = {"callbacks": [average, saving], "enable_checkpointing": True, "num_sanity_val_steps": 0, "max_epochs": 3}
+        module, losses, trainer = fit(Scaled, numbers(), under, **options)
+        saved = torch.load(saving.last_model_path, weights_only=False)
+        states = [saved["state_dict"], saved.get("current_model_state"), saved.get("averaging_state")]
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found.append((losses, metrics, dict(average._average_model.state_dict()), dict(module.state_dict()), states))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
