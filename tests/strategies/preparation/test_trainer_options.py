@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BasePredictionWriter,
@@ -120,6 +121,24 @@ def test_a_part_compiled_in_place_has_no_stages(tmp_path: Path) -> None:
 def test_callbacks_that_need_all_weights_have_no_stages(callback: Any, tmp_path: Path) -> None:
     assert f"{type(callback).__name__} works on the whole module's weights" in unstaged(tmp_path, callbacks=[callback])
     assert excluded(tmp_path, stage=TrainerFn.VALIDATING, callbacks=[callback]) == {}
+
+
+class Average(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = [parameter.clone() for parameter in pl_module.parameters()]
+
+
+class Count(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.count = sum(parameter.numel() for parameter in pl_module.parameters())
+
+
+def test_callbacks_that_copy_weights_have_no_stages(tmp_path: Path) -> None:
+    assert "the callback Average copies or changes weights (its code names 'parameters' and 'clone')" in unstaged(
+        tmp_path, callbacks=[Average()]
+    )
+    assert "pipeline" not in excluded(tmp_path, callbacks=[Count(), EarlyStopping("val_loss")])
+    assert excluded(tmp_path, stage=TrainerFn.VALIDATING, callbacks=[Average()]) == {}
 
 
 def test_parameters_without_a_shape_have_no_stages(tmp_path: Path) -> None:

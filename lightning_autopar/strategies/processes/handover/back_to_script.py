@@ -453,7 +453,8 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     if lost:
         warnings.warn(
             f"these changes of the run could not be brought back to the main process: {', '.join(sorted(set(lost)))} "
-            f"(they can't be pickled or unpickled, are shards that not all ranks keep, or are larger than {format_bytes(LIMIT_BYTES)})",
+            "(they can't be pickled or unpickled, are shards that not all ranks keep, have weights of another stage, or are larger than "
+            f"{format_bytes(LIMIT_BYTES)})",
             stacklevel=2,
         )
 
