@@ -124,9 +124,7 @@ _TURNS = ("ddp", "pipeline", "fsdp", "ddp", "pipeline", "fsdp", "single")
 
 #: (feature, engine): words of the sentence that refuses it, whatever the module.
 REFUSED: dict[tuple[str, str], str] = {
-    ("weight-averaging", "fsdp"): "works on whole parameters",
     ("weight-averaging", "pipeline"): "works on the whole module's weights",
-    ("weight-averaging", "fsdp offload"): "works on whole parameters",
     **{("weight-averaging", kind): "works on whole parameters" for kind in ZERO},
 }
 

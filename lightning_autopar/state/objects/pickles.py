@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
+import inspect
 import io
 import marshal
 import pickle
@@ -14,7 +15,8 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -114,8 +116,8 @@ class Pickler(pickle.Pickler):
         if not self._hashing and is_shard(target):
             raise pickle.PicklingError("a DTensor is a part of what several ranks have")
         if self._hashing and type(target) in (Tensor, nn.Parameter) and target.layout == torch.strided and not target.is_meta:
-            kind = target.dtype, tuple(target.shape), target.requires_grad, target.device.type
-            return fingerprint, (kind, fingerprint(target.detach()))  # never called
+            layout = target.dtype, tuple(target.shape), target.requires_grad, target.device.type
+            return fingerprint, (layout, fingerprint(target.detach()))  # never called
         # A result's graph, and hooks that wait for backward, mean nothing in another process.
         if isinstance(target, Tensor) and (
             target.device.type not in ("cpu", "meta") or (target.grad_fn is not None and not target.is_meta)
@@ -127,13 +129,32 @@ class Pickler(pickle.Pickler):
             return weakref.ref, (target(),)
         if type(target) in weakref.ProxyTypes:
             return weakref.proxy, (target.__repr__.__self__,)  # its referent: the only way to get it
-        if self._path is not None and type(target) not in copyreg.dispatch_table and not isinstance(target, _BY_NAME):
+        kind: Any = type(target)
+        anew = isinstance(kind.__new__, types.FunctionType) and _needs_arguments(kind)
+        if (anew or self._path is not None) and kind not in copyreg.dispatch_table and not isinstance(target, _BY_NAME):
             reduced = target.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-            held = getattr(target, "__dict__", {})
-            own = {id(each) for each in (held, *held.values())}
-            self._made |= {id(each): each for each in _containers(reduced) if id(each) not in own}
-            return reduced
+            if self._path is not None:
+                held = getattr(target, "__dict__", {})
+                own = {id(each) for each in (held, *held.values())}
+                self._made |= {id(each): each for each in _containers(reduced) if id(each) not in own}
+            plain = anew and reduced[0] is copyreg.__newobj__ and len(reduced[1]) == 1  # type: ignore[attr-defined]
+            return (_bare, *reduced[1:]) if plain else reduced
         return NotImplemented
+
+
+@cache
+def _needs_arguments(kind: Any) -> bool:
+    """Whether the class's own ``__new__`` can't be called as pickle does it: with the class alone."""
+    try:
+        inspect.signature(kind.__new__).bind(kind)
+    except TypeError:
+        return True
+    return False
+
+
+def _bare(kind: Any) -> Any:
+    """An object without its state, as Python itself makes it."""
+    return next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)).__new__(kind)
 
 
 class ShardFinder(Pickler):
@@ -213,3 +234,76 @@ class Unpickler(pickle.Unpickler):
     def persistent_load(self, name: Any) -> Any:
         """The object that a number or a name stands for."""
         return self._targets[name] if isinstance(name, int) else self._resolve(name)
+
+
+class Broken:
+    """What is in the place of an object that couldn't be made; it takes any items."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Ignored."""
+
+    def append(self, value: Any) -> None:
+        """Ignored."""
+
+    __setstate__ = extend = update = add = append
+
+
+#: Reads in Python, so that single objects can fail.
+_InPython: Any = pickle._Unpickler
+
+
+class Salvage(_InPython):  # type: ignore[misc]  # any
+    """Reads such pickles to their end, though objects in them can't be made: :attr:`broken` has what is left of these."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
+
+    def __init__(self, data: bytes, targets: list[Any], resolve: Callable[[Any], Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._targets, self._resolve = targets, resolve
+        #: By their ids.
+        self.broken: dict[int, Any] = {}
+
+    def persistent_load(self, name: Any) -> Any:
+        """As in :class:`Unpickler`."""
+        return self._targets[name] if isinstance(name, int) else self._resolve(name)
+
+    def attempt(self, code: int) -> None:
+        """Run a step of the pickle that makes or fills an object."""
+        taken = {pickle.BUILD[0]: 1, pickle.NEWOBJ_EX[0]: 3}.get(code, 2)
+        below, arguments = self.stack[:-taken], self.stack[-taken:]
+        try:
+            if any(isinstance(each, Broken) for each in arguments):
+                raise TypeError("a part of it couldn't be made")
+            _InPython.dispatch[code](self)
+        except Exception:  # a user's class may raise anything; the part that has it is named
+            left = below.pop() if code == pickle.BUILD[0] else Broken()
+            self.broken[id(left)] = left
+            self.stack[:] = [*below, left]
+
+    def spoils(self, value: Any, known: Known) -> bool:
+        """Whether there is such an object in a value."""
+        finder = _BrokenFinder(Sink(limit_bytes=0), known, {}, hashing=True)
+        finder.broken = self.broken
+        try:
+            finder.dump(value)
+        except Exception:  # half of an object, or such
+            return True
+        return finder.found
+
+
+for _code in (pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.BUILD, pickle.STACK_GLOBAL):
+    Salvage.dispatch[_code[0]] = partial(lambda code, reader: reader.attempt(code), _code[0])
+
+
+class _BrokenFinder(Pickler):
+    """Pickles to find what is broken, and keeps no pickle."""
+
+    broken: Mapping[int, Any] = {}
+    found = False
+
+    def persistent_id(self, target: Any) -> Any:
+        """See :class:`Pickler`."""
+        if id(target) in self.broken:
+            self.found = True
+            return ""
+        return super().persistent_id(target)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.memory.trace.first_batch import GENERATORS
 from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, dispensable, fingerprint, get_items, is_array, kind_of, set_items
-from lightning_autopar.state.objects.pickles import Pickler, ShardFinder, Sink, TooLarge, Unpickler
+from lightning_autopar.state.objects.pickles import Pickler, Salvage, ShardFinder, Sink, TooLarge, Unpickler
 
 #: A part (an attribute, a container's items) whose pickle is larger than this isn't brought back; a warning names it.
 LIMIT_BYTES = 64 * 1024**2
@@ -154,14 +154,23 @@ class Survey:
         changes.data = sink.data()
         return changes
 
-    def apply(self, changes: Changes, resolve: Callable[[Any], Any], *, only: set[Part] | None = None) -> dict[str, Any]:
+    def apply(self, changes: Changes, resolve: Callable[[Any], Any], lost: list[str], *, only: set[Part] | None = None) -> dict[str, Any]:
         """Repeat a worker's changes here, in the process that the survey was made in; returns what was sent along.
 
         Args:
             resolve: the object that a name stands for.
+            lost: gets the names of those whose pickles can't be read.
             only: the parts that count; None for all of them.
         """
-        parts, sent = Unpickler(changes.data, self._targets, resolve).load()
+        try:
+            parts, sent = Unpickler(changes.data, self._targets, resolve).load()
+        except Exception:  # a user's class may raise anything when an object is made anew
+            salvage = Salvage(changes.data, self._targets, resolve)
+            parts, sent = salvage.load()
+            for found, names in ((parts, {part: self.name(*part) for part in parts}), (sent, {key: key for key in sent})):
+                for key in [key for key, value in found.items() if salvage.spoils(value, self)]:
+                    del found[key]
+                    lost.append(names[key])
         for number, part in changes.gone:
             if only is None or (number, part) in only:
                 vars(self._targets[number]).pop(part, None)

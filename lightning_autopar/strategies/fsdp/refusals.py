@@ -11,8 +11,6 @@ from lightning_autopar._lightning_compat import TrainerFn
 
 #: Precisions with which FSDP2 runs a plain run's arithmetic: not 16-mixed, whose gradient scaler doesn't know shards.
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
-#: Callbacks that copy, regroup or mask the module's own parameters, which doesn't work on shards.
-_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
 
 
 def unsharded_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
@@ -22,12 +20,10 @@ def unsharded_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
         trainer: its options, callbacks and module are read.
         kinds: the classes of its callbacks, bases included: each class's name, and the name of the callback that is of it.
     """
-    fitting = trainer.state.fn == TrainerFn.FITTING
     if any(isinstance(submodule, torch._dynamo.OptimizedModule) for submodule in trainer.lightning_module.modules()):
         return "a part of the module was compiled before sharding, and FSDP2 has to shard first"
-    for name in reversed(_CALLBACKS):
-        if name in kinds and fitting:
-            return f"the callback {kinds[name]} works on whole parameters, and FSDP2 shards them"
+    if "ModelPruning" in kinds and trainer.state.fn == TrainerFn.FITTING:
+        return f"the callback {kinds['ModelPruning']} works on whole parameters, and FSDP2 shards them"
     if isinstance(trainer.precision_plugin, BitsandbytesPrecision):
         return "quantised bitsandbytes layers can't be sharded by FSDP2"
     if trainer.precision not in _PRECISIONS:

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -35,7 +34,8 @@ from lightning_autopar._lightning_compat import DummyExperiment
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.step.step_rollback import GRAD, own_gradient
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
-from lightning_autopar.strategies.fsdp import module_copies
+from lightning_autopar.strategies.fsdp import mixed_operations, module_copies
+from lightning_autopar.strategies.fsdp.mixed_operations import gathered, part_of
 from lightning_autopar.strategies.fsdp.module_copies import OwnHook
 from lightning_autopar.strategies.fsdp.same_collectives import GatherOrder, agree_on_gradients, groups_of
 
@@ -68,7 +68,12 @@ class WholeParameters:
         self._on_gpus = [group for unit in self._units for group in groups_of(unit) if group.device.type == "cuda"]
         within = {id(child) for name, module in root.named_modules() if name in set(uneven) for child in module.modules()}
         agree_on_gradients([*self._groups, self._scalars], within)
-        self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self.reshard()) for optimizer in optimizers]
+        mixed_operations.allow()
+        self._handles: list[Any] = [
+            handle
+            for optimizer in optimizers
+            for handle in (optimizer.register_step_pre_hook(self._begin_update), optimizer.register_step_post_hook(self._end_update))
+        ]
         if isinstance(root, FSDPModule):
             # FSDP2 takes the module that runs first for the root, unless told before; and a hook may call a part of the root first.
             root._get_fsdp_state()._lazy_init()
@@ -95,10 +100,24 @@ class WholeParameters:
                 group._versions = [_version(parameter.sharded_param) for parameter in group.fsdp_params]
             order.begin()
         self._scalars.unshard()
-        with patched(self, "_inside", True), patched(self, "_order", order), patched(module_copies, "in_step", True):
+        with (
+            patched(self, "_inside", True),
+            patched(self, "_order", order),
+            patched(module_copies, "in_step", True),
+            mixed_operations.refused(),
+        ):
             yield
         if order is not None:
             order.end()
+
+    def _begin_update(self, *_: Any) -> None:
+        """The optimizer's shards are its own, whoever calls it."""
+        self.reshard()
+        self._update = mixed_operations.refused()
+        self._update.__enter__()
+
+    def _end_update(self, *_: Any) -> None:
+        self._update.__exit__(None, None, None)
 
     def _meet(self, name: str, unit: Any, args: Any) -> None:
         """Before a unit's forward: if it is to gather parameters in a step, all ranks must be about to."""
@@ -494,15 +513,6 @@ def whole_results() -> None:
     DummyExperiment.nop = _nothing_logged  # type: ignore[assignment, method-assign]
 
 
-def part_of(whole: Tensor, shard: DTensor) -> Tensor:
-    """The part of a whole tensor that a shard has."""
-    shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
-    for dimension, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        if length != whole.shape[dimension]:
-            whole = whole.narrow(dimension, min(start, whole.shape[dimension]), length)
-    return whole
-
-
 def _number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].detach().full_tensor().item()
 
@@ -514,26 +524,19 @@ def _tensor_of(data: Any, **options: Any) -> Tensor:
     return _TENSOR(data, **options)
 
 
-def _whole(shard: DTensor) -> Tensor:
-    """The values of all ranks, in host memory. A shard that was copied to the host is gathered on the mesh's devices all the same."""
-    there: Any = shard.detach().to(shard.device_mesh.device_type)
-    whole: Tensor = there.full_tensor()
-    return whole.cpu()
-
-
 def _numpy(shard: DTensor, **options: Any) -> Any:
-    return _whole(shard).numpy(**options)
+    return gathered(shard).cpu().numpy(**options)
 
 
 def _list(shard: DTensor) -> Any:
-    return _whole(shard).tolist()
+    return gathered(shard).tolist()
 
 
 def _nothing_logged(experiment: Any, *args: Any, **options: Any) -> None:
     """What a call of ``logger.experiment`` does on another rank than 0."""
     for value in tree_leaves((args, options)):
         if isinstance(value, DTensor):
-            _whole(value)
+            gathered(value)
 
 
 def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

@@ -42,7 +42,7 @@ def test_each_worker_brings_what_it_alone_has() -> None:
             module.list.pop()
         vars(other).update(state_of_other)
     taken, lost = merged(workers)
-    sent = [survey.apply(changes, lambda name: name, only=parts) for changes, parts in zip(workers, taken, strict=True)]
+    sent = [survey.apply(changes, lambda name: name, lost, only=parts) for changes, parts in zip(workers, taken, strict=True)]
     assert sent[0] == {"extra": 5}
     assert torch.equal(module.__dict__.pop("logits"), torch.ones(2))
     assert vars(module) == {"count": 1, "first": "of 0", "last": "of 2", "list": [1, 2], "same": 0, "middle": [0, 1, 2]}
@@ -78,4 +78,37 @@ def test_changes_that_travel_one_by_one_travel_together(monkeypatch: pytest.Monk
     vars(module).update({f"part{index}": [str(each) for each in range(30)] for index in range(10)})
     changes = survey.changes({}, {})
     assert len(changes.parts) == 10
-    survey.apply(changes, lambda name: name)
+    survey.apply(changes, lambda name: name, [])
+
+
+class Refuses:
+    """Can be pickled, but not made anew."""
+
+    def __init__(self) -> None:
+        self.left = 1
+
+    def __setstate__(self, state: Any) -> None:
+        raise RuntimeError("not twice")
+
+
+class Made:
+    """Needs an argument to be made, and none to be pickled (ema_pytorch's EMA)."""
+
+    def __new__(cls, value: int) -> Any:
+        return super().__new__(cls)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_an_object_that_can_not_be_made_anew_costs_its_own_part_alone() -> None:
+    module = SimpleNamespace(before=1, refuses=None, holds=None, made=None, shared=None)
+    survey = survey_of(module, None)
+    refuses = Refuses()
+    vars(module).update(before=2, refuses=refuses, holds=[3, refuses], made=Made(4), shared={"list": [5]})
+    changes = survey.changes({}, {"sent": 6, "spoiled": [refuses]})
+    vars(module).update(before=1, refuses=None, holds=None, made=None, shared=None)
+    lost: list[str] = []
+    assert survey.apply(changes, lambda name: name, lost) == {"sent": 6}
+    assert lost == ["module.refuses", "module.holds", "spoiled"]
+    assert (module.before, module.refuses, module.holds, module.made.value, module.shared) == (2, None, None, 4, {"list": [5]})

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch import callbacks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -115,7 +116,29 @@ class OfTheModule(Deep):
     on_validation_end = on_validation_start
 
 
-@pytest.mark.parametrize("make", [Backup, Swapped, Cloned, Deep, OfTheModule])
+class Early:
+    """Copies the network before it is sharded, so that the copy is whole."""
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        super().on_fit_start(trainer, module)  # type: ignore[misc]
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        pass
+
+
+class EarlyBackup(Early, Backup): ...
+
+
+class EarlyClones(Early, Cloned): ...
+
+
+class EarlyDeep(Early, Deep): ...
+
+
+class EarlyOfTheModule(Early, OfTheModule): ...
+
+
+@pytest.mark.parametrize("make", [Backup, Swapped, Cloned, Deep, OfTheModule, EarlyBackup, EarlyClones, EarlyDeep, EarlyOfTheModule])
 def test_an_average_is_one_devices_and_comes_back_whole(make: Any) -> None:
     found: list[Any] = []
     for under in (plan("fsdp", shard=BLOCKS), None):
@@ -128,6 +151,46 @@ def test_an_average_is_one_devices_and_comes_back_whole(make: Any) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         found.append((held, losses, metrics, dict(module.state_dict()), getattr(callback, "outputs", [])))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"])
+def test_lightnings_averages_are_one_devices(name: str, tmp_path: Path) -> None:
+    kind = getattr(callbacks, name, None)
+    if kind is None:
+        pytest.skip(f"this Lightning has no {name}")
+    found: list[Any] = []
+    for under in (plan("fsdp", shard=BLOCKS), None):
+        average = kind(1e-2, swa_epoch_start=1) if name.startswith("Stochastic") else kind()
+        saving = callbacks.ModelCheckpoint(dirpath=tmp_path / str(under is None), save_last=True)
+        options = {"callbacks": [average, saving], "enable_checkpointing": True, "num_sanity_val_steps": 0, "max_epochs": 3}
+        module, losses, trainer = fit(Scaled, numbers(), under, **options)
+        saved = torch.load(saving.last_model_path, weights_only=False)
+        states = [saved["state_dict"], saved.get("current_model_state"), saved.get("averaging_state")]
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found.append((losses, metrics, dict(average._average_model.state_dict()), dict(module.state_dict()), states))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+class OfItsRows(EarlyClones):
+    """Writes to the weights what it finds in its rank's rows."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(self.held[name] * batch[0].mean())
+
+
+class Recorded(EarlyClones):
+    """Computes with whole tensors where gradients are recorded."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        sum((parameter - self.held[name]).square().sum() for name, parameter in module.named_parameters()).backward()
+
+
+@pytest.mark.parametrize(("make", "words"), [(OfItsRows, "writes other values to a parameter"), (Recorded, "gradients are recorded")])
+def test_what_would_not_be_the_same_on_all_ranks_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        fit(Scaled, numbers(), plan("fsdp", shard=BLOCKS), callbacks=[make()], num_sanity_val_steps=0)
 
 
 class Saving(Cloned):

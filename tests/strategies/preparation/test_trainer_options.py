@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BasePredictionWriter,
@@ -48,7 +49,6 @@ def test_nothing_is_ruled_out_by_what_works_everywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("callback", "engines", "words"),
     [
-        (StochasticWeightAveraging(1e-2), ["fsdp"], "StochasticWeightAveraging works on whole parameters"),
         (ModelPruning("l1_unstructured"), ["fsdp"], "ModelPruning works on whole parameters"),
         (LearningRateFinder(), ["multi"], "LearningRateFinder judges by the loss on its own device"),
         (BatchSizeFinder(), ["micro_batches", "multi"], "BatchSizeFinder runs on one device, as in Lightning"),
@@ -64,8 +64,7 @@ def test_callbacks(callback: Any, engines: list[str], words: str, tmp_path: Path
 def test_weight_averaging(tmp_path: Path) -> None:
     weight_averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     found = excluded(tmp_path, callbacks=[weight_averaging.WeightAveraging()])
-    assert sorted(found) == ["fsdp", "pipeline", "zero"]
-    assert "WeightAveraging works on whole parameters" in found["fsdp"]
+    assert sorted(found) == ["pipeline", "zero"]
     assert "WeightAveraging works on the whole module's weights" in found["pipeline"]
 
 
@@ -122,6 +121,24 @@ def test_a_part_compiled_in_place_has_no_stages(tmp_path: Path) -> None:
 def test_callbacks_that_need_all_weights_have_no_stages(callback: Any, tmp_path: Path) -> None:
     assert f"{type(callback).__name__} works on the whole module's weights" in unstaged(tmp_path, callbacks=[callback])
     assert excluded(tmp_path, stage=TrainerFn.VALIDATING, callbacks=[callback]) == {}
+
+
+class Average(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = [parameter.clone() for parameter in pl_module.parameters()]
+
+
+class Count(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.count = sum(parameter.numel() for parameter in pl_module.parameters())
+
+
+def test_callbacks_that_copy_weights_have_no_stages(tmp_path: Path) -> None:
+    assert "the callback Average copies or changes weights (its code names 'parameters' and 'clone')" in unstaged(
+        tmp_path, callbacks=[Average()]
+    )
+    assert "pipeline" not in excluded(tmp_path, callbacks=[Count(), EarlyStopping("val_loss")])
+    assert excluded(tmp_path, stage=TrainerFn.VALIDATING, callbacks=[Average()]) == {}
 
 
 def test_parameters_without_a_shape_have_no_stages(tmp_path: Path) -> None:

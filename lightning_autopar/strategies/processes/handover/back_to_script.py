@@ -422,7 +422,7 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     lost += [name for rank in range(ranks) for name in by_rank[rank].lost if rank == 0 or name not in first.lost]
     there = dict(module.named_modules())
     if built := [name for name in first.built if name not in there]:
-        sent = _apply(before, workers, taken, dict(_tensors(module)), saved)
+        sent = _apply(before, workers, taken, dict(_tensors(module)), saved, lost)
         came = [name for name in built if f"{_MODULE}.{name}" in sent]
         for name in came:
             parent, _, own = name.rpartition(".")
@@ -436,7 +436,7 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     if ranks > 1 and saved["state_dict"]:
         lost += [f"the parameter {name}" for name in module.state_dict() if name not in saved["state_dict"]]
     _load_weights(module, saved, lost)
-    sent = _apply(before, workers, taken, dict(_tensors(module)), saved)
+    sent = _apply(before, workers, taken, dict(_tensors(module)), saved, lost)
     optimizers, configs = sent.get(_OPTIMIZERS, ([], []))
     for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=False):  # empty where the states were too large
         groups = {"param_groups": optimizer.state_dict()["param_groups"]} if "state" in state else {}
@@ -453,13 +453,14 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     if lost:
         warnings.warn(
             f"these changes of the run could not be brought back to the main process: {', '.join(sorted(set(lost)))} "
-            f"(they can't be pickled, are shards that not all ranks keep, or are larger than {format_bytes(LIMIT_BYTES)})",
+            "(they can't be pickled or unpickled, are shards that not all ranks keep, have weights of another stage, or are larger than "
+            f"{format_bytes(LIMIT_BYTES)})",
             stacklevel=2,
         )
 
 
 def _apply(
-    before: Before, workers: Sequence[Changes], taken: Sequence[Any], tensors: dict[str, Tensor], saved: Mapping[str, Any]
+    before: Before, workers: Sequence[Changes], taken: Sequence[Any], tensors: dict[str, Tensor], saved: Mapping[str, Any], lost: list[str]
 ) -> dict[str, Any]:
     """Change the parent's objects as the workers' have changed; returns what rank 0 has sent besides.
 
@@ -469,6 +470,7 @@ def _apply(
         taken: for each of them, what is taken of it.
         tensors: the module's, by name.
         saved: the tensors of the workers' module; an optimizer may have one that the module here lacks.
+        lost: gets the names of what can't be made anew here.
     """
 
     def find(name: str) -> Tensor:
@@ -478,7 +480,7 @@ def _apply(
             tensors[name] = nn.Parameter(value, requires_grad=trained[name]) if name in trained else value
         return tensors[name]
 
-    sent, *_ = [before.survey.apply(changes, find, only=parts) for changes, parts in zip(workers, taken, strict=True)]
+    sent, *_ = [before.survey.apply(changes, find, lost, only=parts) for changes, parts in zip(workers, taken, strict=True)]
     return sent
 
 
