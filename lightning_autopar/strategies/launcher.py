@@ -53,7 +53,7 @@ from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.finished_run import announce_measured, learn, learn_shortage
 from lightning_autopar.strategies.preparation.plan_trial import tried
 from lightning_autopar.strategies.preparation.trainer_options import finder_of
-from lightning_autopar.strategies.processes.external_launcher import Peers, rerun_script, under_external_launcher
+from lightning_autopar.strategies.processes.external_launcher import Peers, rerun_script, under_external_launcher, unknown_launcher
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.worker import WorkerJob, make_job
 from lightning_autopar.strategies.processes.worker_supervisor import Outcome, run_folder, run_generation
@@ -138,10 +138,8 @@ class AutoLauncher(Launcher):
     def _run_alone(self, arguments: dict[str, Any], function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
         """Decide and run, where no launcher has started several processes."""
         if (nodes := requested_nodes(trainer)) > 1:
-            raise ValueError(
-                f"num_nodes={nodes} needs a process on each device of each node, and there is only this one; start the script with "
-                f"torchrun --nnodes={nodes} or srun, or leave num_nodes at 1"
-            )
+            remedy = unknown_launcher() or f"start the script with torchrun --nnodes={nodes} or srun, or leave num_nodes at 1"
+            raise ValueError(f"num_nodes={nodes} needs a process on each device of each node, and there is only this one; {remedy}")
         how = snapshot_settings(trainer, self._strategy.settings.batch)
         if how is not None and (reason := unforkable()) is not None:
             how = None

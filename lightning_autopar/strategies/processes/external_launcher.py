@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from lightning_autopar import engines
 from lightning_autopar._fork import die_with
-from lightning_autopar._lightning import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, rank_zero_info
+from lightning_autopar._lightning import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import find_free_network_port
 from lightning_autopar.devices.host import host_cores, host_memory
 from lightning_autopar.devices.inventory import Device, Inventory, Link
@@ -51,6 +51,10 @@ _TIMEOUT = timedelta(minutes=30)
 _POLL_SECONDS = 0.01
 #: How long this process may take to end by itself once a rerun has failed.
 _GRACE_SECONDS = 3.0
+#: After how long a process says that it waits for the others, which nobody may have started.
+_SILENT_SECONDS = 10.0
+#: Variables by which a launcher gives a process its number, and those with how many processes there are.
+_NUMBERED = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 #: How long the reruns may go on after this process's script has ended.
 _FAREWELL_SECONDS = 60.0
 
@@ -243,6 +247,38 @@ def is_alone(environment: ClusterEnvironment) -> bool:
     return environment.world_size() == 1
 
 
+def unknown_launcher() -> str | None:
+    """What to do about a launcher that has started several processes, as its variables say, and that Lightning doesn't know."""
+    for number, count in _NUMBERED:
+        rank, world_size = os.environ.get(number, ""), os.environ.get(count, "")
+        if rank.isdigit() and world_size.isdigit() and int(world_size) > 1:
+            plugin = "Trainer(plugins=[KubeflowEnvironment()])" if number == "RANK" else "the package mpi4py"
+            return (
+                f"{number}={rank} and {count}={world_size} say that this process is one of {world_size}, but Lightning takes it for the "
+                f"only one; to train together start the script by torchrun or srun, or tell Lightning by {plugin}"
+            )
+    return None
+
+
+@contextmanager
+def _waiting(rank: int, world_size: int, environment: ClusterEnvironment) -> Iterator[None]:
+    """The context in which this process waits for the others; after some seconds it says so, as nobody may ever start them."""
+    remedy = "look into the other processes' logs, first into process 0's"
+    if rank == 0 and isinstance(environment, SLURMEnvironment):
+        remedy = "start the script by srun, or for one process ask Slurm for one task"
+    words = (
+        f"autopar: this is process {rank} of {world_size}, and has waited {_SILENT_SECONDS:.0f} s for the others at "
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; it goes on when all have come. If they don't come, {remedy}"
+    )
+    timer = threading.Timer(_SILENT_SECONDS, _LOG.warning, (words,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _find_peers(strategy: RunHost) -> Peers | None:
     if STORE in os.environ:
         host, _, port = os.environ[STORE].rpartition(":")
@@ -253,13 +289,16 @@ def _find_peers(strategy: RunHost) -> Peers | None:
         return Peers(store=store, rank=int(os.environ["LOCAL_RANK"]), world_size=world_size, node=0, environment=LightningEnvironment())
     environment = strategy.cluster_environment
     if environment is None or not environment.creates_processes_externally or is_alone(environment):
+        if (words := unknown_launcher()) is not None:
+            rank_zero_warn(f"autopar: {words}; now each process trains the whole run by itself, and writes the same files")
         return None
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
     rank, world_size = environment.global_rank(), environment.world_size()
-    store = _connect(rank, world_size)
-    part = _own_part(store, rank, world_size)
-    # A separate connection: while one waits for torch's messages, ours must not wait, too.
-    meet_at(dist.PrefixStore(f"{part}/group", _connect(rank, world_size)))
+    with _waiting(rank, world_size, environment):
+        store = _connect(rank, world_size)
+        part = _own_part(store, rank, world_size)
+        # A separate connection: while one waits for torch's messages, ours must not wait, too.
+        meet_at(dist.PrefixStore(f"{part}/group", _connect(rank, world_size)))
     return Peers(
         store=dist.PrefixStore(part, store),
         rank=rank,
@@ -271,7 +310,15 @@ def _find_peers(strategy: RunHost) -> Peers | None:
 
 
 def _connect(rank: int, world_size: int) -> Any:
-    store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=_TIMEOUT)))
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=_TIMEOUT)))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ["MASTER_PORT"]
+        raise ValueError(
+            f"the processes can't meet at port {port}, which another program uses; set MASTER_PORT to a free one, the same for all of them"
+        ) from error
     return store
 
 

@@ -7,9 +7,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +19,9 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
+from lightning_autopar._lightning_compat import find_free_network_port
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.plans import Plan
@@ -284,3 +287,47 @@ def test_the_links_of_this_node_count(alone: bool, monkeypatch: pytest.MonkeyPat
     assert [device.id for device in found[0].devices] == [gpu.uuid for gpu in gpus]
     assert {link.kind for link in found[0].links} == {"nvlink"}
     assert len(found[0].links) == ranks * (ranks - 1) // 2
+
+
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")])
+@pytest.mark.parametrize("count", [1, 2])
+def test_processes_of_a_launcher_that_lightning_does_not_know_are_told(
+    names: tuple[str, str], count: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """As under mpirun without mpi4py, or in a Kubeflow job: each process trained the whole run by itself, and nobody said so."""
+    for name, value in zip(names, ("0", str(count)), strict=True):
+        monkeypatch.setenv(name, value)
+    strategy: Any = SimpleNamespace(cluster_environment=LightningEnvironment())
+    assert external_launcher._find_peers(strategy) is None
+    told = [str(each.message) for each in recwarn if "each process trains the whole run by itself" in str(each.message)]
+    assert len(told) == count - 1
+    assert all(f"{names[0]}=0 and {names[1]}=2" in each and "torchrun" in each for each in told)
+
+
+@pytest.fixture
+def slurms_first(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A strategy in the first of two processes that Slurm's variables promise."""
+    slurm = {"NTASKS": "2", "NTASKS_PER_NODE": "2", "PROCID": "0", "LOCALID": "0", "NODEID": "0", "JOB_ID": "4712", "NODELIST": "localhost"}
+    own = {f"SLURM_{name}": value for name, value in slurm.items()}
+    for name, value in {**own, "MASTER_ADDR": "localhost", "MASTER_PORT": str(find_free_network_port())}.items():
+        monkeypatch.setenv(name, value)
+    return SimpleNamespace(cluster_environment=SLURMEnvironment())
+
+
+def test_who_waits_for_processes_that_nobody_started_says_so(
+    slurms_first: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a batch job whose script was started without srun: rank 0 waited half an hour in silence."""
+    monkeypatch.setattr(external_launcher, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(external_launcher, "_TIMEOUT", timedelta(seconds=1))
+    with pytest.raises(dist.DistError):
+        external_launcher._find_peers(slurms_first)
+    assert "this is process 0 of 2" in caplog.text
+    assert "start the script by srun" in caplog.text
+
+
+def test_a_port_that_another_program_uses_is_named(slurms_first: Any) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        os.environ["MASTER_PORT"] = str(taken.getsockname()[1])  # slurms_first puts it back
+        with pytest.raises(ValueError, match=r"port \d+, which another program uses; set MASTER_PORT to a free one"):
+            external_launcher._find_peers(slurms_first)
