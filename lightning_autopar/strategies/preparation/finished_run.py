@@ -31,10 +31,9 @@ def announce_measured(report: Report, measured: Mapping[str, Mapping[str, Any]])
             when = "" if occasion == "step" else f" for a {occasion}"
             if lengths is not None and lengths.vary:
                 when += f" with a batch of {lengths.size(lengths.reach)}"
-            words.append(
-                f"memory {format_bytes(predicted_bytes)} predicted{when}, {format_bytes(peak_bytes)} measured "
-                f"({format_change(peak_bytes, predicted_bytes)})"
-            )
+            # Training steps alone are measured: a validation's prediction has nothing to be compared with.
+            seen = f"({format_change(peak_bytes, predicted_bytes)})" if occasion == "step" else "in a training step"
+            words.append(f"memory {format_bytes(predicted_bytes)} predicted{when}, {format_bytes(peak_bytes)} measured {seen}")
         if step_seconds and candidate.seconds is not None:
             words.append(f"step {format_seconds(candidate.seconds.step)} predicted, {format_seconds(step_seconds)} measured")
         if words:

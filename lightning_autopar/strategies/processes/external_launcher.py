@@ -52,7 +52,7 @@ _POLL_SECONDS = 0.01
 #: How long this process may take to end by itself once a rerun has failed.
 _GRACE_SECONDS = 3.0
 #: After how long a process says that it waits for the others, which nobody may have started.
-_SILENT_SECONDS = 10.0
+SILENT_SECONDS = 10.0
 #: Variables by which a launcher gives a process its number, and those with how many processes there are.
 _NUMBERED = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 #: How long the reruns may go on after this process's script has ended.
@@ -267,10 +267,10 @@ def _waiting(rank: int, world_size: int, environment: ClusterEnvironment) -> Ite
     if rank == 0 and isinstance(environment, SLURMEnvironment):
         remedy = "start the script by srun, or for one process ask Slurm for one task"
     words = (
-        f"autopar: this is process {rank} of {world_size}, and has waited {_SILENT_SECONDS:.0f} s for the others at "
+        f"autopar: this is process {rank} of {world_size}, and has waited {SILENT_SECONDS:.0f} s for the others at "
         f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; it goes on when all have come. If they don't come, {remedy}"
     )
-    timer = threading.Timer(_SILENT_SECONDS, _LOG.warning, (words,))
+    timer = threading.Timer(SILENT_SECONDS, _LOG.warning, (words,))
     timer.daemon = True
     timer.start()
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -12,7 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.learned.step_times import LEAST, MOST, load_step_times
+from lightning_autopar.plans import Plan
+from lightning_autopar.report.report import Candidate
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.base.out_of_memory.running_step import RunningStep
 from lightning_autopar.strategies.base.worker_exception import LACKED
@@ -150,3 +154,13 @@ class Short(Module):
 def ran_out(running: RunningStep, error: BaseException) -> None:
     """As a GPU's engine would say it."""
     vars(error)[LACKED] = dict.fromkeys(running._engine.run_plan.plan.devices, LACKING)
+
+
+def test_a_prediction_for_a_validation_is_not_compared_with_a_training_steps_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    plan = Plan(engine="single", devices=("cpu:0",))
+    candidate = Candidate(plan=plan, fits=True, bytes={"cpu:0": DeviceBytes(activations=1 << 20, occasion="validation")})
+    report = SimpleNamespace(best_candidate=candidate, footprint=SimpleNamespace(lengths=None))
+    with caplog.at_level("INFO"):
+        account.announce_measured(cast(Any, report), {"cpu:0": {"peak_bytes": 1 << 19, "step_seconds": None}})
+    assert "1 MiB predicted for a validation, 512 KiB measured in a training step" in caplog.text
+    assert "%" not in caplog.text

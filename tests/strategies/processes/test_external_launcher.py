@@ -318,7 +318,7 @@ def test_who_waits_for_processes_that_nobody_started_says_so(
     slurms_first: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in a batch job whose script was started without srun: rank 0 waited half an hour in silence."""
-    monkeypatch.setattr(external_launcher, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(external_launcher, "SILENT_SECONDS", 0.1)
     monkeypatch.setattr(external_launcher, "_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(dist.DistError):
         external_launcher._find_peers(slurms_first)
