@@ -8,7 +8,7 @@ Modules, in reading order:
     running_generation  the generation at work
     snapshot_schedule   when a snapshot is made
     snapshot_store      where snapshots lie
-    preemption          makes room for more important runs
+    yielding            makes room for more important runs
     kept_leases         memory promised from plan to plan; a parked run's place
     move_requests       what agent and callbacks tell each other
     restart/            under torchrun and Slurm

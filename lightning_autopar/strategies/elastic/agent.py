@@ -26,11 +26,11 @@ from lightning_autopar.strategies.base.out_of_memory.gpu_limit import limit_afte
 from lightning_autopar.strategies.base.worker_exception import IN_STEP, WorkerFailed, out_of_memory
 from lightning_autopar.strategies.elastic.kept_leases import ParkedPlace, Promises
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest, Watcher
-from lightning_autopar.strategies.elastic.preemption import Preemption
 from lightning_autopar.strategies.elastic.run_state import RunState
 from lightning_autopar.strategies.elastic.running_generation import RunningGeneration
 from lightning_autopar.strategies.elastic.snapshot_schedule import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
+from lightning_autopar.strategies.elastic.yielding import Yielding
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.finished_run import learn_shortage
 from lightning_autopar.strategies.preparation.more_parts import in_more_evaluation_parts, samples_at_once
@@ -115,7 +115,7 @@ class Agent(RunState):
         state_bytes: int,
         on_change: Callable[[Decision], None],
         promises: Promises,
-        preempt: Preemption,
+        preempt: Yielding,
     ) -> None:
         super().__init__(
             decision=decision,

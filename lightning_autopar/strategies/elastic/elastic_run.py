@@ -29,10 +29,10 @@ from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.elastic.agent import Agent
 from lightning_autopar.strategies.elastic.kept_leases import Promises
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest, Watcher
-from lightning_autopar.strategies.elastic.preemption import Preemption
 from lightning_autopar.strategies.elastic.running_generation import RunningGeneration, own_bytes
 from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore, run_key
+from lightning_autopar.strategies.elastic.yielding import Yielding
 from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.more_parts import in_more_parts, in_parts_of
@@ -142,7 +142,7 @@ class ElasticRun:
                     state_bytes=self.state_bytes,
                     on_change=self._changed,
                     promises=Promises(self._strategy.leases, self._devices_now),
-                    preempt=Preemption(self._strategy.leases),
+                    preempt=Yielding(self._strategy.leases),
                 )
                 try:
                     ended = self.agent.run(noted)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 from lightning_autopar.sharing.leases import Leases, words
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.elastic.preemption import Preemption
+    from lightning_autopar.strategies.elastic.yielding import Yielding
     from lightning_autopar.strategies.preparation.decision import Decision
 
 
@@ -40,7 +40,7 @@ class ParkedPlace:
         seconds: how long the run still takes; None where nobody knows.
     """
 
-    def __init__(self, promises: Promises, preempt: Preemption, seconds: float | None) -> None:
+    def __init__(self, promises: Promises, preempt: Yielding, seconds: float | None) -> None:
         self._promises, self._preempt, self._seconds = promises, preempt, seconds
         self._place: PlaceFile | None = None
         self._looked = self._planned = float("-inf")

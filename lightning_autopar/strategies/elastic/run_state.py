@@ -19,9 +19,9 @@ from lightning_autopar.report.report import NothingFits
 from lightning_autopar.report.run_history import LossPoint, MemorySample, MemoryUse, PlanSpan, RunHistory, RunMark
 from lightning_autopar.strategies.base.plan_log import PlanChange
 from lightning_autopar.strategies.elastic.kept_leases import Promises
-from lightning_autopar.strategies.elastic.preemption import Preemption
 from lightning_autopar.strategies.elastic.running_generation import RunningGeneration
 from lightning_autopar.strategies.elastic.snapshot_schedule import COPY_BYTES_PER_SECOND, Saver
+from lightning_autopar.strategies.elastic.yielding import Yielding
 from lightning_autopar.text import format_bytes
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class RunState:
         state_bytes: int,
         saver: Saver,
         promises: Promises,
-        preempt: Preemption,
+        preempt: Yielding,
     ) -> None:
         self._probe, self._plan, self._state_bytes = inventory, replan, state_bytes
         self._saver, self._promises, self._preempt = saver, promises, preempt

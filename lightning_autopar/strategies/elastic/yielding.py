@@ -30,7 +30,7 @@ YIELD_VARIABLE = "AUTOPAR_YIELD_TO"
 _LOOK_SECONDS = 0.25
 
 
-class Preemption:
+class Yielding:
     """Decides when an elastic run makes room for others, and what it waits for itself while it is parked.
 
     Raises:

@@ -12,9 +12,9 @@ import pytest
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.sharing.lease_files import Lease
 from lightning_autopar.sharing.queue import Place
-from lightning_autopar.strategies.elastic import preemption as preempt
+from lightning_autopar.strategies.elastic import yielding as preempt
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest
-from lightning_autopar.strategies.elastic.preemption import Preemption
+from lightning_autopar.strategies.elastic.yielding import Yielding
 from tests.fakes.runs import FakeRun
 from tests.fakes.traced import traced
 from tests.fakes.values import GIB, cpu, inventory
@@ -63,7 +63,7 @@ def run() -> FakeRun:
 
 
 def look(leases: FakeLeases, run: FakeRun, *, since: float | None = None) -> MoveRequest | None:
-    manners = Preemption(leases)  # type: ignore[arg-type]
+    manners = Yielding(leases)  # type: ignore[arg-type]
     began = time.monotonic() - 100 if since is None else since
     return manners.look(since=began, plan=run.replan, seen=run.inventory, decision=run.decision)
 
@@ -130,7 +130,7 @@ def test_whom_it_makes_room_for_is_its_users_choice(leases: FakeLeases, run: Fak
         assert (look(leases, run) is not None) is goes, (choice, asking.uid)
     monkeypatch.setenv(preempt.YIELD_VARIABLE, "nobody")
     with pytest.raises(ValueError, match=r"AUTOPAR_YIELD_TO='nobody' must be 'all', 'own'"):
-        Preemption(leases)  # type: ignore[arg-type]
+        Yielding(leases)  # type: ignore[arg-type]
 
 
 # -- room that others wait for ---------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def free(there: Inventory) -> dict[str, int]:
 
 
 def test_it_does_not_grow_into_what_others_wait_for(leases: FakeLeases) -> None:
-    there, manners = inventory(cpu(0), cpu(1)), Preemption(leases)  # type: ignore[arg-type]
+    there, manners = inventory(cpu(0), cpu(1)), Yielding(leases)  # type: ignore[arg-type]
     leases.waiting = [place(priority=0, asks=(), wants={"cpu:1": 3 * GIB}, start_ns=time.monotonic_ns() + 10**12)]
     assert free(manners.leave_room(there, {"cpu:0": 2 * GIB})) == {"cpu:0": 4 * GIB, "cpu:1": GIB}
     leases.priority = 1
@@ -149,13 +149,13 @@ def test_it_does_not_grow_into_what_others_wait_for(leases: FakeLeases) -> None:
 
 
 def test_what_it_has_nobody_takes_unasked(leases: FakeLeases) -> None:
-    there, manners = inventory(cpu(0)), Preemption(leases)  # type: ignore[arg-type]
+    there, manners = inventory(cpu(0)), Yielding(leases)  # type: ignore[arg-type]
     leases.waiting = [place(asks=(), wants={"cpu:0": 4 * GIB}, start_ns=time.monotonic_ns() + 10**12)]
     assert free(manners.leave_room(there, {"cpu:0": 2 * GIB})) == {"cpu:0": 2 * GIB}
 
 
 def test_a_parked_run_waits_its_turn(leases: FakeLeases) -> None:
-    there, manners = inventory(cpu(0)), Preemption(leases)  # type: ignore[arg-type]
+    there, manners = inventory(cpu(0)), Yielding(leases)  # type: ignore[arg-type]
     first = place(priority=0, since_ns=500, asks=(), wants={"cpu:0": 3 * GIB}, start_ns=time.monotonic_ns() + 10**12)
     leases.waiting = [first]
     assert free(manners.leave_room(there, None)) == {"cpu:0": GIB}
