@@ -52,13 +52,13 @@ def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
 
 
 def _kept_weights(trainer: Trainer) -> str | None:
-    """Which callback of the user's copies or changes weights, by the names in its code."""
+    """Which callback of the user's copies or changes weights, by the names in its code. One that names ``grad`` does so with gradients."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
         hooks = [getattr(callback, name) for name in dir(Callback) if name.startswith("on_") or name == "setup"]
         own = [(hook, callback) for hook in hooks if not _is_quiet(hook)]
         names = {word for _, words, _ in reached(own, trainer.lightning_module, _is_quiet) for word in words}
         got, copied = (next((word for word in words if word in names), None) for words in (_WEIGHTS, _COPIES))
-        if got is not None and copied is not None:
+        if got is not None and copied is not None and "grad" not in names:
             by = " and ".join(map(repr, dict.fromkeys((got, copied))))
             return (
                 f"the callback {type(callback).__name__} copies or changes weights (its code names {by}), and a pipeline's stages hold "
