@@ -167,10 +167,12 @@ class Survey:
         except Exception:  # a user's class may raise anything when an object is made anew
             salvage = Salvage(changes.data, self._targets, resolve)
             parts, sent = salvage.load()
-            for found, names in ((parts, {part: self.name(*part) for part in parts}), (sent, {key: key for key in sent})):
-                for key in [key for key, value in found.items() if salvage.spoils(value, self)]:
-                    del found[key]
-                    lost.append(names[key])
+            for part in [part for part, value in parts.items() if salvage.spoils(value, self)]:
+                del parts[part]
+                lost.append(self.name(*part))
+            for key in [key for key, value in sent.items() if salvage.spoils(value, self)]:
+                del sent[key]
+                lost.append(key)
         for number, part in changes.gone:
             if only is None or (number, part) in only:
                 vars(self._targets[number]).pop(part, None)

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 
-#: What decides about mixed operations. While its ``_allow_implicit_replication`` is set, it asks :func:`_propagated` instead of refusing.
+#: Torch's own object, which computes operations on shards. It refuses those that have a whole tensor as well, and torch (2.11 to 2.13) has
+#: no public way to compute them otherwise. While its ``_allow_implicit_replication`` is set, it calls :func:`_propagated` instead.
 _DISPATCHER: Any = DTensor._op_dispatcher
 _COPY = torch.ops.aten.copy_.default
 _PROPAGATE, _TAIL = _DISPATCHER._propagate_op_sharding_dispatch_slow_path, _DISPATCHER._dispatch_fast_path_python_tail

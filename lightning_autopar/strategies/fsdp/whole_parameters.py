@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +69,7 @@ class WholeParameters:
         within = {id(child) for name, module in root.named_modules() if name in set(uneven) for child in module.modules()}
         agree_on_gradients([*self._groups, self._scalars], within)
         mixed_operations.allow()
+        self._update = ExitStack()
         self._handles: list[Any] = [
             handle
             for optimizer in optimizers
@@ -112,12 +113,12 @@ class WholeParameters:
 
     def _begin_update(self, *_: Any) -> None:
         """The optimizer's shards are its own, whoever calls it."""
+        self._update.close()  # where the last one failed (memory ran out), it never came to its end
         self.reshard()
-        self._update = mixed_operations.refused()
-        self._update.__enter__()
+        self._update.enter_context(mixed_operations.refused())
 
     def _end_update(self, *_: Any) -> None:
-        self._update.__exit__(None, None, None)
+        self._update.close()
 
     def _meet(self, name: str, unit: Any, args: Any) -> None:
         """Before a unit's forward: if it is to gather parameters in a step, all ranks must be about to."""

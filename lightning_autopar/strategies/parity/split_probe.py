@@ -185,7 +185,7 @@ class _Probe(LaterSteps):
         self.buffers: dict[str, Tensor] = {}
         self._prepared = False
         self.logs: list[dict[str, Logged]] = []
-        #: What training steps logged in double precision when their losses were compared, by number and split, with the batch.
+        #: What a training step has logged in double precision, and of which batch; by the step's number and the split.
         self.logs_in_double: dict[tuple[int | None, Dealing], tuple[FirstBatch, list[dict[str, Logged]]]] = {}
         self.moved: list[dict[str, Tensor]] = []
         self.norms = NormRuns({})
