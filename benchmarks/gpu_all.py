@@ -3,6 +3,9 @@
     python3 benchmarks/gpu_all.py FOLDER            # or benchmarks/gpu_all.sh FOLDER: at most seven minutes
     python3 benchmarks/gpu_all.py FOLDER memory     # four more: predicted beside measured bytes of many models
     python3 benchmarks/gpu_all.py FOLDER offload    # nine more: the largest models that train with offload to host memory
+    python3 benchmarks/gpu_all.py FOLDER large      # four: seven billion parameters where 24 GiB may be used
+    python3 benchmarks/gpu_all.py FOLDER checks     # the first three of the seven minutes: all that says nothing of time
+    python3 benchmarks/gpu_all.py FOLDER plans      # the last two of them
 
 Parts that say nothing of time run side by side. Each leaves ``FOLDER/<group>-<part>.json``: how it ended, its own figures, and the last it
 said.
@@ -63,21 +66,26 @@ def _checks(section: str, seconds: int) -> Part:
 
 
 #: Parts of a group run side by side: only what says nothing of time does so.
-FIRST = (
-    (
-        Part(name="stub", command=("benchmarks/nullgpu_against_gpu.py", "--json", "{json}", "--seconds", "80"), seconds=100),
-        _checks("fits", 130),
-        _checks("workers", 150),
-        Part(name="tests", command=("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not two_gpus", *_TESTS), seconds=150),
-        _checks("caps", 90),
-        _checks("commands", 110),
-    ),
-    (_checks("seconds", 75),),
-    (Part(name="plans", command=("benchmarks/plans_gpu.py", "--json", "{json}", "--seconds", "100"), seconds=140),),
+CHECKS = (
+    Part(name="stub", command=("benchmarks/nullgpu_against_gpu.py", "--json", "{json}", "--seconds", "80"), seconds=100),
+    _checks("fits", 130),
+    _checks("workers", 150),
+    Part(name="tests", command=("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not two_gpus", *_TESTS), seconds=150),
+    _checks("caps", 90),
+    _checks("commands", 110),
 )
+PLANS = (Part(name="plans", command=("benchmarks/plans_gpu.py", "--json", "{json}", "--seconds", "100"), seconds=140),)
+LARGE = (Part(name="large", command=("benchmarks/large_gpu.py", "--json", "{json}"), seconds=240),)
 MEMORY = ((Part(name="memory", command=("benchmarks/memory_gpu.py", "--seconds", "270", "--json", "{json}"), seconds=400),),)
 OFFLOAD = ((Part(name="offload", command=("benchmarks/offload_gpu.py", "--seconds", "500", "--json", "{json}"), seconds=530),),)
-GROUPS = {"first": FIRST, "memory": MEMORY, "offload": OFFLOAD}
+GROUPS = {
+    "first": (CHECKS, (_checks("seconds", 75),), PLANS),
+    "checks": (CHECKS,),
+    "plans": (PLANS,),
+    "large": (LARGE,),
+    "memory": MEMORY,
+    "offload": OFFLOAD,
+}
 
 
 def run(part: Part, target: Path) -> dict[str, Any]:

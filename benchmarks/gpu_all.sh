@@ -5,6 +5,7 @@
 #     benchmarks/gpu_all.sh RESULTS_FOLDER
 #     benchmarks/gpu_all.sh RESULTS_FOLDER memory    # in a go of its own: predicted beside measured bytes of many models
 #     benchmarks/gpu_all.sh RESULTS_FOLDER offload   # in a go of its own: the largest models that train with offload to host memory
+#     benchmarks/gpu_all.sh RESULTS_FOLDER large     # in a go of its own: seven billion parameters where 24 GiB may be used
 #
 # Uses the python3 on the PATH (or $PYTHON), with torch, lightning, transformers, peft and the package's other dependencies; the tests also
 # want pytest.

@@ -221,6 +221,33 @@ def offload() -> dict[str, Any]:
     return _against_plain("llama", _strategy(plan=plan))
 
 
+def averaged() -> dict[str, Any]:
+    """The same with the averaging callback that most people copy: a deep copy at the fit's start, which follows the weights."""
+    import copy
+
+    import lightning.pytorch as pl
+    import torch
+
+    class Average(pl.Callback):
+        copy: Any = None
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            self.copy = copy.deepcopy(pl_module.net)
+
+        @torch.no_grad()
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            for mine, theirs in zip(self.copy.parameters(), pl_module.net.parameters(), strict=True):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+
+    blocks = tuple(f"net.model.layers.{number}" for number in range(4))
+    plan = _plan("fsdp", reshard_after_forward=True, shard=blocks, offload=("optimizer", "parameters"))
+    ours, theirs = Average(), Average()
+    _, module = _fit("llama", _strategy(plan=plan), callbacks=[ours])
+    _, plain = _fit("llama", "auto", callbacks=[theirs])
+    difference, of_averages = _difference(module, plain), _difference(ours.copy, theirs.copy)
+    return {"difference": difference, "of_averages": of_averages, "passed": max(difference, of_averages) <= _TOLERANCE}
+
+
 def zero_offload() -> dict[str, Any]:
     """DeepSpeed's ZeRO 3, likewise."""
     return _against_plain("llama", _strategy(plan=_plan("zero", zero_stage=3, offload=("optimizer", "parameters"))))
@@ -504,7 +531,7 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], ...]] = {
         lora,
         recomputed,
     ),
-    "workers": (offload, asked_for_cuda_first, elastic, killed_worker, zero_offload),
+    "workers": (offload, averaged, asked_for_cuda_first, elastic, killed_worker, zero_offload),
     "caps": (within_the_lease, beyond_the_lease, in_more_parts, searching_kernels),
     "commands": (devices, doctor, planned_script, script, transformers_trainer),
     "seconds": (calibration, profile_offload, profile, overhead, waits),

@@ -37,6 +37,7 @@ from machine import machine
 from memory.gpu_job import adamw
 from memory.job import Batches
 from memory.zoo_gpu import gpu_models
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy, NothingFits, Plan, Report
@@ -45,8 +46,9 @@ from lightning_autopar.devices.discover import probe
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.strategies.calibration.calibration import calibrate
 
-#: Before the steps that are timed: the optimizer's state is made, and cuBLAS and cuDNN choose their kernels.
-_WARM_UP, _STEPS = 4, 8
+#: Before the steps that are timed: the optimizer's state is made, and cuBLAS and cuDNN choose their kernels. After them some run under
+#: torch's profiler, which says how long the GPU takes for each operation.
+_WARM_UP, _STEPS, _PROFILED = 4, 8, 2
 #: How many other ways run beside the one that was chosen.
 _RIVALS = 3
 #: How many are made ready side by side, and the longest that a wave waits for its last. Of 16 two were killed: each holds a model and its
@@ -158,6 +160,9 @@ class Alone(pl.Callback):
         self.lock = lock
         self.held: Any = None
         self.at: list[float] = []
+        self.issued: dict[float, float] = {}
+        self.found: dict[str, Any] = {}
+        self.profiler: Any = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.out.with_suffix(".ready").touch()
@@ -167,24 +172,48 @@ class Alone(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         torch.cuda.synchronize()
         self.at.append(time.perf_counter())
+        if batch_idx == _WARM_UP + _STEPS:
+            self.found = self.took()
+            self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True)
+            self.profiler.__enter__()
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.issued[self.at[-1]] = time.perf_counter()
+
+    def took(self) -> dict[str, Any]:
+        """What the timed steps took; up to the end of backward, how long the host was at it, which waits for nothing before."""
         steps = [after - before for before, after in zip(self.at, self.at[1:], strict=False)][_WARM_UP:]
-        found = {
+        issued = [after - before for before, after in self.issued.items() if before >= self.at[_WARM_UP]]
+        return {
             "step_seconds": statistics.median(steps),
             "steps": steps,
+            "issued_seconds": statistics.median(issued) if issued else None,
             "allocated": torch.cuda.max_memory_allocated(),
             "reserved": torch.cuda.max_memory_reserved(),
             "retries": torch.cuda.memory_stats()["num_alloc_retries"],
         }
-        self.out.write_text(json.dumps(found), encoding="utf-8")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        torch.cuda.synchronize()
+        self.profiler.__exit__(None, None, None)
+        self.found["operations"] = [
+            {
+                "name": each.key,
+                "shapes": str(each.input_shapes),
+                "count": each.count / _PROFILED,
+                "seconds": each.self_device_time_total * 1e-6 / _PROFILED,
+            }
+            for each in self.profiler.key_averages(group_by_input_shape=True)
+            if each.self_device_time_total
+        ]
+        self.out.write_text(json.dumps(self.found), encoding="utf-8")
         os._exit(0)  # the weights aren't asked for
 
 
 def train(scenario: Scenario, small: bool, plan: Plan, out: Path, lock: Path) -> None:
     module, batch = module_and_batch(scenario, small=small)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    steps = _WARM_UP + _STEPS + 1
+    steps = _WARM_UP + _STEPS + _PROFILED
     trainer = pl.Trainer(
         accelerator="gpu",
         devices=1,
