@@ -49,7 +49,6 @@ from lightning_autopar.strategies.calibration.calibration import calibrate
 #: Before the steps that are timed: the optimizer's state is made, and cuBLAS and cuDNN choose their kernels. After them some run under
 #: torch's profiler, which says how long the GPU takes for each operation.
 _WARM_UP, _STEPS, _PROFILED = 4, 8, 2
-#: How many other ways run beside the one that was chosen.
 _RIVALS = 3
 #: How many are made ready side by side, and the longest that a wave waits for its last. Of 16 two were killed: each holds a model and its
 #: optimizer in the host's memory.
@@ -195,6 +194,7 @@ class Alone(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         torch.cuda.synchronize()
+        self.held.close()  # the next one may begin
         self.profiler.__exit__(None, None, None)
         self.found["operations"] = [
             {
@@ -235,13 +235,17 @@ class Benchmark:
     Args:
         seconds: after which nothing is begun.
         small: small models, for a rehearsal on a stub GPU.
+        rivals: how many other ways run beside the one that was chosen.
+        calibration: what was measured before.
         folder: for what processes hand to each other.
         json: where the result goes, after every run anew.
     """
 
-    def __init__(self, *, seconds: float, small: bool, folder: Path, json: Path) -> None:
+    def __init__(self, *, seconds: float, small: bool, rivals: int, calibration: dict[str, Any], folder: Path, json: Path) -> None:
         self.until = time.monotonic() + seconds
         self.small = small
+        self.rivals = rivals
+        self.calibration = calibration
         self.folder = folder
         self.json = json
         self.rows: list[dict[str, Any]] = []
@@ -257,7 +261,8 @@ class Benchmark:
         waiting = []
         for scenario, found in zip(scenarios, answers, strict=True):
             self.asked[scenario.name] = {name: value for name, value in found.items() if name != "plans"}
-            waiting += [(number, scenario, foretold) for number, foretold in enumerate(found.get("plans", ()))]
+            plans = found.get("plans", ())[: 1 + self.rivals]
+            waiting += [(number, scenario, foretold) for number, foretold in enumerate(plans)]
         waiting.sort(key=lambda run: run[0])
         for wave in (waiting[first : first + _WAVE] for first in range(0, len(waiting), _WAVE)):
             if time.monotonic() > self.until:
@@ -284,6 +289,7 @@ class Benchmark:
     def write(self) -> None:
         """The result as far as it goes."""
         result = {**machine(), "summary": summary(self.rows), "asked": self.asked, "rows": self.rows, "left_out": self.left_out}
+        result["calibration"] = self.calibration
         self.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
     def _out(self) -> Path:
@@ -357,6 +363,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where the result goes")
     parser.add_argument("--seconds", type=float, default=120.0, help="after which no run is begun")
+    parser.add_argument("--rivals", type=int, default=_RIVALS, help="how many other ways run beside the one that was chosen")
     parser.add_argument("--only", default="", help="scenarios with this in their name")
     parser.add_argument("--small", action="store_true", help="small models, for a rehearsal on a stub GPU")
     for name in ("--scenario", "--train", "--lock"):
@@ -376,9 +383,16 @@ def main() -> None:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["AUTOPAR_CACHE"] = f"{folder}/cache"
-        calibrate(probe(), progress=False)
+        rates = calibrate(probe(), progress=False)
         left = options.seconds - (time.monotonic() - begun)
-        benchmark = Benchmark(seconds=left, small=options.small, folder=Path(folder), json=options.json)
+        benchmark = Benchmark(
+            seconds=left,
+            small=options.small,
+            rivals=options.rivals,
+            calibration=rates.calibration.to_dict(),
+            folder=Path(folder),
+            json=options.json,
+        )
         benchmark.run([scenario for scenario in SCENARIOS if options.only in scenario.name])
         benchmark.write()
     print(json.dumps({**summary(benchmark.rows), "left out": len(benchmark.left_out)}, indent=1))

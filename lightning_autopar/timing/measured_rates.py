@@ -24,6 +24,7 @@ from lightning_autopar.timing.rates import Collective, Phase, Rates
 HOST = "host"
 #: The smallest dimensions for which matrix products are measured.
 SMALLEST_DIMENSIONS = (1, 8, 64, 512)
+_SCATTER = "embedding_dense_backward"
 #: Operations that cost the same as a measured one: the same passes over memory, the same arithmetic.
 _ALIKE: Mapping[str, str] = {
     **dict.fromkeys(("sub", "mul", "relu", "neg", "threshold_backward", "maximum", "where", "ge", "le", "eq", "masked_fill"), "add"),
@@ -40,7 +41,7 @@ _ALIKE: Mapping[str, str] = {
     **dict.fromkeys(("_log_softmax_backward_data",), "_softmax_backward_data"),
     **dict.fromkeys(("mean", "norm", "linalg_vector_norm", "amax", "max", "var_mean"), "sum"),
     **dict.fromkeys(("index_select", "gather", "index"), "embedding"),
-    **dict.fromkeys(("index_put", "index_add", "index_add_", "scatter_add", "scatter_add_"), "embedding_dense_backward"),
+    **dict.fromkeys(("index_put", "index_add", "index_add_", "scatter_add", "scatter_add_"), _SCATTER),
     **dict.fromkeys(("copy_", "_to_copy", "contiguous", "stack", "constant_pad_nd", "expand_copy", "repeat"), "clone"),
     **dict.fromkeys(("_native_batch_norm_legit", "cudnn_batch_norm", "_batch_norm_with_update"), "native_batch_norm"),
     **dict.fromkeys(("cudnn_batch_norm_backward", "batch_norm_backward"), "native_batch_norm_backward"),
@@ -54,7 +55,7 @@ _OF_KIND: Mapping[str, str] = {
     "pointwise": "add",
     "reduce": "sum",
     "gather": "embedding",
-    "scatter": "embedding_dense_backward",
+    "scatter": _SCATTER,
     "copy": "clone",
     "other": "add",
 }
@@ -151,7 +152,8 @@ class MeasuredRates(Rates):
 
     def issue_seconds(self, device: Device, phase: Phase = "forward") -> float:
         """The host's seconds to issue one operation in a phase of the step."""
-        curve = self._curve(device_key(device), f"issue/{phase}")
+        key = device_key(device)
+        curve = self._curve(key, f"issue/{phase}") or (self._curve(key, "issue/forward") if phase == "recompute" else None)
         return self.otherwise.issue_seconds(device, phase) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def loop_seconds(self, device: Device, engine: Engine) -> float:
@@ -235,8 +237,12 @@ class MeasuredRates(Rates):
         in_place = name.endswith("_") and not name.endswith("__")
         for candidate in (name, _ALIKE.get(name, ""), "add_" if in_place and work.kind == "pointwise" else "", _OF_KIND.get(work.kind, "")):
             curve = self._curve(subject, candidate, work.dtype) or self._scaled(subject, candidate, work.dtype)
-            if curve is not None:
-                return at(curve, work.moved_bytes)
+            if curve is None:
+                continue
+            # Rows that are added to a table: they were measured by themselves, without the table, which is filled with zeros before.
+            filled = work.fixed_bytes if curve.thing == _SCATTER else 0
+            filling = self._curve(subject, "clone", "fp32") if filled else None
+            return at(curve, work.moved_bytes - filled) + (at(filling, filled) if filling is not None else 0.0)
         return None
 
     def _by_flops(self, subject: str, name: str, work: Work, at: Callable[[Curve, float], float]) -> float | None:

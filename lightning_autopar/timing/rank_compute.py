@@ -35,7 +35,7 @@ class RankWork:
         copied: of the batch to the device.
         issued: what the host needs to issue forwards and backwards, while the device works; 0 for a CPU device, which does both.
         issued_update: the same of the update.
-        beside: what the host does besides: the loop, hooks.
+        host_seconds: of what the host does besides: the loop, hooks.
         synced: whether the host waits for the device in each step, as a gradient scaler does before the update.
     """
 
@@ -133,18 +133,18 @@ def work_of(
     forwards = loads([layer.forward for layer in own_layers], "forward")
     backwards = loads([layer.backward for layer in own_layers], "backward")
     repeated = [layer.fqn in again for layer in own_layers]
-    second = tuple(load.stream if twice else 0.0 for load, twice in zip(forwards, repeated, strict=True))
+    seconds = loads([layer.forward for layer in own_layers], "recompute") if again else forwards
+    second = [load if twice else Load(0.0, 0.0) for load, twice in zip(seconds, repeated, strict=True)]
     whole = update_load(layout, held, device, rates) if updates and layout.optimizer else Load(0.0, 0.0)
     update = whole.stream / idle + (whole.issue if on_cpu else 0.0)
-    twice = sum(load.issue for load, again_too in zip(forwards, repeated, strict=True) if again_too)
-    issued = parts * (sum(load.issue for load in (*forwards, *backwards)) + twice)
+    issued = parts * sum(load.issue for load in (*forwards, *backwards, *second))
     added = _accumulation(layout, own, device, rates, parts) if parts > 1 and footprint.training else (0.0,) * len(forwards)
     return RankWork(
         device=device,
         parts=parts,
         forward=tuple(load.stream for load in forwards),
-        backward=tuple(load.stream + seconds / idle for load, seconds in zip(backwards, added, strict=True)),
-        again=second,
+        backward=tuple(load.stream + adding / idle for load, adding in zip(backwards, added, strict=True)),
+        again=tuple(load.stream for load in second),
         update=update,
         copied=rates.host_copy_seconds(device, round(footprint.input_bytes * share)),
         issued=0.0 if on_cpu else issued,

@@ -215,7 +215,8 @@ class Step:
 
     def _host_update(self, device: Device, ranks: int) -> float:
         """Seconds of so many ranks' parts, on the cores that they share. One pass is bound by its bytes; a loop of operations takes as long
-        as on a CPU device, or is as much slower than one pass as Adam's.
+        as on a CPU device, or is as much slower than one pass as Adam's: in 32 bits. In half of them it moves half as many bytes
+        (``benchmarks/results/large_gpu.json``: 0.6 of the seconds in 32 bits on a GPU's host).
         """
         plan, footprint = self.plan, self.footprint
         elements = footprint.trainable_parameters / plan.devices_per_replica * ranks
@@ -227,7 +228,8 @@ class Step:
         adam = self.rates.host_adam_seconds(round(elements), device)
         if one_pass and footprint.optimizer_classes:
             return adam * (3 + 2 * round(states)) / _ADAMS_PASSES
-        return adam * (1.0 if one_pass else self.plain_update)
+        width = footprint.parameter_bytes / (4 * max(1, footprint.parameters))
+        return adam * (1.0 if one_pass else self.plain_update * min(1.0, width))
 
     def events(self, ranks: int) -> list[list[LaneSpan]]:
         """What each of the first ranks does, and when; equal ranks do the same."""

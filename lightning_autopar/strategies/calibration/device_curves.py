@@ -22,18 +22,22 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.timing.measured_curves import Curve
 from lightning_autopar.timing.measured_rates import RARE, SMALLEST_DIMENSIONS
 
 #: The quantile of the runs' times that counts: others' work on the machine makes some runs longer, none shorter.
 _QUANTILE = 0.25
 _LEAST_RUNS, _MOST_RUNS = 3, 200
+#: Of the clock that a sleeping kernel counts: about the fastest of any GPU, as a longer sleep does no harm.
+_GPU_CYCLES_PER_SECOND, _MOST_ASLEEP_SECONDS = 2e9, 0.02
 
 
 class Clock:
     """Times something on a device.
 
-    A single thread is timed by its processor time, so that others' work on the machine doesn't count; several by the wall clock.
+    A single thread is timed by its processor time, so that others' work on the machine doesn't count; several by the wall clock; a GPU by
+    its own events, while the host runs ahead of it. Otherwise of a small kernel the host's part would be timed, which is longer.
 
     Args:
         device: which; the clock waits for a GPU to finish.
@@ -50,20 +54,36 @@ class Clock:
         self._wait(self._device)
         begun = self.now()
         run()
+        issued = self.now() - begun
         self._wait(self._device)
         once = self.now() - begun
-        # A GPU's runs are timed several at once: waiting for one costs more than many runs take.
-        together = max(1, min(100, math.ceil((2e-3 if self._device.type == "cuda" else 5e-5) / max(once, 1e-7))))
+        # Runs are timed several at once: waiting for one costs more than many runs take.
+        together = max(1, min(100, math.ceil((1e-3 if self._device.type == "cuda" else 5e-5) / max(once, 1e-7))))
+        timed = self._events if self._device.type == "cuda" else self._span
         taken: list[float] = []
         least = _LEAST_RUNS if once < slot else 1
         until = self.now() + slot
         while len(taken) < least or (len(taken) < _MOST_RUNS and self.now() < until):
-            begun = self.now()
-            for _ in range(together):
-                run()
-            self._wait(self._device)
-            taken.append((self.now() - begun) / together)
+            taken.append(timed(run, together, issued) / together)
         return sorted(taken)[int(_QUANTILE * len(taken))]
+
+    def _span(self, run: Callable[[], Any], times: int, issued: float) -> float:
+        """Seconds of so many runs, one after the other."""
+        begun = self.now()
+        for _ in range(times):
+            run()
+        return self.now() - begun
+
+    def _events(self, run: Callable[[], Any], times: int, issued: float) -> float:
+        """The GPU's seconds of so many runs. It is kept busy until the host has issued them all, each in ``issued`` seconds."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(round(_GPU_CYCLES_PER_SECOND * min(_MOST_ASLEEP_SECONDS, 2 * times * issued + 5e-5)))
+        first.record()
+        for _ in range(times):
+            run()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) * 1e-3
 
     def busy(self, run: Callable[[], Any], slot: float) -> float:
         """Processor seconds of one run, all threads together: the mean over ``slot`` seconds."""
@@ -108,7 +128,8 @@ class _Names(TorchDispatchMode):
 
 
 def issue_curves(device: torch.device, subject: str, least: dict[str, float], *, steps: int = 40) -> list[Curve]:
-    """Host seconds to issue an operation, in forward, backward and the optimizer's step of a very small model.
+    """Host seconds to issue an operation, in forward, backward and the optimizer's step of a very small model; and in the second forward
+    of a recomputed block, where hooks run for each tensor that is saved, in both forwards.
 
     Args:
         device: where.
@@ -121,10 +142,16 @@ def issue_curves(device: torch.device, subject: str, least: dict[str, float], *,
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(2, 4, 8, device=device)
     loss: list[Tensor] = []
+
+    def recompute() -> None:
+        with recomputed(model, ("0", "1")):
+            model(x).square().mean().backward()
+
     phases: dict[str, Callable[[], Any]] = {
         "forward": lambda: loss.append(model(x).square().mean()),
         "backward": lambda: loss.pop().backward(),
         "optimizer": lambda: (optimizer.step(), optimizer.zero_grad()),
+        "recompute": recompute,
     }
     for run in [*phases.values()] * 3:
         run()
@@ -136,16 +163,26 @@ def issue_curves(device: torch.device, subject: str, least: dict[str, float], *,
             taken[phase].append(now() - begun)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-    curves = []
-    for phase, run in phases.items():
+    spent = {phase: sorted(each)[steps // 4] for phase, each in taken.items()}
+    known, counts = dict.fromkeys(phases, 0.0), {}
+    for phase in ("forward", "backward", "optimizer"):
         with _Names() as seen:
-            run()
-        known = 0.0 if device.type == "cuda" else sum(least.get(name, 0.0) for name in seen.names)
-        spent = sorted(taken[phase])[steps // 4]
-        curves.append(
-            Curve(subject=subject, thing=f"issue/{phase}", sizes=(1,), seconds=(max(spent - known, spent / 4) / max(1, len(seen.names)),))
+            phases[phase]()
+        counts[phase] = max(1, len(seen.names))
+        if device.type != "cuda":
+            known[phase] = sum(least.get(name, 0.0) for name in seen.names)
+    # A second forward is what recomputation adds to a step without it.
+    spent["recompute"] -= spent["forward"] + spent["backward"]
+    counts["recompute"], known["recompute"] = counts["forward"], known["forward"]
+    return [
+        Curve(
+            subject=subject,
+            thing=f"issue/{phase}",
+            sizes=(1,),
+            seconds=(max(spent[phase] - known[phase], spent[phase] / 4, 1e-7) / counts[phase],),
         )
-    return curves
+        for phase in phases
+    ]
 
 
 aten = torch.ops.aten
@@ -193,7 +230,7 @@ def measure_device(
             be wrong for large ones by as much as small operations are slow.
     """
     clock = Clock(device)
-    bare = _bare_seconds(clock)
+    bare = 0.0 if device.type == "cuda" else _bare_seconds(clock)  # a GPU's events count nothing of the host
     if common:
         issue_curves(device, subject, {}, steps=1)  # let torch do its one-time work before the clock runs
     found: dict[tuple[str, str], dict[float, float]] = {}
@@ -210,7 +247,7 @@ def measure_device(
         except RuntimeError:
             cut.add(key)
             continue
-        found.setdefault(key, {})[case.size] = max(taken, bare / 20)
+        found.setdefault(key, {})[case.size] = max(taken, bare / 20, 1e-8)
     curves = [
         Curve(
             subject=subject, thing=thing, dtype=dtype, sizes=tuple(sorted(points)), seconds=tuple(points[size] for size in sorted(points))
@@ -371,13 +408,14 @@ def _cold_add(one: Tensor) -> Callable[[], Any]:
 
 def _rows(device: torch.device, elements: tuple[int, ...]) -> Iterator[Case]:
     for count in elements:
-        x = torch.linspace(-3.0, 3.0, count, device=device).view(-1, 128)
-        weight, bias = torch.ones(128, device=device), torch.zeros(128, device=device)
-        output, mean, rstd = aten.native_layer_norm(x, [128], weight, bias, 1e-5)
-        yield _moving("native_layer_norm", aten.native_layer_norm.default, x, [128], weight, bias, 1e-5)
+        width = 1024 if count >= 1 << 20 else 128  # large ones are of wide models, whose rows a GPU takes four times as fast
+        x = torch.linspace(-3.0, 3.0, count, device=device).view(-1, width)
+        weight, bias = torch.ones(width, device=device), torch.zeros(width, device=device)
+        output, mean, rstd = aten.native_layer_norm(x, [width], weight, bias, 1e-5)
+        yield _moving("native_layer_norm", aten.native_layer_norm.default, x, [width], weight, bias, 1e-5)
         masks = [True, True, True]
         backward = aten.native_layer_norm_backward.default
-        yield _moving("native_layer_norm_backward", backward, output, x, [128], mean, rstd, weight, bias, masks)
+        yield _moving("native_layer_norm_backward", backward, output, x, [width], mean, rstd, weight, bias, masks)
         yield _moving("_softmax", aten._softmax.default, x, -1, False)
         yield _moving("_softmax_backward_data", aten._softmax_backward_data.default, x, x.softmax(-1), -1, torch.float32)
 
@@ -390,7 +428,9 @@ def _indices(device: torch.device) -> Iterator[Case]:
         # As many bytes are read from the table as are written.
         for case in (_moving("embedding", aten.embedding.default, table, index),):
             yield Case(thing=case.thing, dtype=case.dtype, size=case.size - _bytes(table) + _bytes(picked), run=case.run)
-        yield _moving("embedding_dense_backward", aten.embedding_dense_backward.default, picked, index, 4096, -1, False)
+        # By the rows' bytes, which are read twice: filling the table is another operation's time (measured_rates).
+        back = _fresh(aten.embedding_dense_backward.default, picked, index, 4096, -1, False)[1]
+        yield Case(thing="embedding_dense_backward", dtype="fp32", size=2 * _bytes(picked) + _bytes(index), run=back)
 
 
 def _convolutions(device: torch.device) -> Iterator[Case]:
