@@ -260,7 +260,7 @@ UNKNOWN_GPU = catalogue.KNOWN_DEVICES["T4-16GB"]
 #: an AMD EPYC: BERT, GPT-2 and Llama of Hugging Face and two plain transformers take 18 to 28 µs in forward, 8 to 15 in backward, where
 #: there is no Python, and 4 in an update. ``cudaLaunchKernel`` takes 3 more. A rough rule: hosts differ by a factor of two, and SAM 2 on an
 #: A6000's host needs 45 µs a kernel (facebookresearch/sam2#768).
-_GPU_ISSUE_SECONDS: Mapping[Phase, float] = {"forward": 26e-6, "backward": 15e-6, "optimizer": 10e-6, "recompute": 26e-6}
+_GPU_ISSUE_SECONDS: Mapping[Phase, float] = {"forward": 26e-6, "backward": 15e-6, "optimizer": 10e-6}
 _CPU_ISSUE_SECONDS = 5e-6
 _CPU_FLOPS_PER_THREAD = 30e9  # fp32 matrix products of one core with AVX2
 _CPU_FLOPS_SHARE = {"fp64": 0.5, "bf16": 0.25, "fp16": 0.1, "int8": 0.5}  # relative to fp32, without units for them

@@ -152,8 +152,7 @@ class MeasuredRates(Rates):
 
     def issue_seconds(self, device: Device, phase: Phase = "forward") -> float:
         """The host's seconds to issue one operation in a phase of the step."""
-        key = device_key(device)
-        curve = self._curve(key, f"issue/{phase}") or (self._curve(key, "issue/forward") if phase == "recompute" else None)
+        curve = self._curve(device_key(device), f"issue/{phase}")
         return self.otherwise.issue_seconds(device, phase) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def loop_seconds(self, device: Device, engine: Engine) -> float:

@@ -14,7 +14,7 @@ from lightning_autopar.plans import Engine
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send")
-Phase = Literal["forward", "backward", "optimizer", "recompute"]
+Phase = Literal["forward", "backward", "optimizer"]
 
 
 class _Token:

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.timing.measured_curves import Curve
 from lightning_autopar.timing.measured_rates import RARE, SMALLEST_DIMENSIONS
 
@@ -128,8 +127,7 @@ class _Names(TorchDispatchMode):
 
 
 def issue_curves(device: torch.device, subject: str, least: dict[str, float], *, steps: int = 40) -> list[Curve]:
-    """Host seconds to issue an operation, in forward, backward and the optimizer's step of a very small model; and in the second forward
-    of a recomputed block, where hooks run for each tensor that is saved, in both forwards.
+    """Host seconds to issue an operation, in forward, backward and the optimizer's step of a very small model.
 
     Args:
         device: where.
@@ -142,16 +140,10 @@ def issue_curves(device: torch.device, subject: str, least: dict[str, float], *,
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(2, 4, 8, device=device)
     loss: list[Tensor] = []
-
-    def recompute() -> None:
-        with recomputed(model, ("0", "1")):
-            model(x).square().mean().backward()
-
     phases: dict[str, Callable[[], Any]] = {
         "forward": lambda: loss.append(model(x).square().mean()),
         "backward": lambda: loss.pop().backward(),
         "optimizer": lambda: (optimizer.step(), optimizer.zero_grad()),
-        "recompute": recompute,
     }
     for run in [*phases.values()] * 3:
         run()
@@ -163,26 +155,16 @@ def issue_curves(device: torch.device, subject: str, least: dict[str, float], *,
             taken[phase].append(now() - begun)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-    spent = {phase: sorted(each)[steps // 4] for phase, each in taken.items()}
-    known, counts = dict.fromkeys(phases, 0.0), {}
-    for phase in ("forward", "backward", "optimizer"):
+    curves = []
+    for phase, run in phases.items():
         with _Names() as seen:
-            phases[phase]()
-        counts[phase] = max(1, len(seen.names))
-        if device.type != "cuda":
-            known[phase] = sum(least.get(name, 0.0) for name in seen.names)
-    # A second forward is what recomputation adds to a step without it.
-    spent["recompute"] -= spent["forward"] + spent["backward"]
-    counts["recompute"], known["recompute"] = counts["forward"], known["forward"]
-    return [
-        Curve(
-            subject=subject,
-            thing=f"issue/{phase}",
-            sizes=(1,),
-            seconds=(max(spent[phase] - known[phase], spent[phase] / 4, 1e-7) / counts[phase],),
+            run()
+        known = 0.0 if device.type == "cuda" else sum(least.get(name, 0.0) for name in seen.names)
+        spent = sorted(taken[phase])[steps // 4]
+        curves.append(
+            Curve(subject=subject, thing=f"issue/{phase}", sizes=(1,), seconds=(max(spent - known, spent / 4) / max(1, len(seen.names)),))
         )
-        for phase in phases
-    ]
+    return curves
 
 
 aten = torch.ops.aten
@@ -470,9 +452,10 @@ def _all(runs: Sequence[Callable[[], Any]]) -> None:
 
 
 def _attention(device: torch.device) -> Iterator[Case]:
+    larger = ((8, 12, 512, 64),) if device.type == "cuda" else ()  # the others leave most of a GPU idle
     for ending, causal in ((".causal", True), ("", False)):
         attention = partial(F.scaled_dot_product_attention, is_causal=causal)
-        for batch, heads, length, width in ((2, 2, 16, 16), (4, 4, 64, 32), (4, 4, 256, 64)):
+        for batch, heads, length, width in ((2, 2, 16, 16), (4, 4, 64, 32), (4, 4, 256, 64), *larger):
             shape = (batch, heads, length, width)
             query, key, value = (torch.full(shape, 0.5, device=device, requires_grad=True) for _ in range(3))
             output = attention(query, key, value)
