@@ -138,7 +138,7 @@ class MeasuredRates(Rates):
 
     def work_seconds(self, device: Device, work: Work) -> float:
         """Seconds of one run of an operation, without the host's part, by its own curve or that of another operation of its kind."""
-        asked = (device_key(device), work.kind, work.name, work.dtype, work.flops, work.moved_bytes, work.shape)
+        asked = (device_key(device), work.kind, work.name, work.dtype, work.flops, work.moved_bytes, work.fixed_bytes, work.shape)
         seconds = self._found.get(asked)
         if seconds is None:
             alone = self._alone(asked[0], work)

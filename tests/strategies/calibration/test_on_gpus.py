@@ -11,6 +11,7 @@ import torch
 
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.strategies.calibration import calibration
+from lightning_autopar.strategies.calibration.device_curves import Clock
 from lightning_autopar.strategies.calibration.idle_devices import may_be_measured
 from lightning_autopar.timing.measured_rates import HOST, device_key, group_key
 from tests.nullgpu.control import on_stub
@@ -45,3 +46,17 @@ def test_gpus_are_measured_within_ten_seconds(tmp_path: Path, monkeypatch: pytes
         together = {thing for subject, thing, ranks in curves if (subject, ranks) == (group_key(alike[:count], inventory), count)}
         assert {"all_reduce", "all_gather", "reduce_scatter"} <= together
     assert [device.free_bytes for device in probe().devices] >= [device.free_bytes for device in inventory.devices]
+
+
+@pytest.mark.skipif(on_stub(), reason="not on the stub: it can't tell time")
+def test_what_the_host_takes_to_launch_a_kernel_is_no_part_of_its_time() -> None:
+    device = torch.device("cuda", 0)
+    tensor = torch.zeros(16, device=device)
+
+    def slowly() -> None:
+        until = time.perf_counter() + 2e-4
+        while time.perf_counter() < until:
+            pass
+        tensor.add_(1)
+
+    assert 0 < Clock(device).seconds(slowly, 0.01) < 5e-5
