@@ -37,7 +37,7 @@ _ALIKE: Mapping[str, str] = {
     **dict.fromkeys(("rand", "rand_like", "random_", "randint"), "uniform_"),
     **dict.fromkeys(("randn", "randn_like", "normal", "log_normal_"), "normal_"),
     **dict.fromkeys(("cauchy_", "geometric_"), "exponential_"),
-    **dict.fromkeys(("_log_softmax", "logsumexp"), "_softmax"),
+    **dict.fromkeys(("_log_softmax", "_safe_softmax", "logsumexp"), "_softmax"),
     **dict.fromkeys(("_log_softmax_backward_data",), "_softmax_backward_data"),
     **dict.fromkeys(("mean", "norm", "linalg_vector_norm", "amax", "max", "var_mean"), "sum"),
     **dict.fromkeys(("index_select", "gather", "index"), "embedding"),
@@ -266,7 +266,8 @@ class MeasuredRates(Rates):
             return None
         batch, *dimensions = work.shape
         smallest, *others = sorted(dimensions)
-        wide = math.sqrt(others[0] * others[1])
+        # On a GPU the products of a batch run side by side, and keep it as busy as one large product.
+        wide = math.sqrt(others[0] * others[1] * (batch if subject.startswith("cuda") else 1))
         curves = [(least, curve) for least in SMALLEST_DIMENSIONS if (curve := self._curve(subject, f"matmul/{least}", work.dtype))]
         if not curves:
             return None

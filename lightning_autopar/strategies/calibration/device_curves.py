@@ -148,13 +148,11 @@ def issue_curves(device: torch.device, subject: str, least: dict[str, float], *,
     for run in [*phases.values()] * 3:
         run()
     taken: dict[str, list[float]] = {phase: [] for phase in phases}
-    for _ in range(steps):
+    for _ in range(steps):  # as in training, the host never waits for the GPU: after a wait it is slower
         for phase, run in phases.items():
             begun = now()
             run()
             taken[phase].append(now() - begun)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
     curves = []
     for phase, run in phases.items():
         with _Names() as seen:
