@@ -36,18 +36,15 @@ KINDS: Mapping[str, str] = {
     "input": "#6b6f76",
     "idle": "#ffffff",
 }
-#: Colours of a run's memory, and of the plans that ran; these are light, so that dark words can be read on them.
-OURS, OTHERS = "#0072b2", "#b0a99a"
-PLANS = ("#8cc5e8", "#f3c567", "#7fcdb5", "#eda680", "#e0b4cf", "#d9d07a", "#b7c0cc", "#c9a98f")
 
 #: Colours of a rank's second and fourth stage, to tell them from the first and third.
 _LIGHTER = {"forward": "#7cc0ea", "backward": "#f7d27a"}
 #: Colours of a step's seconds by part.
 _PARTS = {"compute": KINDS["forward"], "overhead": KINDS["input"]}
 _LIGHT = {"paper": PAPER, "ink": INK, "soft": "#57606a", "faint": FAINT, "line": "#dfe1e4", "panel": "#f1f1ee", "alarm": ALARM}
-_LIGHT |= {"good": "#1a6f37", "held": HELD, "link": "#00588a", "line-ours": OURS}
+_LIGHT |= {"good": "#1a6f37", "held": HELD, "link": "#00588a"}
 _DARK = {"paper": "#171a1f", "ink": "#e8eaed", "soft": "#aab2bd", "faint": "#59616c", "line": "#343a43", "panel": "#20242b"}
-_DARK |= {"alarm": "#ff8f86", "good": "#6fd08c", "held": "#3a4049", "link": "#7cc0ea", "line-ours": "#4fa8dc"}
+_DARK |= {"alarm": "#ff8f86", "good": "#6fd08c", "held": "#3a4049", "link": "#7cc0ea"}
 
 #: The style of drawings, on a page and in a picture.
 _DRAWN = """
@@ -62,11 +59,6 @@ _DRAWN = """
 & text.soft { fill: var(--soft); }
 & .cell { stroke: var(--paper); stroke-width: 1; }
 & svg.cells text { font-size: 11px; text-anchor: middle; pointer-events: none; }
-& .moment { stroke: var(--soft); stroke-width: 1; stroke-dasharray: 4 3; }
-& .moment.failed { stroke: var(--alarm); stroke-dasharray: none; }
-& .loss { fill: none; stroke: var(--line-ours); stroke-width: 1.8; stroke-linejoin: round; stroke-linecap: round; }
-& .predicted { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 2 2; }
-& text.halo { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round; }
 """
 #: The additional style of a picture; :mod:`.svg_file` computes with these sizes.
 _PICTURE = """
@@ -259,9 +251,8 @@ def _luminance(color: str) -> float:
 
 def _palette() -> dict[str, str]:
     """Every colour that has a class."""
-    plans = {f"plan{index}": color for index, color in enumerate(PLANS)}
     lighter = {f"{kind}-2": color for kind, color in _LIGHTER.items()}
-    found = {**CATEGORIES, **KINDS, **_PARTS, **lighter, **plans, "other": OTHER, "ours": OURS, "others": OTHERS}
+    found = {**CATEGORIES, **KINDS, **_PARTS, **lighter, "other": OTHER}
     return {name: color for name, color in found.items() if name != "idle"}
 
 

@@ -44,9 +44,7 @@ class Picture:
             ValueError: if the path's ending isn't ``.svg``, or the file can't be written.
         """
         if is_page(path):
-            raise ValueError(
-                f"the picture's file {str(path)!r} must end in '.svg'; for a page call save_picture of the report or the history"
-            )
+            raise ValueError(f"the picture's file {str(path)!r} must end in '.svg'; for a page call save_picture of the report")
         write(self.svg, path)
 
     def _repr_svg_(self) -> str:

@@ -20,8 +20,7 @@ from lightning_autopar.report.page.drawing import Figure, Row
 from lightning_autopar.report.page.markup import rect
 from lightning_autopar.report.page.svg_file import Picture, picture_of
 from lightning_autopar.report.report import Candidate, NothingFits, Report
-from lightning_autopar.report.run_history import RunHistory, RunMark
-from tests.fakes.pages import HISTORY, NASTY, pipelined
+from tests.fakes.pages import pipelined
 from tests.fakes.values import GIB, footprint, gpu, inventory
 
 STEP = footprint(batch_size=16, parameter_bytes=GIB, activation_bytes=2 * GIB, flops=10**15, margin=0.05)
@@ -88,23 +87,6 @@ def test_a_pipeline_has_its_micro_batches_and_what_they_wait() -> None:
     assert {str(number) for number in range(8)} <= {each.text for each in rows[0].iter(f"{SVG}text")}
 
 
-def test_a_run_is_its_page_s_drawings_with_what_moved_it() -> None:
-    root = parsed(HISTORY.picture())
-    said = words(root)
-    assert said[0] == f"{NASTY}, 100 seconds, 1 move, 1 failure, 1 resume"
-    for each in ("Over time", "loss", "cpu:0", "cpu:1", "plans", "taken by others", "not there", "parked", "ddp ×2"):
-        assert each in said
-    assert "1  at 30 s, move: a device is free again" in said
-    page = HISTORY.to_html()
-    paths = [path.get("d") for path in root.iter(f"{SVG}path")]
-    assert len(paths) == 5
-    assert all(f'd="{path}"' in page for path in paths)
-    many = replace(HISTORY, marks=tuple(RunMark(at_seconds=at, kind="move", words=f"reason {at}") for at in range(30)))
-    assert "and 16 more" in words(parsed(many.picture()))
-    with pytest.raises(ValueError, match="no plan that ran"):
-        RunHistory().picture()
-
-
 def test_every_word_has_room() -> None:
     """Long names are wrapped, rows are as tall as their words, and what is beside each other doesn't overlap."""
     long = "a device whose name nobody thought anybody would ever write into a picture of this size"
@@ -118,7 +100,7 @@ def test_every_word_has_room() -> None:
         )
         for name in (long, "short")
     )
-    legend = tuple((f"c-plan{index}", f"a plan with a title that takes its room {index}") for index in range(8))
+    legend = tuple(("c-parameters", f"a plan with a title that takes its room {index}") for index in range(8))
     root = parsed(picture_of(long, [Figure(title="one", legend=legend, rows=rows, notes=(long * 4,)), Figure(title="two", rows=rows)]))
     width, height = (float(str(root.get(name))) for name in ("width", "height"))
     texts = root.findall(f"{SVG}text")
@@ -140,17 +122,17 @@ def test_every_word_has_room() -> None:
 
 
 def test_what_comes_from_the_user_is_words_and_xml_takes_it() -> None:
-    root = parsed(replace(HISTORY, title="a\x1b[31m\ud800 & <b>").picture())
-    assert words(root)[0].startswith("a�[31m� & <b>, 100 seconds")
+    root = parsed(picture_of("a\x1b[31m\ud800 & <b>", [Figure(title="<img>")]))
+    assert words(root)[0] == "a�[31m� & <b>"
     assert [tag for tag in root.iter() if tag.tag.rpartition("}")[2] in ("script", "image", "img", "a", "b")] == []
 
 
 def test_it_needs_nothing_but_itself_and_no_variables() -> None:
-    for picture in (two_gpus().picture(), HISTORY.picture()):
-        assert re.findall(r"(?<!xmlns=\")https?://(?!x/y)|@import|url\((?!#)|var\(", picture.svg) == []
-        scope = parsed(picture).get("id")
-        assert f'id="{scope}-hatch"' in picture.svg
-        assert f"url(#{scope}-hatch)" in picture.svg
+    picture = two_gpus().picture()
+    assert re.findall(r"(?<!xmlns=\")https?://(?!x/y)|@import|url\((?!#)|var\(", picture.svg) == []
+    scope = parsed(picture).get("id")
+    assert f'id="{scope}-hatch"' in picture.svg
+    assert f"url(#{scope}-hatch)" in picture.svg
     assert two_gpus().picture().svg == two_gpus().picture().svg
 
 
@@ -179,10 +161,6 @@ def test_files(tmp_path: Path) -> None:
     assert text == (tmp_path / "again.svg").read_text(encoding="utf-8") == report.picture()._repr_svg_()
     report.save_picture(str(tmp_path / "plan.html"))
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == report.to_html()
-    HISTORY.save_picture(tmp_path / "run.svg")
-    assert (tmp_path / "run.svg").read_text(encoding="utf-8") == HISTORY.picture().svg
-    HISTORY.save_picture(tmp_path / "run.htm")
-    assert (tmp_path / "run.htm").read_text(encoding="utf-8") == HISTORY.to_html()
 
 
 @pytest.mark.parametrize(
@@ -195,13 +173,12 @@ def test_files(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_cannot_be_written(name: str, message: str, tmp_path: Path) -> None:
-    for each in (two_gpus(), HISTORY):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            each.save_picture(tmp_path / name)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        two_gpus().save_picture(tmp_path / name)
 
 
 def test_a_picture_is_written_as_svg_alone(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must end in '.svg'; for a page call save_picture of the report or the history"):
+    with pytest.raises(ValueError, match=r"must end in '.svg'; for a page call save_picture of the report"):
         two_gpus().picture().save(tmp_path / "plan.html")
     assert "save('plan.svg')" in repr(two_gpus().picture())
 
