@@ -73,7 +73,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_devices(command, "2xcpu:4GiB, or as the Trainer takes them: auto, 2, or 0,1")
     command.add_argument("--json", dest="summary", metavar="FILE", help="write what ran, predicted and measured, as JSON when it is over")
-    command.add_argument("--picture", metavar="FILE", help="draw the plan, when the run is over: .html or .svg")
+    command.add_argument("--picture", metavar="FILE", help="draw the plan, when the run is over, into a page (.html)")
     add_strategy_options(command)
     add_turn_options(command)
     add_script(command)

@@ -113,12 +113,23 @@ def page(title: str, body: Sequence[str]) -> Html:
     return Html("<!DOCTYPE html>\n" + element("html", head, element("body", element("main", fragment(body))), lang="en") + "\n")
 
 
-def write(markup: str, path: str | Path) -> None:
-    """A page or a drawing as a file.
+def check_file(path: str | Path) -> None:
+    """Refuse a file that isn't named as a page.
 
     Raises:
-        ValueError: if it can't be written.
+        ValueError: if its ending is another one.
     """
+    if Path(path).suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"the picture's file {str(path)!r} must end in '.html': it is a page")
+
+
+def write(markup: str, path: str | Path) -> None:
+    """A page as a file.
+
+    Raises:
+        ValueError: if its ending is another one, or it can't be written.
+    """
+    check_file(path)
     try:
         Path(path).write_text(markup, encoding="utf-8")
     except OSError as error:
