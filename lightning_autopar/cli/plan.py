@@ -137,5 +137,5 @@ def _print_report(found: DryRun) -> None:
     candidate = report.shown_candidate()
     if candidate is not None:
         console.print(by_category(report, candidate))
-        console.print(by_part(report))
+        console.print(by_part(report, candidate))
     console.print(by_layer(report.footprint))

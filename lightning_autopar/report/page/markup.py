@@ -1,6 +1,6 @@
 """HTML and inline SVG from values: elements, pages and fragments. This module alone escapes what isn't markup.
 
-It knows neither reports nor runs, nor how anything looks: that is :mod:`.style`.
+It knows no report, nor how anything looks: that is :mod:`.style`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_autopar.report.page.style import hatching, page_style, style
+
+if TYPE_CHECKING:
+    from lightning_autopar.report.table import Figures
 
 _VOID = frozenset({"meta", "rect", "line", "path", "col", "polyline", "circle"})
 
@@ -85,6 +89,16 @@ def chart(height: float, label: str, *children: str, class_: str | None = None) 
 def scrolled(label: str, *children: str) -> Html:
     """An element that may be wider than the page, and scrolls separately, also by the keyboard."""
     return element("div", *children, class_="scroll", role="region", aria_label=label, tabindex="0")
+
+
+def figures(corner: str, table: Figures) -> Html:
+    """A table of figures; ``corner`` is said above the rows' names."""
+    head = element("tr", element("th", corner, scope="col"), *(element("th", title, scope="col") for title in table.columns))
+    rows = [
+        element("tr", element("th", name, scope="row"), *(element("td", words) for words in cells), class_="sum" if strong else None)
+        for name, cells, strong in table.rows
+    ]
+    return scrolled(table.title, element("table", element("thead", head), element("tbody", *rows), class_="figures"))
 
 
 def fragment(body: Sequence[str]) -> Html:
