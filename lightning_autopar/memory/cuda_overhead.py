@@ -9,9 +9,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from lightning_autopar.devices.catalogue import KNOWN_DEVICES, KnownDevice, find_by_device_name
+from lightning_autopar.devices.inventory import Device
 from lightning_autopar.memory.footprint import Footprint
 
 MIB = 1 << 20
@@ -105,19 +106,7 @@ def context_bytes(device_name: str, *, environment: Mapping[str, str] | None = N
     return _kind(device_name).processors * _CONTEXT_BYTES_A_PROCESSOR + (_LOADED_EAGERLY_BYTES if eager else _LOADED_BYTES)
 
 
-class Named(Protocol):
-    """The properties of a device that a trace depends on."""
-
-    @property
-    def kind(self) -> str:
-        """``"cuda"`` or ``"cpu"``."""
-
-    @property
-    def name(self) -> str:
-        """As the driver or a spec names it."""
-
-
-def target_of(devices: Sequence[Named]) -> Target:
+def target_of(devices: Sequence[Device]) -> Target:
     """The target of a trace: the first GPU of these devices; a CPU where there is none."""
     name = next((device.name for device in devices if device.kind != "cpu"), None)
     if name is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,21 +54,11 @@ class RunHistory:
         title: what ran.
         spans: plans and times of being parked; those between two of them were spent moving.
         marks: moves, parks, failures, with their reasons.
-
-    Raises:
-        ValueError: if a span ends before it begins, or a time isn't finite.
     """
 
     title: str = ""
     spans: tuple[PlanSpan, ...] = ()
     marks: tuple[RunMark, ...] = ()
-
-    def __post_init__(self) -> None:
-        for span in self.spans:
-            if not -math.inf < span.start_seconds <= span.end_seconds < math.inf:
-                raise ValueError(f"the plan {span.title!r} can't have run from {span.start_seconds} s to {span.end_seconds} s")
-        if not all(math.isfinite(mark.at_seconds) for mark in self.marks):
-            raise ValueError("a run's history holds a time that isn't finite; times are seconds since the run began")
 
     def __str__(self) -> str:
         """What ran and how often it moved; a line for each plan with its devices, and one for each mark."""

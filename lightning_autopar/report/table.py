@@ -74,7 +74,6 @@ class ReportTable:
         return header
 
     def _lines(self, width: int) -> Table:
-        """The table itself."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, padding=(0, 1, 0, 0))
         if width < _NARROW:
             for title, least in (("#", 2), ("plan", 12), ("memory", 6), ("a step", 7)):

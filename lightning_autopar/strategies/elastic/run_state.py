@@ -156,13 +156,11 @@ class AvoidedDevices:
         """The devices, without what plans must not use."""
         now = time.monotonic()
         self._left_until = {device: until for device, until in self._left_until.items() if until > now}
-        devices = tuple(
+        return found.with_devices(
             replace(device, free_bytes=min(device.free_bytes, self._limits.get(device.id, device.free_bytes)))
             for device in found.devices
             if device.id not in self._left_until
         )
-        ids = {device.id for device in devices}
-        return replace(found, devices=devices, links=tuple(link for link in found.links if link.a in ids and link.b in ids))
 
 
 #: Seconds that forking, setup and joining take besides copying the state.
