@@ -23,7 +23,7 @@ demo: $(INSTALLED)
 		export AUTOPAR_DEVICES="2xcpu:2GiB"; \
 	fi; \
 	$(RUN)/python examples/train_gpt.py
-	@mkdir -p build; $(RUN)/python examples/elastic.py --picture build/elastic.html
+	$(RUN)/python examples/elastic.py
 
 # Four parts side by side: a test waits for its processes a good part of its time, and four parts keep two cores busy. Each
 # takes some 300 seconds of a core. What the others say follows when they are done.

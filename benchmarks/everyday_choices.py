@@ -99,8 +99,6 @@ def broken(advice: Advice, before: Report, step: Footprint, here: Inventory, pre
         after = planned(step, replace(here, devices=devices), precision)
     elif set(advice.change) == {"batch_size"}:
         after = planned(scaled(step, advice.change["batch_size"]), here, precision)
-    elif set(advice.change) == {"devices"}:
-        after = planned(step, parse_spec(advice.change["devices"]), precision)
     elif set(advice.change) == {"more_devices"}:
         after = planned(step, more_devices(here, advice.change["more_devices"]) or here, precision)
     elif set(advice.change) == {"host_bytes"}:

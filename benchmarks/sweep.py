@@ -43,7 +43,7 @@ import torch  # noqa: E402
 
 from benchmarks.machine import machine  # noqa: E402
 from benchmarks.memory.stage_rank import GPT  # noqa: E402
-from benchmarks.sweep_exact import TooMany, best_schedule  # noqa: E402
+from benchmarks.sweep_exact import TooMany, best_schedule, bound_seconds  # noqa: E402
 from lightning_autopar.constraints import Constraints  # noqa: E402
 from lightning_autopar.devices.spec import parse_spec  # noqa: E402
 from lightning_autopar.memory.trace.trace import trace  # noqa: E402
@@ -181,7 +181,7 @@ def many(spec: str, options: list[tuple[RunOption, ...]], devices: list[SweepDev
         for seed in range(instances):
             instance = drawn(kind, RUNS, options, devices, seed)
             seconds = {"schedule": played(instance, by_schedule), **{name: played(instance, rule) for name, rule in RULES.items()}}
-            bound = Listing(instance.really(), instance.devices).bound_seconds()
+            bound = bound_seconds(Listing(instance.really(), instance.devices))
             yield {"devices": spec, "kind": kind, "seed": seed, "seconds": seconds, "no_schedule_is_shorter_seconds": bound}
 
 

@@ -43,13 +43,22 @@ def best_schedule(
     return search.best
 
 
+def bound_seconds(listing: Listing) -> float:
+    """A lower bound of schedules: the longest job at its fastest, or the least work of all jobs, spread evenly."""
+    free_at = [listing.busy.get(device.id, 0.0) for device in listing.devices]
+    count = len(listing.jobs)
+    fastest = [min(listing.length([job], [option] * count)[1] for option in range(len(listing.options[job]))) for job in range(count)]
+    work = sum(min(option.device_seconds for option in options) for options in listing.options)
+    return max(*fastest, *free_at, (sum(free_at) + work) / len(free_at))
+
+
 class _Search:
     """The state of one search: the best schedule so far, and what has been looked at."""
 
     def __init__(self, listing: Listing, best: Schedule, most_nodes: int) -> None:
         self.listing, self.best, self._nodes_left = listing, best, most_nodes
         self.length = best.makespan_seconds
-        self._bound = listing.bound_seconds()
+        self._bound = bound_seconds(listing)
         self._seen: dict[tuple[object, ...], float] = {}
         self._choices = [[(option, seatings(option, listing.devices)) for option in options] for options in listing.options]
         self._least_work = [min(option.device_seconds for option in options) for options in listing.options]

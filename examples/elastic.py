@@ -3,7 +3,7 @@
 The devices are CPU devices with a memory budget, and the neighbour is a file that says what it takes: so this runs anywhere, in workers
 that really end and begin. The same script trains undisturbed first; both runs see the same samples, and come to the same model.
 
-    python examples/elastic.py                    # about a minute; writes elastic.html into the current folder
+    python examples/elastic.py                    # about a minute
 """
 
 import argparse
@@ -64,7 +64,6 @@ def train(steps: int, callbacks: list[L.Callback]) -> tuple[L.Trainer, ByteGPT]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--picture", default="elastic.html", help="where the run's picture goes: .html or .svg")
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
 
@@ -82,10 +81,7 @@ def main() -> None:
             ],
         )
 
-    history = trainer.strategy.history
-    print()
-    for span in history.spans:
-        print(f"{span.start_seconds:6.1f} s to {span.end_seconds:5.1f} s: {span.title} on {', '.join(span.devices) or 'no device'}")
+    print(f"\n{trainer.strategy.history}")
     _, unseen = standard_library()
     tokens = torch.frombuffer(bytearray(unseen[: 64 * 64]), dtype=torch.uint8).view(64, 64).long()
     with torch.no_grad():
@@ -97,8 +93,6 @@ def main() -> None:
         f"loss on a text that neither has seen: {moved:.3f} after the moves, {plain:.3f} without them (sums were rounded in another order;"
     )
     print(f"no logit differs by more than {difference:.1e})")
-    history.save_picture(arguments.picture)
-    print(f"the run's picture is in {arguments.picture}")
 
 
 if __name__ == "__main__":

@@ -183,7 +183,6 @@ class _Kept:
         raise ChildFailed(*result[:2], crashed=result[2], timed_out=result[3])
 
     def end(self) -> None:
-        """End it."""
         self._process.kill()
         self._process.communicate()
 

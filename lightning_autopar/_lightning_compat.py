@@ -80,7 +80,6 @@ __all__ = [
     "init_dist_connection",
     "installed",
     "is_overridden",
-    "latest_metrics",
     "let_steps_be_skipped",
     "loader_sources",
     "loop_position",
@@ -668,14 +667,6 @@ def no_hyperparameters(trainer: Trainer) -> Callable[[], None]:
         trainer.enable_autolog_hparams = before
 
     return undo
-
-
-def latest_metrics(trainer: Trainer) -> dict[str, Any]:
-    """``callback_metrics`` as of the latest batch's end (``_LoggerConnector.on_batch_end``).
-
-    The public property computes them anew; with a metric among them that is a collective, so a single rank mustn't read it.
-    """
-    return trainer._logger_connector._callback_metrics
 
 
 def loop_position(trainer: Trainer) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def test_it_trains_and_generates_text(tmp_path: Path) -> None:
 @pytest.mark.slow  # make demo does it, too
 def test_a_run_moves_off_a_device_and_comes_to_the_same_model(tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, str(EXAMPLE.with_name("elastic.py")), "--steps=60", f"--picture={tmp_path / 'run.svg'}"],
+        [sys.executable, str(EXAMPLE.with_name("elastic.py")), "--steps=60"],
         env={name: value for name, value in os.environ.items() if name != "AUTOPAR_DEVICES"},
         capture_output=True,
         text=True,
@@ -54,4 +54,3 @@ def test_a_run_moves_off_a_device_and_comes_to_the_same_model(tmp_path: Path) ->
     difference = re.search(r"differs by more than ([^\s)]+)", result.stdout)
     assert difference is not None, result.stdout
     assert float(difference[1]) < 1e-3
-    assert (tmp_path / "run.svg").stat().st_size > 10_000

@@ -142,14 +142,14 @@ def test_the_example_runs(session: Session) -> None:
     assert float(accuracy.split()[1].rstrip("%")) > 50  # of four waves: the weights that the workers trained are here
 
 
-def test_reports_and_runs_show_themselves_as_pages(session: Session) -> None:
+def test_reports_show_themselves_as_pages_and_runs_as_text(session: Session) -> None:
     (report,) = session.data(_cell(session, "lightning_autopar.plan("), "text/html")
     assert report.startswith('<div id="autopar-')
     assert "Memory of each device" in report
     (plain,) = session.data(_cell(session, "lightning_autopar.plan("), "text/plain")
     assert plain.startswith("Model: ")  # the table, for where no HTML is shown
-    history = session.data(_cell(session, "strategy.history"), "text/html")[-1]
-    assert "Over time" in history
+    history = session.data(_cell(session, "strategy.history"), "text/plain")[-1]
+    assert history.startswith("Waves, ")
 
 
 def test_progress_bars_of_forked_workers_are_shown(session: Session) -> None:

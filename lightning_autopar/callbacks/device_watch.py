@@ -308,7 +308,6 @@ class Watch:
         return events
 
     def _running(self, run: RunView, inventory: Inventory, now: float) -> tuple[Verdict, Decision | None]:
-        """The verdict on a run that isn't parked."""
         answer = self._answer
         assert answer is not None, "the first look took it from the run"
         current = self._current(run, answer)
@@ -343,7 +342,6 @@ class Watch:
         return verdict, decision
 
     def _parked(self, run: RunView, inventory: Inventory, now: float) -> tuple[Verdict, Decision | None]:
-        """The verdict on a parked run."""
         left, answer = usable(inventory), self._answer
         if (answer is None or answer.stale(left)) and self._budget.allows(now, _PARKED_SHARE):
             answer = self._replan(run, left)

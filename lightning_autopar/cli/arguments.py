@@ -149,12 +149,12 @@ def check_picture(path: str | None) -> None:
     """Refuse a wrong ``--picture`` before the script runs, rather than hours later.
 
     Raises:
-        ValueError: if the file's ending names neither a picture nor a page.
+        ValueError: if the file isn't named as a page.
     """
     if path is not None:
-        from lightning_autopar.report.page.svg_file import is_page
+        from lightning_autopar.report.page.markup import check_file
 
-        is_page(path)
+        check_file(path)
 
 
 def _read_plan(path: str) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -45,10 +44,6 @@ class DeviceUser:
     owner: str | None = None
     leased_bytes: int | None = None
     process: bool = True
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
     def line(self) -> str:
         """For people: process, size, and who."""

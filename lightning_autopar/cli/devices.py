@@ -53,10 +53,6 @@ class Speeds:
     bytes_per_second: float | None
     issue_seconds: float | None
 
-    def to_dict(self) -> dict[str, float | None]:
-        """By name."""
-        return asdict(self)
-
     def __str__(self) -> str:
         words = []
         if self.flops_per_second is not None:
@@ -159,8 +155,8 @@ def show_devices(spec: str | None, *, as_json: bool) -> int:
                 {"run": printable(lease.run), "user": user_name(lease.uid), "pid": lease.pid, "bytes": lease.bytes[device.id]}
                 for lease in _leases_on(device, leases)
             ]
-            words["users"] = [user.to_dict() for user in users_of(device, there)]
-            words["rates"] = speeds(calibration, device).to_dict()
+            words["users"] = [asdict(user) for user in users_of(device, there)]
+            words["rates"] = asdict(speeds(calibration, device))
         print(json.dumps({**found, "measured": calibration.day or None}, indent=2))
     else:
         _print_devices(inventory, calibration, {device.id: users_of(device, there) for device in inventory.devices}, leases)

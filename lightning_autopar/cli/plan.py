@@ -35,7 +35,7 @@ examples:
   lightning-autopar plan --devices 8xH100-80GB train.py plan for what isn't here
   lightning-autopar plan --devices 2x8xA100-40GB train.py   two nodes of eight
   lightning-autopar plan --json train.py > plan.json    for a program to read; run --plan plan.json runs its best plan
-  lightning-autopar plan --picture plan.html train.py   a page to look at; .svg for a talk
+  lightning-autopar plan --picture plan.html train.py   a page to look at
 
 exit codes: 0 a plan fits, 1 none does, 2 the command or the script failed
 """
@@ -52,7 +52,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_devices(command, "8xH100-80GB or 2xcpu:4GiB")
     command.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    command.add_argument("--picture", metavar="FILE", help="draw memory and a step's time as well, into a page (.html) or a picture (.svg)")
+    command.add_argument("--picture", metavar="FILE", help="draw memory and a step's time as well, into a page (.html)")
     add_strategy_options(command)
     add_script(command)
 
@@ -137,5 +137,5 @@ def _print_report(found: DryRun) -> None:
     candidate = report.shown_candidate()
     if candidate is not None:
         console.print(by_category(report, candidate))
-        console.print(by_part(report))
+        console.print(by_part(report, candidate))
     console.print(by_layer(report.footprint))

@@ -73,7 +73,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_devices(command, "2xcpu:4GiB, or as the Trainer takes them: auto, 2, or 0,1")
     command.add_argument("--json", dest="summary", metavar="FILE", help="write what ran, predicted and measured, as JSON when it is over")
-    command.add_argument("--picture", metavar="FILE", help="draw the plan, or an elastic run's course, when it is over: .html or .svg")
+    command.add_argument("--picture", metavar="FILE", help="draw the plan, when the run is over, into a page (.html)")
     add_strategy_options(command)
     add_turn_options(command)
     add_script(command)
@@ -195,16 +195,15 @@ def _is_first_rank() -> bool:
 
 
 def _draw(path: str, built: list[Replacement]) -> None:
-    """Draw the latest run as a picture.
+    """Draw the latest run's plan.
 
     Raises:
         ValueError: if it can't be drawn, or nothing ran.
     """
-    strategy = next((each.strategy for each in reversed(built) if each.strategy.report is not None), None)
-    if strategy is None:
+    report = next((report for each in reversed(built) if (report := each.strategy.report) is not None), None)
+    if report is None:
         raise ValueError(f"there is nothing to draw into {path!r}: the script ran no Trainer")
-    assert strategy.report is not None, "as was looked for"
-    (strategy.report if strategy.history is None else strategy.history).save_picture(path)
+    report.save_picture(path)
 
 
 def _write_summary(path: str, script: Script, built: list[Replacement], ran: list[Settings], code: int) -> None:

@@ -12,8 +12,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +28,12 @@ from lightning_autopar.text import format_bytes, format_length, format_seconds, 
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.table import Table
 
     from lightning_autopar.devices.inventory import Device
 
 _DONE = 0
 #: A run updates its status every few seconds; if it is silent for longer, it is in a long step, hangs, or was stopped.
 _SILENT_SECONDS = 60.0
-#: In a terminal narrower than the first, reasons are below the table; narrower than the second, each run has several lines instead of a
-#: row.
-_WIDE, _MIDDLE = 200, 140
 #: The characters shown of a GPU's or a MIG device's UUID.
 _DEVICE_CHARACTERS = 12
 #: Between two looks of --watch.
@@ -93,7 +89,7 @@ class Box:
                 "free_bytes": device.free_bytes,
                 "utilization": device.utilization,
                 "error": device.error,
-                "users": [user.to_dict() for user in users],
+                "users": [asdict(user) for user in users],
             }
             for device, users in self.devices
         ]
@@ -150,8 +146,7 @@ def _show_once(*, as_json: bool) -> None:
     if as_json:
         print(json.dumps(look().to_dict(), indent=2))
     else:
-        console = _console()
-        console.print(_page(look(), console))
+        _console().print(_page(look()))
 
 
 def _watch_page(seconds: float) -> None:
@@ -160,7 +155,7 @@ def _watch_page(seconds: float) -> None:
     console = _console()
     with Live(console=console, auto_refresh=False, screen=False) as live:
         while True:
-            live.update(_page(look(), console, every_seconds=seconds), refresh=True)
+            live.update(_page(look(), every_seconds=seconds), refresh=True)
             time.sleep(seconds)
 
 
@@ -173,7 +168,7 @@ def _console() -> Console:
 # -- for people ------------------------------------------------------------------------------------------------------------------------
 
 
-def _page(box: Box, console: Console, every_seconds: float | None = None) -> RenderableType:
+def _page(box: Box, every_seconds: float | None = None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -183,12 +178,7 @@ def _page(box: Box, console: Console, every_seconds: float | None = None) -> Ren
         parts.append(Text(f"{clock}, every {every_seconds:g} s; Ctrl-C ends it", style="dim"))
     if not box.runs:
         parts.append(Text("No runs on this host."))
-    elif console.width >= _MIDDLE:
-        parts.append(_table(box, wide=console.width >= _WIDE))
-        if console.width < _WIDE:
-            parts.extend(Text(f"{status.run_id}: {why}") for status in box.runs if (why := _why(status, box.at)))
-    else:
-        parts.extend(_blocks(box))
+    parts.extend(_blocks(box))
     for device, strangers in box.strangers():
         used_bytes = device.total_bytes - device.free_bytes
         told = all(user.name is not None for user in strangers)  # in a container, even a run's own processes may be among these
@@ -219,31 +209,6 @@ def left_words(left: Leftover, now: float) -> str:
     """What it is, how large, and how old."""
     what = "snapshots, from which the run's next start goes on" if left.kind == "snapshots" else "files of its processes"
     return f"{what}: {format_bytes(left.size_bytes)}, {format_seconds(max(0.0, now - left.since))} old"
-
-
-def _table(box: Box, *, wide: bool) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    figures = ("used", "leased", "predicted", "step", "s/step", "ends in", "since")
-    for title in ("run", "owner", *(["script"] if wide else []), "state", "plan", "devices", *figures, *([""] if wide else [])):
-        right = title in figures
-        table.add_column(title, justify="right" if right else "left", no_wrap=title not in ("plan", "script", ""))
-    for status in box.runs:
-        sizes = [_sizes(status, kind) for kind in (_used(box, status), status.leased_bytes, status.predicted_bytes)]
-        # As Text, since a script's or a device's name may contain rich's markup.
-        table.add_row(
-            Text(status.run_id, style="bold" if _is_own(status) else ""),
-            Text(status.user),
-            *([Text(_script(status))] if wide else []),
-            Text(status.state, style=_STATE_STYLES.get(status.state, "")),
-            Text(status.plan),
-            Text("\n".join(map(short_device, _places(status)))),
-            *map(Text, (*sizes, _steps(status), _pace(status), _ends(status, box.at), _ago(box.at - status.since))),
-            *([Text(_why(status, box.at))] if wide else []),
-        )
-    return table
 
 
 def _blocks(box: Box) -> Iterator[RenderableType]:
@@ -279,11 +244,6 @@ def _places(status: RunStatus) -> Sequence[str]:
 
 def _used(box: Box, status: RunStatus) -> dict[str, int]:
     return {device: size for device in status.devices if (size := box.used_bytes(status, device)) is not None}
-
-
-def _sizes(status: RunStatus, sizes: Mapping[str, int]) -> str:
-    """The sizes of each device, on a line of its own."""
-    return "\n".join(format_bytes(sizes[device]) if device in sizes else "" for device in _places(status))
 
 
 def _script(status: RunStatus) -> str:

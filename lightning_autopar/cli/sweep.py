@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -246,8 +247,6 @@ def _write(path: str | None, sweep: ListedSweep, runs: Sequence[SweepRun], first
     """
     if path is None:
         return
-    from lightning_autopar.sharing.sweep.folder import write
-
     placed = [
         {"run": place.job, "plan": place.option.title, "devices": list(place.devices), "from": place.start_seconds, "to": place.end_seconds}
         for place in first.placed
@@ -261,6 +260,6 @@ def _write(path: str | None, sweep: ListedSweep, runs: Sequence[SweepRun], first
         "runs": [run.to_dict() for run in runs],
     }
     try:
-        write(Path(path), words)
+        Path(path).write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"the result can't be written to {path!r}: {error.strerror}; name another file") from error

@@ -11,7 +11,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from lightning_autopar.devices.inventory import Inventory
@@ -48,9 +47,7 @@ def with_allowed(inventory: Inventory) -> Inventory:
         there = ", ".join(device.id for device in inventory.devices)
         named = ", ".join(sorted(allowed))
         raise ValueError(f"the file that {ALLOWED_VARIABLE} names allows {named}, but there are {there}; {_REMEDY}")
-    left = {device.id for device in kept}
-    links = tuple(link for link in inventory.links if link.a in left and link.b in left)
-    return replace(inventory, devices=kept, links=links)
+    return inventory.with_devices(kept)
 
 
 def _allowed(path: str) -> frozenset[str]:

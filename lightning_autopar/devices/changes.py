@@ -101,8 +101,6 @@ def usable(inventory: Inventory) -> Inventory:
     """The inventory without the devices that are in error: nothing new should run on them."""
     if all(device.error is None for device in inventory.devices):
         return inventory
-    kept = tuple(device for device in inventory.devices if device.error is None)
-    ids = {device.id for device in kept}
     notes = tuple(f"{device_label(device)} is left out: {device.error}" for device in inventory.devices if device.error is not None)
-    links = tuple(link for link in inventory.links if link.a in ids and link.b in ids)
-    return replace(inventory, devices=kept, links=links, notes=(*inventory.notes, *notes))
+    kept = inventory.with_devices(device for device in inventory.devices if device.error is None)
+    return replace(kept, notes=(*inventory.notes, *notes))

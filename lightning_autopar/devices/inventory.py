@@ -179,9 +179,13 @@ class Inventory:
         if (missing := [index for index in chosen if index not in there_indices]) and not fewer:
             listed = ", ".join(map(str, there_indices)) or "none"
             raise ValueError(f"devices={devices!r} names device {missing[0]}, but there are: {listed}; choose among those or use 'auto'")
-        kept = tuple(device for device in self.devices if device.index in chosen)
-        ids = {device.id for device in kept}
-        return replace(self, devices=kept, links=tuple(link for link in self.links if link.a in ids and link.b in ids)), None
+        return self.with_devices(device for device in self.devices if device.index in chosen), None
+
+    def with_devices(self, devices: Iterable[Device]) -> Inventory:
+        """The inventory with these devices instead of its own, and the links between them."""
+        kept = {device.id: device for device in devices}
+        links = tuple(link for link in self.links if link.a in kept and link.b in kept)
+        return replace(self, devices=tuple(kept.values()), links=links)
 
     def to_dict(self) -> dict[str, Any]:
         """The report's ``inventory`` object."""

@@ -87,13 +87,9 @@ def with_neighbours(inventory: Inventory, neighbours: Mapping[str, Neighbour]) -
     """The inventory that the neighbours leave. Only CPU devices have neighbours; other ids are ignored. The host's free memory stays as
     measured: a neighbour in a file takes nothing of it.
     """
-    cpus = {device.id for device in inventory.devices if device.kind == "cpu"}
-    there = {device: neighbour for device, neighbour in neighbours.items() if device in cpus}
-    if not there:
-        return inventory
     devices, notes = [], []
     for device in inventory.devices:
-        by = there.get(device.id)
+        by = neighbours.get(device.id) if device.kind == "cpu" else None
         if by is None:
             devices.append(device)
             continue
@@ -104,13 +100,7 @@ def with_neighbours(inventory: Inventory, neighbours: Mapping[str, Neighbour]) -
             notes.append(f"of {device.id} {format_bytes(min(by.taken_bytes, device.free_bytes))} are taken, as {NEIGHBOURS_VARIABLE} says")
         free_bytes = max(0, device.free_bytes - by.taken_bytes)
         devices.append(replace(device, free_bytes=free_bytes, slowdown=device.slowdown * by.slowdown, error=by.error or device.error))
-    left = {device.id for device in devices}
-    return replace(
-        inventory,
-        devices=tuple(devices),
-        links=tuple(link for link in inventory.links if link.a in left and link.b in left),
-        notes=(*inventory.notes, *notes),
-    )
+    return replace(inventory.with_devices(devices), notes=(*inventory.notes, *notes))
 
 
 def _parse(text: str) -> dict[str, Neighbour]:
@@ -121,7 +111,7 @@ def _parse(text: str) -> dict[str, Neighbour]:
     """
     words = json.loads(text)
     if not isinstance(words, dict):
-        raise ValueError(f"it is a JSON {_name(words)} where an object of devices belongs")
+        raise ValueError(f"it holds {text.strip()[:40]} where an object of devices belongs")
     return {device: _neighbour(device, settings) for device, settings in words.items()}
 
 
@@ -144,8 +134,3 @@ def _neighbour(device: str, settings: object) -> Neighbour:
     if error is not None and not isinstance(error, str):
         raise ValueError(f"'error' of {device!r} is {error!r}, but must be a text or null")
     return Neighbour(taken_bytes=taken_bytes, slowdown=float(slowdown), gone=gone, error=error or None)
-
-
-def _name(value: object) -> str:
-    """What JSON calls a value that is no object."""
-    return {list: "array", str: "text", bool: "boolean", type(None): "null"}.get(type(value), "number")

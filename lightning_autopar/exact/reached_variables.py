@@ -55,14 +55,12 @@ class _ClassNamespace(dict[str, Any]):
         return {name: value for name, value in vars(self.kind).items() if not name.startswith("__") and _is_data(value)}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As a dictionary's."""
         return vars(self.kind).get(name, default)
 
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self.kind, name, value)
 
     def pop(self, name: str, default: Any = None) -> Any:
-        """As a dictionary's."""
         value = self.get(name, default)
         if name in vars(self.kind):
             delattr(self.kind, name)
@@ -77,7 +75,6 @@ class _CellNamespace(dict[str, Any]):
         self.cell = cell
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As a dictionary's."""
         try:
             return self.cell.cell_contents
         except ValueError:  # nothing was assigned yet
@@ -87,7 +84,6 @@ class _CellNamespace(dict[str, Any]):
         self.cell.cell_contents = value
 
     def pop(self, name: str, default: Any = None) -> Any:
-        """As a dictionary's."""
         value = self.get(name, default)
         del self.cell.cell_contents
         return value

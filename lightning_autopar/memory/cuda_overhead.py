@@ -9,8 +9,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
+from lightning_autopar.devices.catalogue import KNOWN_DEVICES, KnownDevice, find_by_device_name
+from lightning_autopar.devices.inventory import Device
 from lightning_autopar.memory.footprint import Footprint
 
 MIB = 1 << 20
@@ -24,67 +26,19 @@ class _Kind(NamedTuple):
     """A GPU's chip, as far as it matters here.
 
     Args:
-        word: a pattern, in lower case, that its names match.
         major: of its compute capability; 0 for AMD's.
-        processors: streaming multiprocessors (compute units of AMD's) of the cards sold.
+        processors: streaming multiprocessors (compute units of AMD's).
     """
 
-    word: str
     major: int
     processors: int
 
 
-#: From NVIDIA's architecture white papers and data sheets; the first match counts.
-_KINDS = tuple(
-    _Kind(*kind)
-    for kind in (
-        ("gb300", 10, 160),
-        ("gb200", 10, 152),
-        ("b300", 10, 160),
-        ("b200", 10, 148),
-        ("h200", 9, 132),
-        ("gh200", 9, 132),
-        ("h20", 9, 78),
-        ("h100 pcie", 9, 114),
-        ("h100", 9, 132),
-        ("h800", 9, 132),
-        ("a100", 8, 108),
-        ("a800", 8, 108),
-        ("a6000", 8, 84),
-        ("a5000", 8, 64),
-        ("a4000", 8, 48),
-        ("(?:pro ?)?6000 blackwell|pro ?6000", 12, 188),
-        ("6000 ?ada", 8, 142),
-        ("a40", 8, 84),
-        ("a30", 8, 56),
-        ("a10g", 8, 80),
-        ("a10", 8, 72),
-        ("l40", 8, 142),
-        ("l4", 8, 58),
-        ("l20", 8, 92),
-        ("v100", 7, 80),
-        ("p100", 6, 56),
-        ("p40", 6, 30),
-        ("m40", 5, 24),
-        ("t4", 7, 40),
-        ("5090", 12, 170),
-        ("4090", 8, 128),
-        ("4080", 8, 76),
-        ("4070 ?ti ?super", 8, 66),
-        ("3090", 8, 82),
-        ("3080", 8, 68),
-        ("3060", 8, 28),
-        ("2080 ?ti", 7, 68),
-        ("titan ?rtx", 7, 72),
-        ("1080 ?ti", 6, 28),
-        ("mi325", 0, 304),
-        ("mi300", 0, 304),
-        ("mi250x", 0, 110),
-        ("mi250", 0, 104),
-    )
-)
+_MAJOR = {"maxwell": 5, "pascal": 6, "volta": 7, "turing": 7, "ampere": 8, "ada": 8, "hopper": 9, "cdna2": 0, "cdna3": 0}
+#: Chips that the catalogue lacks, from their makers' data sheets.
+_OTHERS = {"gb300": _Kind(10, 160), "b300": _Kind(10, 160), "mi250": _Kind(0, 104)}
 #: For an unknown device: the largest.
-_UNKNOWN = _Kind("", 9, 148)
+_UNKNOWN = _Kind(9, 148)
 
 #: Bare CUDA contexts as they were seen: 256 MiB on 82 multiprocessors (RTX 3090, https://github.com/invoke-ai/InvokeAI/issues/9413),
 #: 426 MiB on 142 (RTX 6000 Ada, torch 2.10, https://github.com/unslothai/unsloth-zoo/pull/1053): the driver reserves for each of them.
@@ -152,19 +106,7 @@ def context_bytes(device_name: str, *, environment: Mapping[str, str] | None = N
     return _kind(device_name).processors * _CONTEXT_BYTES_A_PROCESSOR + (_LOADED_EAGERLY_BYTES if eager else _LOADED_BYTES)
 
 
-class Named(Protocol):
-    """The properties of a device that a trace depends on."""
-
-    @property
-    def kind(self) -> str:
-        """``"cuda"`` or ``"cpu"``."""
-
-    @property
-    def name(self) -> str:
-        """As the driver or a spec names it."""
-
-
-def target_of(devices: Sequence[Named]) -> Target:
+def target_of(devices: Sequence[Device]) -> Target:
     """The target of a trace: the first GPU of these devices; a CPU where there is none."""
     name = next((device.name for device in devices if device.kind != "cpu"), None)
     if name is None:
@@ -178,10 +120,19 @@ def nccl_bytes(*sizes: int) -> int:
     return sum({1: _NCCL_ALONE_BYTES, 2: _NCCL_PAIR_BYTES}.get(size, _NCCL_BYTES) for size in sizes)
 
 
+def _of(model: KnownDevice) -> _Kind:
+    blackwell = 10 if model.nvlink_links else 12  # of data centres, and of workstations
+    return _Kind(_MAJOR.get(model.generation, blackwell), model.multiprocessors)
+
+
 @lru_cache(maxsize=256)
 def _kind(device_name: str) -> _Kind:
-    """The chip of a name such as ``"NVIDIA H100 80GB HBM3"`` or ``"H100-80GB-PCIe"``."""
+    """The chip of a name such as ``"NVIDIA H100 80GB HBM3"`` or ``"H100-80GB-PCIe"``; of one that the catalogue doesn't list, by the
+    longest name of a chip in it.
+    """
+    if (model := KNOWN_DEVICES.get(device_name) or find_by_device_name(device_name)) is not None:
+        return _of(model)
     words = " ".join(re.findall(r"[a-z0-9]+", device_name.lower()))
-    if "pcie" in words and "h100" in words:
-        words = "h100 pcie"
-    return next((kind for kind in _KINDS if re.search(rf"(^| |rtx|gtx)(?:{kind.word})", words)), _UNKNOWN)
+    chips = _OTHERS | {name.partition("-")[0].lower(): _of(known) for name, known in KNOWN_DEVICES.items()}
+    found = [chip for chip in chips if re.search(rf"\b{' ?'.join(chip)}(?!\d)", words)]
+    return chips[max(found, key=len)] if found else _UNKNOWN

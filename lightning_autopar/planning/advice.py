@@ -16,7 +16,6 @@ from typing import Any, Literal, Protocol
 
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import device_label
-from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.engines import Question
 from lightning_autopar.memory.batch_scaling import drawn_by_rank, draws_whole, scaled
 from lightning_autopar.memory.footprint import Footprint
@@ -400,7 +399,6 @@ class _Adviser:
             if (both := self.suppose(changes[first].and_(changes[second]))) is not None:
                 found.append(both)
                 break
-        found += filter(None, map(self.suppose, self.larger_card()))
         if self.is_cut_short:
             words = f"other changes weren't tried: advice ends after {MOST_SEARCHES_UNFIT} searches or {_MOST_SECONDS_UNFIT:g} s"
             found.append(Advice(kind="setting", text=words))
@@ -409,18 +407,6 @@ class _Adviser:
             if one not in small and all(map(self._is_there, one.change["more_free_bytes"].items())):
                 found.append(one)
         return (*found, *(self.nearest_words() if not found else ()), *_no_recomputation(self.footprint))
-
-    def larger_card(self) -> Iterator[_Change]:
-        """The change to as many cards of a model with more memory."""
-        devices, specs = self.inventory.devices, what_if.larger_cards(self.inventory)
-        if specs and self.constraints.memory_limit_bytes is None:
-            yield _Change(
-                kind="devices",
-                said=lambda spec, _: (f"{spec} instead of {len(devices)}x{devices[0].name}", {"devices": spec}),
-                made=lambda asked, spec: replace(asked, inventory=parse_spec(spec)),
-                sizes=specs,
-                searched=True,
-            )
 
     def nearest_words(self) -> list[Advice]:
         """What the candidate needs that lacks least, where its devices haven't so much and no change helps."""
@@ -488,7 +474,6 @@ def _setting(words: str, change: Mapping[str, Any], **changes: Any) -> _Change:
 
 
 def _step(words: str, change: Mapping[str, Any], changed: Callable[[Footprint], Footprint | None]) -> _Change:
-    """A change of the step."""
 
     def made(asked: Question, _: Any) -> Question | None:
         footprint = changed(asked.footprint)
@@ -498,7 +483,6 @@ def _step(words: str, change: Mapping[str, Any], changed: Callable[[Footprint], 
 
 
 def _batch_of(whole: int, sizes: Sequence[int]) -> _Change:
-    """A smaller batch."""
     keeps = "accumulate_grad_batches keeps the effective size"
     return _Change(
         kind="batch_size",

@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
-from lightning_autopar.devices.catalogue import KNOWN_DEVICES
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import assumed_host_bytes, catalogue_link
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.work.work import Work, moved_bytes
-from lightning_autopar.timing.collectives import known_model
 
 #: The optimizers that have a fused kernel in torch, and those that have an 8-bit state in bitsandbytes.
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 _EIGHT_BIT = frozenset({"Adam", "AdamW"})
 #: Two states with one byte an element, and one fp32 scale for every 256 elements (bitsandbytes, ``optimizer.py``, ``blocksize=256``).
 _EIGHT_BIT_BYTES = 2 * (1 + Fraction(4, 256))
-#: The generations of each maker's cards that are named where a larger one is wanted, and by how much more memory it has at least.
-_NVIDIA, _AMD, _LARGER = ("ampere", "ada", "hopper", "blackwell"), ("cdna2", "cdna3"), 1.05
 #: An operation of the update on fewer bytes than this isn't one over parameters.
 _SMALL_BYTES = 2048
 
@@ -97,25 +92,6 @@ def more_devices(inventory: Inventory, count: int) -> Inventory | None:
         hosts[last.node] += assumed_host_bytes(more)
     links = (*inventory.links, *(catalogue_link(device, more) for device in devices))
     return replace(found, links=links, node_host_bytes=tuple(hosts), host_total_bytes=hosts[0], host_free_bytes=hosts[0])
-
-
-def larger_cards(inventory: Inventory) -> list[str]:
-    """Specs of as many cards of another model with more memory, that with least memory first; none if devices aren't alike, or aren't whole
-    GPUs.
-    """
-    first = inventory.devices[0]
-    known = known_model(first)
-    nodes = Counter(device.node for device in inventory.devices)
-    alike = len({device.name for device in inventory.devices}) == 1 == len(set(nodes.values())) and first.part_of is None
-    if known is None or not alike:
-        return []
-    makers = _AMD if known.generation in _AMD else _NVIDIA
-    larger = [card for card in KNOWN_DEVICES.values() if card.generation in makers and card.total_bytes > known.total_bytes * _LARGER]
-    number = f"{len(nodes)}x{nodes[first.node]}" if len(nodes) > 1 else f"{nodes[first.node]}"
-    host = min(map(inventory.host_free_on, nodes))
-    stated = "" if inventory.assumed_hosts or not host else f"@{host >> 30}GiB"
-    by_memory = sorted(larger, key=lambda card: (card.total_bytes, card.name))
-    return [f"{number}x{card.name}{stated}" for card in by_memory if not card.name.endswith("-PCIe")]
 
 
 def with_host(inventory: Inventory, size: int) -> Inventory:

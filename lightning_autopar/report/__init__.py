@@ -5,6 +5,6 @@ Modules, in reading order:
     report                  Report with its views, NothingFits
     table                   the report as text
     predicted_and_measured  predicted against measured
-    run_history             a run over time as a page
+    run_history             what happened to a run, as values and text
     page/                   the HTML page
 """

@@ -27,8 +27,6 @@ from lightning_autopar.timing.step_seconds import Seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from lightning_autopar.report.page.svg_file import Picture
-
 #: Where the text isn't for a terminal, whose width it takes.
 _WIDTH, _LEAST_WIDTH = 110, 60
 
@@ -245,34 +243,21 @@ class Report:
 
         return ReportTable(self)
 
-    def picture(self, candidate: Candidate | None = None) -> Picture:
-        """Memory by device and a step's timeline as SVG, which a notebook shows as a cell's last value.
-
-        Args:
-            candidate: one with a prediction; the best unless given, or where nothing fits the one that lacks least.
-
-        Raises:
-            ValueError: if there is no prediction to draw.
-        """
-        from lightning_autopar.report.page.report_page import report_picture
-
-        return report_picture(self, candidate)
-
     def save_picture(self, path: str | Path, candidate: Candidate | None = None) -> None:
-        """Write :meth:`picture` (``.svg``) or :meth:`to_html` (``.html``) to a file, as its ending says.
+        """Write :meth:`to_html` to a file.
 
         Raises:
-            ValueError: as :meth:`picture`, or if the ending is another one, or the file can't be written.
+            ValueError: if its name doesn't end in ``.html``, or it can't be written.
         """
-        from lightning_autopar.report.page.svg_file import save
+        from lightning_autopar.report.page.markup import write
 
-        save(path, picture=lambda: self.picture(candidate), page=lambda: self.to_html(candidate))
+        write(self.to_html(candidate), path)
 
     def to_html(self, candidate: Candidate | None = None) -> str:
         """The whole report as one HTML page without external files: readable in light and dark, and printable.
 
         Args:
-            candidate: whose memory and step are drawn; as for :meth:`picture`.
+            candidate: whose memory and step are drawn; the best unless given, or where nothing fits the one that lacks least.
         """
         from lightning_autopar.report.page.report_page import report_page
 

@@ -6,10 +6,11 @@ must not know how it was made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
@@ -73,7 +74,6 @@ class ReportTable:
         return header
 
     def _lines(self, width: int) -> Table:
-        """The table itself."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, padding=(0, 1, 0, 0))
         if width < _NARROW:
             for title, least in (("#", 2), ("plan", 12), ("memory", 6), ("a step", 7)):
@@ -272,59 +272,127 @@ def time_words(seconds: Seconds | None) -> str:
 
 #: Sums of the other categories, shown after them.
 _SUMS = ("allocated", "reserved")
-_MOST_COMPARED = 4
+#: The most columns and lines that can be read.
+_MOST_COLUMNS, _MOST_COMPARED, _MOST_LAYERS = 8, 4, 200
 
 
-def by_category(report: Report, candidate: Candidate) -> Table:
-    """The candidate's bytes at its fullest moment, and the bytes left: a column for each group of devices that hold the same.
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """Devices that hold the same, as one bar.
+
+    Args:
+        devices: in rank order.
+        sizes: bytes by category on each of them; the sums aren't among them.
+        need: bytes that must be there: the prediction with what it may miss.
+        budget: bytes that may be used.
+    """
+
+    devices: tuple[Device, ...]
+    sizes: Mapping[str, int]
+    need: int
+    budget: int
+
+    @property
+    def label(self) -> str:
+        """The devices' names, and how many there are."""
+        many = f" ({len(self.devices)} alike)" if len(self.devices) > 1 else ""
+        return devices_label(self.devices) + many
+
+    @property
+    def headroom(self) -> int:
+        """Bytes left of the budget; below 0 where they are missing."""
+        return self.budget - self.need
+
+
+def bars_of(report: Report, candidate: Candidate, *, most: int) -> list[Bar]:
+    """The plan's devices, equal ones as one bar, in the order of their first ranks.
+
+    Args:
+        report: has the candidate's devices.
+        candidate: one with a prediction.
+        most: at most so many bars; if there are more, those with least left.
+    """
+    left = report.headroom_bytes(candidate)
+    alike: dict[Any, list[Device]] = {}
+    for device_id in candidate.plan.devices:
+        device = report.inventory.device(device_id)
+        sizes = {name: size for name, size in candidate.bytes[device_id].to_dict().items() if isinstance(size, int) and name not in _SUMS}
+        need = candidate.needs.get(device_id, candidate.bytes[device_id].reserved)
+        budget = need + left.get(device_id, 0)
+        alike.setdefault((tuple(sizes.items()), need, budget, device.free_bytes, device.total_bytes), []).append(device)
+    bars = [Bar(devices=tuple(found), sizes=dict(key[0]), need=key[1], budget=key[2]) for key, found in alike.items()]
+    return sorted(sorted(bars, key=lambda bar: bar.headroom)[:most], key=bars.index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """A table of figures, for rich as it is, and for the page.
+
+    Args:
+        title: what it shows.
+        columns: their titles.
+        rows: of each the name, a cell for each column, and whether it stands out.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str], bool]]
+
+    def __rich__(self) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=self.title, title_justify="left")
+        table.add_column("")
+        for title in self.columns:
+            table.add_column(title, justify="right")
+        for name, cells, strong in self.rows:
+            table.add_row(name, *cells, style="bold" if strong else None)
+        return table
+
+
+def by_category(report: Report, candidate: Candidate) -> Figures:
+    """The candidate's bytes at its fullest moment, and the bytes left: a column for each group of devices that hold the same, of many the
+    fullest.
 
     Args:
         report: has the candidate's devices.
         candidate: one with a prediction.
     """
-    left = report.headroom_bytes(candidate)
-    held = [
-        (device, (candidate.bytes[device].to_dict(), candidate.needs.get(device), left.get(device))) for device in candidate.plan.devices
+    bars = bars_of(report, candidate, most=_MOST_COLUMNS)
+    held = [candidate.bytes[bar.devices[0].id] for bar in bars]
+    names = [name for name in bars[0].sizes if any(bar.sizes.get(name) for bar in bars)]
+    rows = [(name, [format_bytes(bar.sizes.get(name, 0)) for bar in bars], False) for name in names]
+    rows += [(name, [format_bytes(each.to_dict()[name]) for each in held], True) for name in _SUMS]
+    rows += [
+        ("needed, with the safety margin", [format_bytes(bar.need) for bar in bars], False),
+        ("may be used", [format_bytes(bar.budget) for bar in bars], False),
+        ("headroom", [format_bytes(bar.headroom).replace("-", "−") for bar in bars], True),
+        ("free now", [format_bytes(bar.devices[0].free_bytes) for bar in bars], False),
+        ("in all", [format_bytes(bar.devices[0].total_bytes) for bar in bars], False),
     ]
-    columns = [(figures, [device for device, _ in group]) for figures, group in groupby(held, key=lambda item: item[1])]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"{candidate.plan.title()}, bytes of a device", title_justify="left")
-    table.add_column("")
-    for _, devices in columns:
-        table.add_column(devices_label([report.inventory.device(device) for device in devices]), justify="right")
-    names = [name for name, size in columns[0][0][0].items() if isinstance(size, int) and name not in _SUMS]
-    for name in (*(name for name in names if any(sizes[name] for (sizes, _, _), _ in columns)), *_SUMS):
-        table.add_row(name, *(format_bytes(sizes[name]) for (sizes, _, _), _ in columns), style="bold" if name in _SUMS else None)
-    if candidate.needs:
-        table.add_row("needed, with the safety margin", *(format_bytes(need or 0) for (_, need, _), _ in columns))
-        table.add_row("may be used", *(format_bytes((need or 0) + (rest or 0)) for (_, need, rest), _ in columns))
-        table.add_row("headroom", *(format_bytes(rest or 0).replace("-", "−") for (_, _, rest), _ in columns), style="bold")
-    return table
+    some = ", the fullest ones" if sum(len(bar.devices) for bar in bars) < candidate.plan.world_size else ""
+    return Figures(title=f"{candidate.plan.title()}, bytes of a device{some}", columns=[bar.label for bar in bars], rows=rows)
 
 
-def by_part(report: Report) -> Table:
-    """Where a step's time goes: a column for each of the first candidates with a prediction, the chosen one first."""
-    timed = [candidate for candidate in report.candidates if candidate.seconds is not None][:_MOST_COMPARED]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="seconds of a step", title_justify="left")
-    table.add_column("")
-    for candidate in timed:
-        table.add_column(candidate.plan.title(), justify="right")
-    parts = [candidate.seconds.to_dict() for candidate in timed if candidate.seconds is not None]
-    for name in dict.fromkeys(name for each in parts for name in each):
-        if any(each.get(name) for each in parts):
-            words = (format_seconds(each[name]) if each.get(name) else "–" for each in parts)
-            table.add_row(name, *words, style="bold" if name == "step" else None)
-    return table
+def by_part(report: Report, candidate: Candidate) -> Figures:
+    """Where a step's time goes: a column for each of the first candidates with a prediction, this one first."""
+    others = [each for each in report.candidates if each.seconds is not None and each is not candidate]
+    shown = [candidate, *others][:_MOST_COMPARED]
+    parts = [{} if each.seconds is None else each.seconds.to_dict() for each in shown]
+    names = [name for name in dict.fromkeys(name for each in parts for name in each) if any(each.get(name) for each in parts)]
+    rows = [(name, [format_seconds(each[name]) if each.get(name) else "–" for each in parts], name == "step") for name in names]
+    needs = [format_bytes(max(each.needs.values())) if each.needs else "–" for each in shown]
+    rows.append(("memory of the device that needs most", needs, False))
+    return Figures(title="seconds of a step", columns=[each.plan.title() for each in shown], rows=rows)
 
 
-def by_layer(footprint: Footprint) -> Table:
+def by_layer(footprint: Footprint) -> Figures:
     """What each block takes at the whole batch on one device; blocks in a row that take the same are one line."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="by layer, at the whole batch", title_justify="left")
-    table.add_column("")
-    for title in ("parameters", "gradients", "optimizer", "activations", "output", "GFLOPs"):
-        table.add_column(title, justify="right")
-    for name, part, _ in layer_groups(footprint):
-        table.add_row(name, *layer_figures(part))
-    return table
+    groups = layer_groups(footprint)
+    more = f"; the first {_MOST_LAYERS} of {len(groups)}" if len(groups) > _MOST_LAYERS else ""
+    return Figures(
+        title=f"by layer, at the whole batch{more}",
+        columns=("parameters", "gradients", "optimizer", "activations", "output", "GFLOPs"),
+        rows=[(name, layer_figures(part), False) for name, part, _ in groups[:_MOST_LAYERS]],
+    )
 
 
 def layer_groups(footprint: Footprint) -> list[tuple[str, LayerFootprint, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 
 from lightning_autopar.sharing.live_files import Found, LiveFile, byte_sizes, live_files
 
@@ -63,8 +64,8 @@ class Lease:
         return self.made_ns, self.name
 
 
-class LeaseFile:
-    """A lease of this process.
+class LeaseFile(LiveFile):
+    """A lease of this process, a context manager; once granted it lasts until it is released or the process ends in any way.
 
     Args:
         folder: the shared one.
@@ -90,37 +91,33 @@ class LeaseFile:
         since_ns: int | None = None,
         part_of: int = 0,
     ) -> None:
-        self._devices = list(wants)
+        self.bytes = dict(wants)
         said = {"run": run, "bytes": dict(wants), "priority": priority, "elastic": elastic, "since": since_ns, "part_of": part_of}
-        body = _ASKED + _ends_line(None) + b"".join(b"%0*d\n" % (_DIGITS, 0) for _ in self._devices)
-        self._file = LiveFile(folder, _PREFIX, said, body)
+        body = _ASKED + _ends_line(None) + b"".join(b"%0*d\n" % (_DIGITS, 0) for _ in wants)
+        super().__init__(folder, _PREFIX, said, body)
 
-    @property
-    def name(self) -> str:
-        """The file's."""
-        return self._file.name
+    def __enter__(self) -> LeaseFile:
+        return self
 
-    @property
-    def made_ns(self) -> int:
-        """When it was made, on the host's monotonic clock."""
-        return self._file.made_ns
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.release()
 
     def grant(self) -> None:
         """Mark the lease as granted."""
-        self._file.write(0, _GRANTED)
+        self.write(0, _GRANTED)
 
     def expect(self, ends_ns: int | None) -> None:
-        """Write when its run expects to end."""
-        self._file.write(len(_GRANTED), _ends_line(ends_ns))
+        """Tell others when the run expects to end, by the host's monotonic clock; None if unknown. They see it at their next look."""
+        self.write(len(_GRANTED), _ends_line(ends_ns))
 
     def show(self, device: str, visible_bytes: int) -> None:
-        """Write how much of a device's share is taken, which others see as used."""
-        place = len(_GRANTED) + _ENDS_BYTES + self._devices.index(device) * (_DIGITS + 1)
-        self._file.write(place, b"%0*d" % (_DIGITS, visible_bytes))
+        """Tell others how much of it is in use on the device, so that the driver's figures include it."""
+        place = len(_GRANTED) + _ENDS_BYTES + list(self.bytes).index(device) * (_DIGITS + 1)
+        self.write(place, b"%0*d" % (_DIGITS, visible_bytes))
 
-    def withdraw(self) -> None:
-        """Remove the lease."""
-        self._file.withdraw()
+    def release(self) -> None:
+        """Give it back; the memory must be free before. A second call does nothing."""
+        self.withdraw()
 
 
 def live_leases(folder: Path) -> Iterator[Lease]:

@@ -16,10 +16,9 @@ from typing import TypeVar
 
 from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar.devices.inventory import Inventory
-from lightning_autopar.sharing.lease_files import Lease
+from lightning_autopar.sharing.lease_files import Lease, LeaseFile
 from lightning_autopar.sharing.ledger import (
     LEDGER_VARIABLE,
-    Held,
     Ledger,
     Room,
     Shortage,
@@ -44,7 +43,7 @@ class Leases:
     def __init__(self) -> None:
         self._ledger: Ledger | None = None
         self._opened_for: str | None = None
-        self._held: Held | None = None
+        self._held: LeaseFile | None = None
         #: What others read of the run: its priority, whether it makes room when asked, and its age.
         self.priority = 0
         self.elastic = False
@@ -100,13 +99,13 @@ class Leases:
         self._held = held
         return None
 
-    def prepare(self, wants: Mapping[str, int], probe: Callable[[], Inventory]) -> Held | Shortage | None:
+    def prepare(self, wants: Mapping[str, int], probe: Callable[[], Inventory]) -> LeaseFile | Shortage | None:
         """Get the next plan's memory promised, while this run keeps what it has; None where there are no leases. The caller passes the
         promise to :meth:`settle`, or releases it.
         """
         return self._claim(wants, probe, beside=self._held)
 
-    def settle(self, held: Held | None) -> None:
+    def settle(self, held: LeaseFile | None) -> None:
         """The prepared promise becomes this run's; give back what it had before."""
         self.release()
         self._held = held
@@ -117,7 +116,7 @@ class Leases:
             self._held.release()
             self._held = None
 
-    def _claim(self, wants: Mapping[str, int], probe: Callable[[], Inventory], **options: Held | None) -> Held | Shortage | None:
+    def _claim(self, wants: Mapping[str, int], probe: Callable[[], Inventory], **options: LeaseFile | None) -> LeaseFile | Shortage | None:
         if self._open() is None:
             return None
         known = {device.id for device in probe().devices if is_leased(device)}
@@ -130,7 +129,7 @@ class Leases:
             return lambda leases: room_bytes(found, leases)
 
         about = {"priority": self.priority, "elastic": self.elastic, "since_ns": self.since_ns, "ours": _is_a_part}
-        return self._ask(lambda ledger: ledger.claim(asked, look, run=_run_name(), **about, **options))  # type: ignore[arg-type]  # of Held alone
+        return self._ask(lambda ledger: ledger.claim(asked, look, run=_run_name(), **about, **options))  # type: ignore[arg-type]  # of LeaseFile alone
 
     def _ask(self, what: Callable[[Ledger], _Answer]) -> _Answer | None:
         """The ledger's answer; None without a ledger, or if it no longer works."""

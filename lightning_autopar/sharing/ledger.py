@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -52,42 +51,6 @@ class Shortage:
     wanted_bytes: int
     room_bytes: int
     holders: tuple[Lease, ...] = ()
-
-
-class Held:
-    """A granted claim; it lasts until it is released or this process ends in any way.
-
-    Args:
-        file: behind it.
-        bytes: by device id.
-    """
-
-    def __init__(self, file: LeaseFile, bytes: Mapping[str, int]) -> None:
-        self._file = file
-        self.bytes = dict(bytes)
-
-    @property
-    def name(self) -> str:
-        """The lease's."""
-        return self._file.name
-
-    def __enter__(self) -> Held:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        self.release()
-
-    def show(self, device: str, visible_bytes: int) -> None:
-        """Tell others how much of it is in use on the device, so that the driver's figures include it."""
-        self._file.show(device, visible_bytes)
-
-    def expect(self, ends_ns: int | None) -> None:
-        """Tell others when the run expects to end, by the host's monotonic clock; None if unknown. They see it at their next look."""
-        self._file.expect(ends_ns)
-
-    def release(self) -> None:
-        """Give it back; the memory must be free before. A second call does nothing."""
-        self._file.withdraw()
 
 
 class Ledger:
@@ -131,15 +94,15 @@ class Ledger:
         look: Callable[[], Room],
         *,
         run: str,
-        instead_of: Held | None = None,
-        beside: Held | None = None,
+        instead_of: LeaseFile | None = None,
+        beside: LeaseFile | None = None,
         within_seconds: float = 10.0,
         priority: int = 0,
         elastic: bool = False,
         since_ns: int | None = None,
         part_of: int = 0,
         ours: Callable[[Lease], bool] = lambda lease: False,
-    ) -> Held | Shortage:
+    ) -> LeaseFile | Shortage:
         """Claim memory on devices: it is promised on all of them or on none.
 
         Args:
@@ -166,20 +129,20 @@ class Ledger:
 
         while True:
             file = LeaseFile(self.folder, wants, run, priority=priority, elastic=elastic, since_ns=since_ns, part_of=part_of)
-            held = None
+            granted = False
             try:
                 verdict = self._judged(file, wants, look, besides)
                 if verdict is None:
                     file.grant()
                     # Others no longer count a claim that was undecided for too long: this process may have been stopped.
-                    if time.monotonic_ns() - file.made_ns <= FRESH_SECONDS / 2 * 1e9:
-                        held = Held(file, wants)
+                    granted = time.monotonic_ns() - file.made_ns <= FRESH_SECONDS / 2 * 1e9
+                    if granted:
                         if instead_of is not None:
                             instead_of.release()
-                        return held
+                        return file
             finally:
-                if held is None:
-                    file.withdraw()
+                if not granted:
+                    file.release()
             decided = verdict is not None and all(holder.granted for holder in verdict.holders)
             if verdict is not None and (decided or time.monotonic() > until):
                 return verdict

@@ -68,7 +68,7 @@ class Place:
         return -self.priority, self.since_ns, self.name
 
 
-class PlaceFile:
+class PlaceFile(LiveFile):
     """A place of this process, until it is withdrawn or the process ends in any way.
 
     Args:
@@ -88,13 +88,8 @@ class PlaceFile:
         self._count = self._passed_ns = 0
         said = {"run": run, "priority": priority, "since": since_ns}
         slots = self._slot().ljust(_SLOT_BYTES, b" ") + b" " * _SLOT_BYTES
-        self._file = LiveFile(folder, _PREFIX, said, slots)
-        self.since_ns = self._file.made_ns if since_ns is None else since_ns
-
-    @property
-    def name(self) -> str:
-        """The file's."""
-        return self._file.name
+        super().__init__(folder, _PREFIX, said, slots)
+        self.since_ns = self.made_ns if since_ns is None else since_ns
 
     def tell(
         self,
@@ -121,11 +116,7 @@ class PlaceFile:
     def stay(self) -> None:
         """Its process lives, and is about to look."""
         self._count += 1
-        self._file.write(self._count % 2 * _SLOT_BYTES, self._slot())
-
-    def withdraw(self) -> None:
-        """Remove the place; a second call does nothing."""
-        self._file.withdraw()
+        self.write(self._count % 2 * _SLOT_BYTES, self._slot())
 
     def _slot(self) -> bytes:
         words = json.dumps({**self._told, "count": self._count, "seen": time.monotonic_ns(), "passed": self._passed_ns}).encode()

@@ -34,8 +34,7 @@ class AutoParallelStrategy(IdleStrategy):
     Before and after a run, ``report`` holds every candidate with its prediction, ``plan`` the chosen one, ``measured`` what the run used:
     for each device id what :class:`lightning_autopar.strategies.base.rank_measurement.Measured` says, such as ``peak_bytes`` and
     ``step_seconds``. A training run's measured figures correct the next prediction for the same module; the variable AUTOPAR_CACHE names
-    the folder where they are stored, or is "off". After an elastic run, ``history`` holds what happened to it; its ``save_picture`` draws
-    that.
+    the folder where they are stored, or is "off". After an elastic run, ``history`` holds what happened to it, and prints it.
 
     Args:
         allow: The engines to choose from: "single", "ddp", "fsdp" and "pipeline" by default; "zero" only where it is named.

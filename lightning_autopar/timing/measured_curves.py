@@ -11,13 +11,13 @@ import logging
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_autopar.devices.host import machine_identity, machine_key
 from lightning_autopar.devices.inventory import Inventory
-from lightning_autopar.memory.learned.cache_files import cache_folder, read_json, write_json
+from lightning_autopar.memory.learned.cache_files import cache_folder, from_json, read_json, write_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,8 @@ class Curve:
             )
         if any(not _is_positive(value) for value in (*self.sizes, *self.seconds)):
             raise ValueError(f"a curve's values are positive numbers, but {self.thing!r} has {self.sizes!r}, {self.seconds!r}")
+        if self.ranks < 1:
+            raise ValueError(f"a curve is measured by at least one rank, but {self.thing!r} by {self.ranks!r}")
         if any(a >= b for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
             raise ValueError(f"a curve's sizes ascend, but those of {self.thing!r} are {self.sizes!r}")
 
@@ -89,38 +91,6 @@ class Curve:
         """Size a second at a size; below the smallest and beyond the largest, their rates."""
         nearest = min(max(size, self.sizes[0]), self.sizes[-1])
         return nearest / self.at(nearest)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
-            "subject": self.subject,
-            "thing": self.thing,
-            "dtype": self.dtype,
-            "ranks": self.ranks,
-            "sizes": list(self.sizes),
-            "seconds": list(self.seconds),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Any) -> Curve:
-        """The curve of such values.
-
-        Raises:
-            ValueError: if they aren't those of a curve.
-        """
-        try:
-            curve = cls(**{**data, "sizes": tuple(data["sizes"]), "seconds": tuple(data["seconds"])})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"not a measured curve: {error}") from error
-        texts = (curve.subject, curve.thing, curve.dtype)
-        if (
-            not all(isinstance(text, str) for text in texts)
-            or isinstance(curve.ranks, bool)
-            or not isinstance(curve.ranks, int)
-            or curve.ranks < 1
-        ):
-            raise ValueError("not a measured curve: its values are of other kinds")
-        return curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +141,7 @@ class Calibration:
         return {
             "day": self.day,
             "took_seconds": self.took_seconds,
-            "curves": [curve.to_dict() for curve in self.all()],
+            "curves": [asdict(curve) for curve in self.all()],
             "failures": dict(self.failures),
         }
 
@@ -183,7 +153,7 @@ class Calibration:
             ValueError: if they aren't those of a calibration.
         """
         try:
-            curves = [Curve.from_dict(each) for each in data["curves"]]
+            curves = [from_json(Curve, each) for each in data["curves"]]
             day, took_seconds = data["day"], data["took_seconds"]
             failures = {name: datetime.date.fromisoformat(each).isoformat() for name, each in data.get("failures", {}).items()}
         except (TypeError, KeyError, AttributeError, ValueError) as error:

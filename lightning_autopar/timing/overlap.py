@@ -201,11 +201,10 @@ def play_shards(
         events: where spans are recorded.
     """
     player = _Lanes(layout, run, units, root, again, training, events)
-    play = player.part if events is not None else player.quiet_part
     clock = run.copied
     ends = []
     for _ in range(run.parts):
-        clock = play(clock)
+        clock = player.part(clock)
         ends.append(clock)
         if events is None and len(ends) == 3 and run.parts > 3:  # each further part is like the third
             left = run.parts - 3
@@ -244,55 +243,6 @@ class _Lanes:
         """Copy a unit out of its buffer."""
         self.unpacked += unit.unpack
         return note(self.events, clock, unit.unpack, "communication", f"copy out {label}")
-
-    def quiet_part(self, clock: float) -> float:
-        """The same as :meth:`part` without recording, as a search calls it hundreds of times."""
-        units, root, link, carried, unpacked = self.units, self.root, self.link, self.carried, self.unpacked
-        own = [number for number, unit in enumerate(units) if unit is not None]
-        gathers = [unit.fetch + unit.gather for unit in units if unit is not None]
-
-        seconds = root.fetch + root.gather
-        link = clock = max(link, clock) + seconds
-        carried += seconds
-        unpacked += root.unpack
-        clock += root.unpack
-        ready, ahead = 0.0, 0  # when the next unit is gathered, and which units are
-        if own:
-            link = ready = max(link, clock) + gathers[0]
-            carried += gathers[0]
-        for unit, seconds in zip(units, self._forwards, strict=True):
-            if unit is not None:
-                unpacked += unit.unpack
-                clock = max(clock, ready) + unit.unpack
-                ahead += 1
-                if ahead < len(own):
-                    link = ready = max(link, clock) + gathers[ahead]
-                    carried += gathers[ahead]
-            clock += seconds
-        if self.training:
-            again = self.again and bool(own)
-            ahead = len(own) - 1
-            if again:
-                link = ready = max(link, clock) + gathers[ahead]
-                carried += gathers[ahead]
-            for unit, repeated, seconds in zip(reversed(units), reversed(self.run.again), reversed(self._backwards), strict=True):
-                if unit is not None and again:
-                    unpacked += unit.unpack
-                    clock = max(clock, ready) + unit.unpack
-                    ahead -= 1
-                    if ahead >= 0:
-                        link = ready = max(link, clock) + gathers[ahead]
-                        carried += gathers[ahead]
-                clock = clock + repeated + (seconds - repeated)
-                if unit is not None:
-                    seconds = unit.reduce + unit.store
-                    link = max(link, clock) + seconds
-                    carried += seconds
-            seconds = root.reduce + root.store
-            link = max(link, clock) + seconds
-            carried += seconds
-        self.link, self.carried, self.unpacked = link, carried, unpacked
-        return max(clock, link) if self.training else clock
 
     def part(self, clock: float) -> float:
         """Play forward and backward of one part of the batch; returns when its gradients are reduced."""

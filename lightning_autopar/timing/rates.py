@@ -118,39 +118,30 @@ class _Slowed(Rates):
         return "slowed", self._rates.token
 
     def device_class(self, device: Device) -> Hashable:
-        """Devices of one class that are slowed alike."""
         return self._rates.device_class(device), device.slowdown
 
     def among(self, devices: Sequence[Device], inventory: Inventory) -> Rates:
-        """The other rates among these devices, slowed."""
         return _Slowed(self._rates.among(devices, inventory))
 
     def work_seconds(self, device: Device, work: Work) -> float:
-        """An operation on a slowed device."""
         return device.slowdown * self._rates.work_seconds(device, work)
 
     def issue_seconds(self, device: Device, phase: Phase = "forward") -> float:
-        """What the host needs for an operation."""
         return _of_host(device) * self._rates.issue_seconds(device, phase)
 
     def loop_seconds(self, device: Device, engine: Engine) -> float:
-        """What a step costs the host besides."""
         return _of_host(device) * self._rates.loop_seconds(device, engine)
 
     def unit_seconds(self, device: Device) -> float:
-        """What a unit's hooks cost the host."""
         return _of_host(device) * self._rates.unit_seconds(device)
 
     def slowest_of(self, device: Device, count: int) -> float:
-        """The other rates' value."""
         return self._rates.slowest_of(device, count)
 
     def call_seconds(self, device: Device) -> float:
-        """What a call costs the host."""
         return _of_host(device) * self._rates.call_seconds(device)
 
     def action_seconds(self, device: Device) -> float:
-        """What a micro-batch costs a rank besides."""
         return _of_host(device) * self._rates.action_seconds(device)
 
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
@@ -163,15 +154,12 @@ class _Slowed(Rates):
         return self._rates.host_copy_seconds(device, size_bytes)
 
     def host_adam_seconds(self, elements: int, device: Device) -> float:
-        """An update on the host."""
         return _of_host(device) * self._rates.host_adam_seconds(elements, device)
 
     def disk_seconds(self, size_bytes: int, *, write: bool) -> float | None:
-        """The other rates' value."""
         return self._rates.disk_seconds(size_bytes, write=write)
 
     def overlap(self, device: Device) -> float:
-        """The other rates' value."""
         return self._rates.overlap(device)
 
 

@@ -237,7 +237,7 @@ def test_a_picture_of_an_unknown_kind_is_refused(tmp_path: Path, capsys: pytest.
     assert (
         main(["plan", "--devices", "2xcpu:64MiB", "--picture", str(tmp_path / "plan.txt"), _script(tmp_path, "raise SystemExit(7)")]) == 2
     )
-    assert ".svg" in capsys.readouterr().err
+    assert "must end in '.html'" in capsys.readouterr().err
 
 
 def test_lightning_cli_as_a_program(tmp_path: Path) -> None:

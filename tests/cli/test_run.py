@@ -178,8 +178,8 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path, capsys: pytest.Captur
             ["accelerate", "launch", "here.py"],
             "'accelerate' starts scripts and is none; name the training script itself, as in run train.py",
         ),
-        (["--picture", "run.svg", "here.py"], "there is nothing to draw into 'run.svg': the script ran no Trainer"),
-        (["--picture", "run.png", "here.py"], "choose '.svg' for a picture or '.html' for a page"),
+        (["--picture", "run.html", "here.py"], "there is nothing to draw into 'run.html': the script ran no Trainer"),
+        (["--picture", "run.png", "here.py"], "must end in '.html'"),
     ],
 )
 def test_what_cannot_be_started_is_said_in_a_sentence(

@@ -77,7 +77,7 @@ def test_other_devices_have_none(file: Path) -> None:
     """A GPU's neighbours are real."""
     gpu = Device(id="cpu:0", kind="cuda", name="a GPU of that name", total_bytes=2, free_bytes=2)
     there = Inventory(devices=(gpu,), host_total_bytes=1, host_free_bytes=1, source="nvml")
-    assert with_neighbours(there, {"cpu:0": Neighbour(gone=True), "cpu:9": Neighbour(taken_bytes=1)}) is there
+    assert with_neighbours(there, {"cpu:0": Neighbour(gone=True), "cpu:9": Neighbour(taken_bytes=1)}) == there
     file.write_text('{"H100-80GB:0": {"taken": "1GiB"}}')
     assert probe("H100-80GB").devices[0].free_bytes == probe("H100-80GB").devices[0].total_bytes
 
@@ -86,8 +86,8 @@ def test_other_devices_have_none(file: Path) -> None:
     ("text", "wrong"),
     [
         ("{", "Expecting"),
-        ("[]", "array"),
-        ("7", "number"),
+        ("[]", "it holds []"),
+        ("7", "it holds 7"),
         ('{"cpu:0": 1}', "'cpu:0' is 1"),
         ('{"cpu:0": {"takn": 1}}', "'takn'"),
         ('{"cpu:0": {"taken": "much"}}', "'much'"),

@@ -1,4 +1,4 @@
-"""What pages are tested with: a reader of them, a name that is markup, a report of a pipeline and a run that moved."""
+"""What pages are tested with: a reader of them, a name that is markup, a report of a pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.report.report import Report
-from lightning_autopar.report.run_history import LossPoint, MemorySample, MemoryUse, PlanSpan, RunHistory, RunMark
 from tests.fakes.values import GIB, cpu, inventory
 from tests.memory.stages import ROWS
 
@@ -62,22 +61,3 @@ def pipelined() -> Report:
     step = trace(model, None, FirstBatch(batch=tokens, batch_size=ROWS), stage="fit", precision="32-true", target="cpu")
     here = inventory(*(cpu(index, size * GIB) for index, size in enumerate((8, 12, 12, 16))))
     return make_report(step, here, Constraints(pinned=make_plan("1f1b", 4, 8, 8)))
-
-
-SPANS = (
-    PlanSpan(start_seconds=0, end_seconds=30, title="single", devices=("cpu:0",), predicted_bytes={"cpu:0": 2 * GIB}),
-    PlanSpan(start_seconds=32, end_seconds=60, title="ddp ×2", devices=("cpu:0", "cpu:1"), predicted_bytes={"cpu:0": GIB, "cpu:1": GIB}),
-    PlanSpan(start_seconds=60, end_seconds=80, title="parked"),
-    PlanSpan(start_seconds=80, end_seconds=100, title="single", devices=("cpu:0",)),
-)
-MARKS = (
-    RunMark(at_seconds=30, kind="move", words="a device is free again"),
-    RunMark(at_seconds=60, kind="failure", words=NASTY),
-    RunMark(at_seconds=80, kind="resume", words="the neighbour left"),
-)
-MEMORY = (
-    MemorySample(at_seconds=0, devices={"cpu:0": MemoryUse(2 * GIB, 0, 4 * GIB), "cpu:1": MemoryUse(0, GIB, 4 * GIB)}),
-    MemorySample(at_seconds=50, devices={"cpu:0": MemoryUse(GIB, 2 * GIB, 4 * GIB)}),
-)
-LOSSES = tuple(LossPoint(at, at, 2 - at / 100) for at in (*range(60), *range(80, 100)))
-HISTORY = RunHistory(title=NASTY, spans=SPANS, marks=MARKS, memory=MEMORY, losses=LOSSES)

@@ -20,7 +20,8 @@ from types import FrameType
 from typing import Any
 
 from lightning_autopar.sharing import lease_files, ledger, live_files
-from lightning_autopar.sharing.ledger import Held, Ledger, Room
+from lightning_autopar.sharing.lease_files import LeaseFile
+from lightning_autopar.sharing.ledger import Ledger, Room
 
 RUNS, TOTAL, DEVICES = 16, 80, ("gpu:0", "gpu:1", "gpu:2")
 FILES = {live_files.__file__, lease_files.__file__, ledger.__file__}
@@ -77,15 +78,15 @@ def play(run: int, plan: dict[str, Any], folder: Path, board: Board, start: int,
     began = time.perf_counter()
     found = book.claim(plan["wants"], board.look, run=f"run {run}", within_seconds=60.0)
     seconds = time.perf_counter() - began
-    if isinstance(found, Held) and plan["shows"]:
+    if isinstance(found, LeaseFile) and plan["shows"]:
         for device, size in plan["wants"].items():
             board.take(run, device, size)
             found.show(device, size)
     sys.settrace(None)
-    os.write(pipe, json.dumps({"granted": isinstance(found, Held), "seconds": seconds}).encode())
+    os.write(pipe, json.dumps({"granted": isinstance(found, LeaseFile), "seconds": seconds}).encode())
     os.close(pipe)
     os.read(end, 1)
-    if isinstance(found, Held) and plan["releases"]:
+    if isinstance(found, LeaseFile) and plan["releases"]:
         found.release()
     os._exit(0)
 

@@ -26,7 +26,7 @@ import pytest
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.sharing.lease_files import LeaseFile, live_leases
-from lightning_autopar.sharing.ledger import Held, Ledger, Room, Shortage
+from lightning_autopar.sharing.ledger import Ledger, Room, Shortage
 from lightning_autopar.sharing.queue import Place, PlaceFile, live_places
 from lightning_autopar.sharing.queue_order import SILENT_SECONDS, ahead
 from tests.strategies.modules import QUIET, Regression, loader
@@ -36,13 +36,13 @@ def look(free: int = 80) -> Room:
     return lambda leases: {"gpu": free - sum(lease.pending_bytes("gpu") for lease in leases)}
 
 
-def claim(folder: Path, size: int, **options: Any) -> Held | Shortage:
+def claim(folder: Path, size: int, **options: Any) -> LeaseFile | Shortage:
     return Ledger(folder).claim({"gpu": size}, look, run="test", **options)
 
 
-def held(folder: Path, size: int) -> Held:
+def held(folder: Path, size: int) -> LeaseFile:
     found = claim(folder, size)
-    assert isinstance(found, Held)
+    assert isinstance(found, LeaseFile)
     return found
 
 

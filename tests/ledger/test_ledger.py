@@ -19,7 +19,7 @@ import pytest
 from benchmarks.machine import machine
 from lightning_autopar.sharing import ledger
 from lightning_autopar.sharing.lease_files import LeaseFile, live_leases
-from lightning_autopar.sharing.ledger import Held, Ledger, Room, Shortage, ledger_folder
+from lightning_autopar.sharing.ledger import Ledger, Room, Shortage, ledger_folder
 from tests.work import counted
 
 HERE = Path(__file__).resolve().parent
@@ -46,13 +46,13 @@ def look(**free: int) -> Callable[[], Room]:
     return lambda: lambda leases: {device: size - sum(lease.pending_bytes(device) for lease in leases) for device, size in free.items()}
 
 
-def claim(book: Ledger, size: int, *, free: int = 80, **options: Any) -> Held | Shortage:
+def claim(book: Ledger, size: int, *, free: int = 80, **options: Any) -> LeaseFile | Shortage:
     return book.claim({"gpu": size}, look(gpu=free), run="test", **options)
 
 
-def held(book: Ledger, size: int, **options: Any) -> Held:
+def held(book: Ledger, size: int, **options: Any) -> LeaseFile:
     found = claim(book, size, **options)
-    assert isinstance(found, Held)
+    assert isinstance(found, LeaseFile)
     return found
 
 
@@ -143,10 +143,10 @@ def test_what_is_promised_counts_until_it_can_be_seen(book: Ledger) -> None:
 def test_all_devices_or_none(book: Ledger) -> None:
     free = {"a": 10, "b": 10}
     first = book.claim({"a": 5}, look(**free), run="first")
-    assert isinstance(first, Held)
+    assert isinstance(first, LeaseFile)
     assert isinstance(book.claim({"b": 5, "a": 6}, look(**free), run="second"), Shortage)
     third = book.claim({"b": 10}, look(**free), run="third")
-    assert isinstance(third, Held), "nothing of the second is left"
+    assert isinstance(third, LeaseFile), "nothing of the second is left"
     third.release()
     first.release()
 
@@ -192,7 +192,7 @@ def test_a_process_that_is_stopped_holds_up_nobody_for_long(book: Ledger, monkey
 
         once = iter([stop])
         found = book.claim({"gpu": 50}, lambda: next(once, look(gpu=80))(), run="stopped", within_seconds=0.2)
-        os.write(answer[1], b"held" if isinstance(found, Held) else b"short")
+        os.write(answer[1], b"held" if isinstance(found, LeaseFile) else b"short")
 
     pid = child(stopped)
     os.read(told[0], 1)

@@ -73,9 +73,22 @@ def test_a_workspace_for_each_thread_that_multiplies() -> None:
 def test_every_known_device_is_told_apart(name: str) -> None:
     """By the name in a spec and by the driver's alike."""
     kind = _kind(name)
-    assert kind.word
     assert all(_kind(other) == kind for other in KNOWN_DEVICES[name].device_names)
     assert kind.processors == KNOWN_DEVICES[name].multiprocessors
+
+
+@pytest.mark.parametrize(
+    ("name", "alike"),
+    [
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "H100-80GB"),
+        ("NVIDIA A100-SXM-64GB", "A100-80GB"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX4090-24GB"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTXPRO6000-96GB"),
+        ("NVIDIA L40G", "L40-48GB"),
+    ],
+)
+def test_a_name_that_the_catalogue_lacks_is_told_by_its_chip(name: str, alike: str) -> None:
+    assert _kind(name) == _kind(alike)
 
 
 @pytest.mark.parametrize(("name", "seen"), [("NVIDIA GeForce RTX 3090", 256), ("NVIDIA RTX 6000 Ada Generation", 426)])

@@ -256,7 +256,7 @@ def test_tables_by_category_and_by_part() -> None:
     assert lines(categories, "may be used", "3.8 GiB", "1.9 GiB")
     (headroom,) = lines(categories, "headroom")
     assert len(headroom.split("iB")) == 3
-    parts = text(by_part(found))
+    parts = text(by_part(found, found.candidates[0]))
     assert lines(parts, *(candidate.plan.title() for candidate in found.candidates if candidate.seconds and candidate.fits))
     assert lines(parts, "compute", "s")
     assert lines(parts, "step", "s")

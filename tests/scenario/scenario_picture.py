@@ -15,9 +15,12 @@ from typing import Any
 from matplotlib import style
 from matplotlib.figure import Figure
 
-from lightning_autopar.report.page.style import ALARM, FAINT, INK, OTHERS, PAPER, PLANS
+from lightning_autopar.report.page.style import ALARM, FAINT, INK, PAPER
 
 _MIB = 1 << 20
+#: Colours of runs, on which dark words can be read, and of what others take.
+_PLANS = ("#8cc5e8", "#f3c567", "#7fcdb5", "#eda680", "#e0b4cf", "#d9d07a", "#b7c0cc", "#c9a98f")
+_OTHERS = "#b0a99a"
 _STATES = {"queued": ("#ffffff", "//"), "parked": ("#e4e5e8", ".."), "moving": (ALARM, None), "planning": (FAINT, None)}
 
 
@@ -25,7 +28,7 @@ def draw(box: dict[str, Any], path: Path) -> None:
     """One row a device, then one a run; a run has the same colour in both."""
     samples: Sequence[dict[str, Any]] = box["samples"]
     names = [spec["name"] for spec in sorted(box["specs"], key=lambda spec: spec["at_seconds"])]
-    colours = dict(zip(names, PLANS, strict=False))
+    colours = dict(zip(names, _PLANS, strict=False))
     times = [sample["at"] for sample in samples]
     with style.context("default"):
         figure = Figure(figsize=(11, 7.5), facecolor=PAPER)
@@ -33,7 +36,7 @@ def draw(box: dict[str, Any], path: Path) -> None:
         for axes, device in zip(rows, ("cpu:0", "cpu:1", "cpu:2"), strict=False):
             heights = [[sample["leases"].get(name, {}).get(device, 0) / _MIB for sample in samples] for name in names]
             heights.append([sample["taken"].get(device, 0) / _MIB for sample in samples])
-            axes.stackplot(times, heights, colors=[*colours.values(), OTHERS], step="post", linewidth=0)
+            axes.stackplot(times, heights, colors=[*colours.values(), _OTHERS], step="post", linewidth=0)
             axes.axhline(box["device_bytes"] / _MIB, color=ALARM, linewidth=1)
             axes.set_ylabel(f"{device}, MiB", color=INK)
             axes.set_ylim(0, 1.08 * box["device_bytes"] / _MIB)

@@ -14,7 +14,8 @@ import pytest
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, NothingFits, Plan
 from lightning_autopar.sharing import ledger as promised
-from lightning_autopar.sharing.ledger import Held, Ledger
+from lightning_autopar.sharing.lease_files import LeaseFile
+from lightning_autopar.sharing.ledger import Ledger
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.preparation.decide import decide_again
 from tests.strategies.modules import QUIET, TWO, Regression, fit, loader, on_rank
@@ -31,7 +32,7 @@ def somebody(folder: Path, wants: dict[str, int]) -> Iterator[int]:
         os.close(end[1])
         try:
             held = Ledger(folder).claim(wants, lambda: lambda leases: wants, run="somebody")
-            os.write(told[1], b"1" if isinstance(held, Held) else b"0")
+            os.write(told[1], b"1" if isinstance(held, LeaseFile) else b"0")
             os.read(end[0], 1)
         finally:
             os._exit(0)

@@ -23,8 +23,9 @@ from lightning_autopar import NothingFits, Turn
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.sharing import queue_order as turns
+from lightning_autopar.sharing.lease_files import LeaseFile
 from lightning_autopar.sharing.leases import Leases
-from lightning_autopar.sharing.ledger import Held, Ledger, without_leased
+from lightning_autopar.sharing.ledger import Ledger, without_leased
 from lightning_autopar.sharing.queue import Place, live_places
 from lightning_autopar.sharing.queue_order import Need
 from lightning_autopar.sharing.runs.display import RunDisplay
@@ -94,7 +95,7 @@ def holder(folder: Path, wants: dict[str, int], *, ends_in: float | None = None,
 
     def body(child: Child) -> None:
         held = Ledger(folder).claim(wants, lambda: lambda leases: wants, run="holder", **about)
-        assert isinstance(held, Held)
+        assert isinstance(held, LeaseFile)
         held.expect(None if ends_in is None else time.monotonic_ns() + int(ends_in * 1e9))
         child.tell("held")
         child.wait_for_end()

@@ -12,8 +12,10 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import is_dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,35 @@ def read_records(path: Path | None, read: Callable[[Any], Record], what: str) ->
     except (OSError, ValueError, RecursionError) as error:
         log.warning("autopar: %s is left out: %s can't be read (%s)", what, path, error)
         return ()
+
+
+def from_json(kind: type[Record], data: Any) -> Record:
+    """A dataclass of its values in JSON.
+
+    Raises:
+        ValueError: if a value is missing, or isn't of its field's type.
+    """
+    types = _types(kind)  # type: ignore[arg-type]  # a class has a hash
+    try:
+        return kind(**{name: _typed(types[name], value) for name, value in data.items()})
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"not a record: {error}") from error
+
+
+_types = lru_cache(get_type_hints)
+
+
+def _typed(wanted: Any, value: Any) -> Any:
+    if is_dataclass(wanted):
+        return from_json(wanted, value)  # type: ignore[arg-type]  # an annotation is a class
+    if get_origin(wanted) is tuple and isinstance(value, (list, tuple)):
+        return tuple(_typed(get_args(wanted)[0], each) for each in value)
+    kinds = get_args(wanted) or (wanted,)
+    if float in kinds and type(value) is int:
+        return float(value)
+    if type(value) not in kinds:
+        raise TypeError(f"{value!r} is no {wanted}")
+    return value
 
 
 def write_json(path: Path, data: Any) -> bool:

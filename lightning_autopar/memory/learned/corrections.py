@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.memory.learned.cache_files import from_json
 from lightning_autopar.memory.learned.step_times import StepTimes, TimeFactors
 from lightning_autopar.plans import Plan
 from lightning_autopar.text import format_change
@@ -82,10 +83,6 @@ class RunRecord:
     day: str
     short: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, data: Any) -> RunRecord:
         """The record of such values.
@@ -93,20 +90,10 @@ class RunRecord:
         Raises:
             ValueError: if they aren't those of a record.
         """
-        try:
-            ranks = tuple(RankRecord(**rank) for rank in data["ranks"])
-            record = cls(**{**data, "devices": tuple(data["devices"]), "ranks": ranks})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"not a record of a run: {error}") from error
-        texts = (record.shape, record.title, record.day, *record.devices)
-        needed = [size for rank in ranks for size in (rank.predicted, rank.variable, rank.measured)]
-        known = [size for rank in ranks for size in (rank.reserved, rank.context) if size is not None]
-        whole = all(isinstance(size, int) and size >= 0 for size in (*needed, *known))
-        whole = whole and isinstance(record.short, bool)
-        if not whole or not all(isinstance(text, str) for text in texts) or not 0 < len(ranks) == len(record.devices):
-            raise ValueError("not a record of a run: its values are of other kinds")
-        if any(rank.predicted == 0 for rank in ranks):
-            raise ValueError("not a record of a run: nothing was predicted")
+        record = from_json(cls, data)
+        sizes = [size or 0 for rank in record.ranks for size in dataclasses.astuple(rank)]
+        if min(sizes, default=-1) < 0 or len(record.ranks) != len(record.devices) or not all(rank.predicted for rank in record.ranks):
+            raise ValueError("not a record of a run: its bytes can't be")
         return record
 
     @property

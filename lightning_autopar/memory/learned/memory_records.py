@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -117,5 +118,5 @@ def add_record(key: str, record: RunRecord) -> None:
     for other in load_records(key):
         if not other.same_as(record) or sum(each.same_as(record) for each in kept) < _MOST_ALIKE:
             kept.append(other)
-    data = {"format": _FORMAT, "records": [each.to_dict() for each in kept[:_MOST_RECORDS]]}
+    data = {"format": _FORMAT, "records": [asdict(each) for each in kept[:_MOST_RECORDS]]}
     cache_files.write_json(folder / f"{key}.json", data)

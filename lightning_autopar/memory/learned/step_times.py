@@ -65,10 +65,6 @@ class StepTime:
         """Measured over predicted."""
         return self.measured / self.predicted
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, data: Any) -> StepTime:
         """The record of such values.
@@ -76,15 +72,9 @@ class StepTime:
         Raises:
             ValueError: if they aren't those of a record.
         """
-        try:
-            record = cls(**{**data, "devices": tuple(data["devices"])})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"not a record of a run's step time: {error}") from error
-        texts = (record.module, record.shape, record.rates, record.day, *record.devices)
-        if not all(isinstance(text, str) for text in texts) or not all(_is_time(value) for value in (record.predicted, record.measured)):
-            raise ValueError("not a record of a run's step time: its values are of other kinds")
-        if record.links and not (_is_time(record.links) and record.links <= record.predicted):
-            raise ValueError("not a record of a run's step time: links take a part of the predicted seconds")
+        record = cache_files.from_json(cls, data)
+        if not all(0 < value < math.inf for value in (record.predicted, record.measured)) or not 0 <= record.links <= record.predicted:
+            raise ValueError("not a record of a run's step time: its seconds can't be")
         return record
 
 
@@ -220,10 +210,6 @@ def _links_over_compute(runs: Sequence[_Run]) -> float:
     return min(MOST, max(LEAST, links / compute))
 
 
-def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
 _KIND = "step_times"
 #: The most records of a module, and of all modules.
 _MOST_OF_ONE, _MOST = 16, 512
@@ -239,7 +225,7 @@ def add_step_time(host_threads: int, record: StepTime) -> None:
     path = _path(host_threads)
     if path is not None:
         kept = list(_bounded((record, *load_step_times(host_threads))))
-        cache_files.write_json(path, {"records": [each.to_dict() for each in kept[:_MOST]]})
+        cache_files.write_json(path, {"records": [dataclasses.asdict(each) for each in kept[:_MOST]]})
 
 
 def _bounded(records: Iterable[StepTime]) -> Iterable[StepTime]:

@@ -369,7 +369,6 @@ class _Reader:
         self._look()
 
     def end(self) -> None:
-        """The tape ends."""
         self._end_section()
         if self._forward:
             self._end_pass(saved=False)

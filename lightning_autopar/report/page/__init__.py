@@ -7,6 +7,5 @@ Modules, in reading order:
     style        colours and the style sheet
     memory       the section on memory, and its bars
     step         the section on the step, and the spans that it draws
-    drawing      rows and axes that the page and the picture share
-    svg_file     figures as one SVG file that needs nothing but itself, in the colours of a light page
+    drawing      rows and axes
 """

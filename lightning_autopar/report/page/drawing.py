@@ -1,6 +1,6 @@
 """A drawing as values: rows with a name on the left and words on the right, a legend above, an axis below; and how a page shows it.
 
-Pages show a figure by :meth:`Figure.html`, which fits it to the page's width; :mod:`.svg_file` makes an SVG file of it. Knows no report.
+Knows no report.
 """
 
 from __future__ import annotations

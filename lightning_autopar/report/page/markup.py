@@ -1,6 +1,6 @@
 """HTML and inline SVG from values: elements, pages and fragments. This module alone escapes what isn't markup.
 
-It knows neither reports nor runs, nor how anything looks: that is :mod:`.style`.
+It knows no report, nor how anything looks: that is :mod:`.style`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_autopar.report.page.style import hatching, page_style, style
+
+if TYPE_CHECKING:
+    from lightning_autopar.report.table import Figures
 
 _VOID = frozenset({"meta", "rect", "line", "path", "col", "polyline", "circle"})
 
@@ -87,6 +91,16 @@ def scrolled(label: str, *children: str) -> Html:
     return element("div", *children, class_="scroll", role="region", aria_label=label, tabindex="0")
 
 
+def figures(corner: str, table: Figures) -> Html:
+    """A table of figures; ``corner`` is said above the rows' names."""
+    head = element("tr", element("th", corner, scope="col"), *(element("th", title, scope="col") for title in table.columns))
+    rows = [
+        element("tr", element("th", name, scope="row"), *(element("td", words) for words in cells), class_="sum" if strong else None)
+        for name, cells, strong in table.rows
+    ]
+    return scrolled(table.title, element("table", element("thead", head), element("tbody", *rows), class_="figures"))
+
+
 def fragment(body: Sequence[str]) -> Html:
     """Markup for a place in another page: its style doesn't change that page, and the page's style doesn't change it.
 
@@ -113,12 +127,23 @@ def page(title: str, body: Sequence[str]) -> Html:
     return Html("<!DOCTYPE html>\n" + element("html", head, element("body", element("main", fragment(body))), lang="en") + "\n")
 
 
-def write(markup: str, path: str | Path) -> None:
-    """A page or a drawing as a file.
+def check_file(path: str | Path) -> None:
+    """Refuse a file that isn't named as a page.
 
     Raises:
-        ValueError: if it can't be written.
+        ValueError: if its ending is another one.
     """
+    if Path(path).suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"the picture's file {str(path)!r} must end in '.html': it is a page")
+
+
+def write(markup: str, path: str | Path) -> None:
+    """A page as a file.
+
+    Raises:
+        ValueError: if its ending is another one, or it can't be written.
+    """
+    check_file(path)
     try:
         Path(path).write_text(markup, encoding="utf-8")
     except OSError as error:

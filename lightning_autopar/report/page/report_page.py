@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from lightning_autopar.devices.inventory import devices_label
 from lightning_autopar.report.page.markup import Html, chart, element, fragment, join, page, percent, rect, share
-from lightning_autopar.report.page.memory import layer_section, memory_figure, memory_section
-from lightning_autopar.report.page.step import parts_figure, step_figure, step_section
-from lightning_autopar.report.page.svg_file import Picture, picture_of
+from lightning_autopar.report.page.memory import layer_section, memory_section
+from lightning_autopar.report.page.step import step_section
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.report.table import device_words, fullest, fullest_words, grouped, headroom_words, occasion_words, time_words
 from lightning_autopar.text import format_bytes, format_seconds
@@ -32,33 +31,6 @@ def report_page(report: Report, candidate: Candidate | None = None) -> Html:
 def report_fragment(report: Report, candidate: Candidate | None = None) -> Html:
     """The same for a place in another page, such as a notebook's cell."""
     return fragment(_body(report, candidate or report.shown_candidate()))
-
-
-def report_picture(report: Report, candidate: Candidate | None = None) -> Picture:
-    """The page's drawings of a plan, memory and step, as one SVG.
-
-    Raises:
-        ValueError: if there is no prediction to draw.
-    """
-    shown = candidate or report.shown_candidate()
-    if shown is None or not shown.bytes:
-        which = "none of the plans" if shown is None else f"the plan {shown.plan.title()!r}"
-        why = shown.reason if shown is not None else "; ".join(dict.fromkeys(one.reason or "" for one in report.candidates))
-        raise ValueError(f"there is nothing to draw: {which} was predicted ({why}); draw one that has a prediction")
-    figures = [memory_figure(report, shown)]
-    if shown.seconds is not None:
-        figures.append(step_figure(report, shown))
-        figures += [parts] if (parts := parts_figure(shown)) is not None else []
-    return picture_of(_title(shown), figures)
-
-
-def _title(candidate: Candidate) -> str:
-    """The plan and its main figures."""
-    step = f", {format_seconds(candidate.seconds.step)} a step" if candidate.seconds else ""
-    if candidate.fits:
-        return f"{candidate.plan.title()}: {format_bytes(max(candidate.needs.values(), default=0))} on the fullest device{step}"
-    verdict = "can't be run by this version" if not candidate.runnable else "doesn't fit"
-    return f"{candidate.plan.title()} {verdict}{step}"
 
 
 def _body(report: Report, shown: Candidate | None) -> list[Html]:

@@ -16,10 +16,11 @@ from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.page.drawing import Figure, Row, axis
-from lightning_autopar.report.page.markup import Html, element, percent, rect, scrolled, share, text
+from lightning_autopar.report.page.markup import Html, element, figures, percent, rect, share, text
 from lightning_autopar.report.page.style import color_class
 from lightning_autopar.report.report import Candidate, Report
-from lightning_autopar.text import format_bytes, format_seconds
+from lightning_autopar.report.table import by_part
+from lightning_autopar.text import format_seconds
 from lightning_autopar.timing.data_sheet import DATA_SHEET
 from lightning_autopar.timing.rank_compute import LaneSpan
 from lightning_autopar.timing.rates import Rates
@@ -102,7 +103,7 @@ _MOST_SPANS, _LEAST_SHARE = 4000, 1 / 2000
 _BLOCK_SHARE = 0.012
 #: The share of the axis from which on a character of a micro-batch's number fits: on a wide page, and on every page.
 _CHARACTER_SHARE, _ALWAYS_SHARE = 0.008, 0.02
-_ROW_PIXELS, _BESIDE_PIXELS, _MOST_COMPARED = 24, 9, 4
+_ROW_PIXELS, _BESIDE_PIXELS = 24, 9
 _STAGE, _MICRO_BATCH = re.compile(r"\bstage (\d+)"), re.compile(r"\bmicro-batch (\d+)")
 
 
@@ -118,7 +119,9 @@ def step_section(report: Report, candidate: Candidate) -> Html:
         "section",
         step_figure(report, candidate).html(),
         None if parts is None else parts.html("h3"),
-        element("details", element("summary", "Compared with the next plans", class_="head"), _compared(report, candidate)),
+        element(
+            "details", element("summary", "Compared with the next plans", class_="head"), figures("of a step", by_part(report, candidate))
+        ),
     )
 
 
@@ -269,27 +272,3 @@ def parts_figure(candidate: Candidate) -> Figure | None:
         legend=tuple(marks),
         rows=(Row(height=_ROW_PIXELS, label=f"the step's parts: {said}", drawn=tuple(drawn)),),
     )
-
-
-def _compared(report: Report, candidate: Candidate) -> Html:
-    """Seconds by part for the first plans, the shown one first."""
-    others = [each for each in report.candidates if each.seconds is not None and each is not candidate]
-    shown = [candidate, *others][:_MOST_COMPARED]
-    parts = [each.seconds.parts() for each in shown if each.seconds is not None]
-    names = [name for name in parts[0] if any(each[name] for each in parts)]
-    head = element("tr", element("th", "of a step", scope="col"), *(element("th", each.plan.title(), scope="col") for each in shown))
-    rows = [
-        element(
-            "tr",
-            element("th", name, scope="row"),
-            *(element("td", format_seconds(each[name]) if each[name] else "–") for each in parts),
-        )
-        for name in names
-    ]
-    sums = [format_seconds(each.seconds.step) for each in shown if each.seconds is not None]
-    rows.append(element("tr", element("th", "step", scope="row"), *(element("td", words) for words in sums), class_="sum"))
-    needs = [format_bytes(max(each.needs.values())) if each.needs else "–" for each in shown]
-    rows.append(
-        element("tr", element("th", "memory of the device that needs most", scope="row"), *(element("td", words) for words in needs))
-    )
-    return scrolled("seconds by part and plan", element("table", element("thead", head), element("tbody", *rows), class_="figures"))

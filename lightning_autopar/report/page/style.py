@@ -1,4 +1,4 @@
-"""How pages and pictures look: colours, and a style sheet that is confined to one element. Knows no report.
+"""How pages look: colours, and a style sheet that is confined to one element. Knows no report.
 
 The page's own theme is the browser's (``prefers-color-scheme``); a notebook's is what its front end says it is. A fragment has a paper of
 its own, so that it is readable wherever it stands. Widths are its own as well, by container queries: a notebook's cell is no window.
@@ -36,24 +36,20 @@ KINDS: Mapping[str, str] = {
     "input": "#6b6f76",
     "idle": "#ffffff",
 }
-#: Colours of a run's memory, and of the plans that ran; these are light, so that dark words can be read on them.
-OURS, OTHERS = "#0072b2", "#b0a99a"
-PLANS = ("#8cc5e8", "#f3c567", "#7fcdb5", "#eda680", "#e0b4cf", "#d9d07a", "#b7c0cc", "#c9a98f")
 
 #: Colours of a rank's second and fourth stage, to tell them from the first and third.
 _LIGHTER = {"forward": "#7cc0ea", "backward": "#f7d27a"}
 #: Colours of a step's seconds by part.
 _PARTS = {"compute": KINDS["forward"], "overhead": KINDS["input"]}
 _LIGHT = {"paper": PAPER, "ink": INK, "soft": "#57606a", "faint": FAINT, "line": "#dfe1e4", "panel": "#f1f1ee", "alarm": ALARM}
-_LIGHT |= {"good": "#1a6f37", "held": HELD, "link": "#00588a", "line-ours": OURS}
+_LIGHT |= {"good": "#1a6f37", "held": HELD, "link": "#00588a"}
 _DARK = {"paper": "#171a1f", "ink": "#e8eaed", "soft": "#aab2bd", "faint": "#59616c", "line": "#343a43", "panel": "#20242b"}
-_DARK |= {"alarm": "#ff8f86", "good": "#6fd08c", "held": "#3a4049", "link": "#7cc0ea", "line-ours": "#4fa8dc"}
+_DARK |= {"alarm": "#ff8f86", "good": "#6fd08c", "held": "#3a4049", "link": "#7cc0ea"}
 
-#: The style of drawings, on a page and in a picture.
+#: The style of drawings.
 _DRAWN = """
 & text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; fill: var(--ink); }
 & .frame { fill: none; stroke: var(--faint); }
-& .paper { fill: var(--paper); }
 & .held { fill: var(--held); }
 & .hatch { fill: url(#HATCH); }
 & .tick { stroke: var(--line); stroke-width: 1; }
@@ -62,20 +58,6 @@ _DRAWN = """
 & text.soft { fill: var(--soft); }
 & .cell { stroke: var(--paper); stroke-width: 1; }
 & svg.cells text { font-size: 11px; text-anchor: middle; pointer-events: none; }
-& .moment { stroke: var(--soft); stroke-width: 1; stroke-dasharray: 4 3; }
-& .moment.failed { stroke: var(--alarm); stroke-dasharray: none; }
-& .loss { fill: none; stroke: var(--line-ours); stroke-width: 1.8; stroke-linejoin: round; stroke-linecap: round; }
-& .predicted { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 2 2; }
-& text.halo { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round; }
-"""
-#: The additional style of a picture; :mod:`.svg_file` computes with these sizes.
-_PICTURE = """
-& text { font-variant-numeric: tabular-nums; }
-& text.words { font-size: 13px; }
-& text.title { font-size: 20px; font-weight: 650; }
-& text.heading { font-size: 16px; font-weight: 650; }
-& text.good { fill: var(--good); font-weight: 600; }
-& text.alarm { fill: var(--alarm); font-weight: 600; }
 """
 _SHEET = """
 & { box-sizing: border-box; container-type: inline-size; max-width: 1280px; padding: 20px 24px 28px; background: var(--paper);
@@ -191,21 +173,11 @@ def style(scope: str, hatch: str) -> str:
     return "".join(themes) + _confined(_DRAWN + _SHEET, here, hatch)
 
 
-def picture_style(scope: str, hatch: str) -> str:
-    """The style sheet of an SVG file: without variables, which not every SVG viewer supports."""
-    return _in_light(_confined(_DRAWN + _PICTURE, f"#{scope}", hatch))
-
-
 def _confined(sheet: str, here: str, hatch: str) -> str:
     """A sheet, with the colours' classes, limited to the inside of an element."""
     colors = "".join(f"{here} .{color_class(name)}{{fill:{color}}}" for name, color in _palette().items())
     words = "".join(f"{here} .on-{color_class(name)}{{fill:{on_color(color)}}}" for name, color in _palette().items())
     return re.sub(r"\s+", " ", sheet.replace("HATCH", hatch)).replace("&", here).strip() + colors + words
-
-
-def _in_light(markup: str) -> str:
-    """The sheet with each variable replaced by its light value."""
-    return re.sub(r"var\(--([a-z-]+)\)", lambda found: _LIGHT[found[1]], markup)
 
 
 def page_style() -> str:
@@ -219,19 +191,11 @@ def page_style() -> str:
 
 def hatching(identifier: str) -> str:
     """The hatching pattern for a page: for waiting, and for the margin."""
-    return f'<svg width="0" height="0" aria-hidden="true" style="position:absolute">{_pattern(identifier)}</svg>'
-
-
-def pattern(identifier: str) -> str:
-    """The same for a picture."""
-    return _in_light(_pattern(identifier))
-
-
-def _pattern(identifier: str) -> str:
     return (
+        '<svg width="0" height="0" aria-hidden="true" style="position:absolute">'
         f'<defs><pattern id="{identifier}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<rect width="6" height="6" fill="var(--paper)"/>'
-        '<line x1="0" y1="0" x2="0" y2="6" stroke="var(--faint)" stroke-width="2"/></pattern></defs>'
+        '<line x1="0" y1="0" x2="0" y2="6" stroke="var(--faint)" stroke-width="2"/></pattern></defs></svg>'
     )
 
 
@@ -259,9 +223,8 @@ def _luminance(color: str) -> float:
 
 def _palette() -> dict[str, str]:
     """Every colour that has a class."""
-    plans = {f"plan{index}": color for index, color in enumerate(PLANS)}
     lighter = {f"{kind}-2": color for kind, color in _LIGHTER.items()}
-    found = {**CATEGORIES, **KINDS, **_PARTS, **lighter, **plans, "other": OTHER, "ours": OURS, "others": OTHERS}
+    found = {**CATEGORIES, **KINDS, **_PARTS, **lighter, "other": OTHER}
     return {name: color for name, color in found.items() if name != "idle"}
 
 

@@ -7,12 +7,12 @@ import fcntl
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_autopar.sharing.live_files import let_go, own
+from lightning_autopar.sharing.runs.folders import write_json
 from lightning_autopar.sharing.sweep.runs_file import ListedRun, ListedSweep
 
 _DONE = "done.json"
@@ -49,7 +49,7 @@ class SweepFolder:
     def note(self, run: ListedRun, entry: Mapping[str, Any]) -> None:
         """Keep what came of a run."""
         self.done[run.name] = {"key": key_of(run), "command": run.command, **entry}
-        write(self.path / _DONE, {"runs": self.done})
+        write_json(self.path / _DONE, {"runs": self.done})
 
     def _in(self, folder: str, name: str) -> Path:
         (self.path / folder).mkdir(exist_ok=True)
@@ -83,20 +83,6 @@ def key_of(run: ListedRun) -> str:
     """A run's identity: its command, its folder, and its variables."""
     identity = json.dumps([run.words, os.path.abspath(run.cwd), sorted(run.env.items())])
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
-
-
-def write(path: Path, data: Any) -> None:
-    """Write a file that exists whole or not at all."""
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(number, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=2)
-            file.write("\n")
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
 
 
 def _read(path: Path) -> dict[str, Any]:

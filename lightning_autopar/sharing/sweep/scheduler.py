@@ -1,16 +1,14 @@
 """Puts jobs on devices so that the last one ends soonest: by which option each runs, on which devices, in which order.
 
 The problem (moldable jobs on a few devices) is NP-hard. Allotments that are good for some deadline (J. Turek, J. L. Wolf, P. S. Yu:
-Approximate algorithms for scheduling parallelizable tasks, SPAA 1992) are listed longest first, and annealing improves the best lists,
-where Saturn (K. Nagrecha, A. Kumar, VLDB 2023) uses a solver. A list is scheduled job by job, each as early as its devices are free; on
-equal devices the best schedule of all is such a list. ``benchmarks/sweep_exact.py`` compares small cases with the best schedule. Equal jobs
-on equal devices give the same schedule.
+Approximate algorithms for scheduling parallelizable tasks, SPAA 1992) are listed longest first, and the best lists improved job by job. A
+list is scheduled in its order, each job as early as its devices are free; on equal devices the best schedule of all is such a list.
+``benchmarks/sweep_exact.py`` compares small cases with the best schedule. A longer search gains nothing once runs take longer or shorter
+than predicted.
 """
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -87,14 +85,6 @@ class Listing:
             placed.append(Placed(job=self.jobs[job].name, option=option, devices=devices, start_seconds=start))
         return Schedule(placed=tuple(sorted(placed, key=lambda place: place.start_seconds)), busy_seconds=dict(self.busy))
 
-    def bound_seconds(self) -> float:
-        """A lower bound of schedules: the longest job at its fastest, or the least work of all jobs, spread evenly."""
-        if not self.jobs:
-            return max(self._free_at, default=0.0)
-        fastest = max(min(_place(seating, self._free_at[:])[0] + seating.seconds for seating in seatings) for seatings in self.seatings)
-        work = sum(min(option.device_seconds for option in options) for options in self.options)
-        return max(fastest, *self._free_at, (sum(self._free_at) + work) / len(self.devices))
-
 
 def _seating(option: RunOption, devices: tuple[SweepDevice, ...]) -> Seating | None:
     """A way on these devices; None where it fits nowhere."""
@@ -153,51 +143,29 @@ def _in_order_of_seats(option: RunOption, devices: Sequence[SweepDevice]) -> tup
     return tuple(seated[index] for index in range(len(option.needs)))
 
 
-#: How many lists are looked at for a schedule, times the number of jobs: a second for 50 jobs, less for few.
-_LOOKS = 200_000
-_MOST_LOOKS = 8_000
-#: How many of the first lists are improved.
-_KEPT = 3
-#: Where annealing begins and ends, as a share of the makespan.
-_HOT, _COLD = 0.05, 0.001
-
 _List = tuple[list[int], list[int]]
+#: How many lists are improved.
+_IMPROVED = 3
 
 
-def schedule(
-    jobs: Sequence[Job], devices: Sequence[SweepDevice], busy_seconds: Mapping[str, float] | None = None, *, looks: int | None = None
-) -> Schedule:
-    """A schedule that ends soon. Jobs of a higher priority stand before all others; the rest is free.
+def schedule(jobs: Sequence[Job], devices: Sequence[SweepDevice], busy_seconds: Mapping[str, float] | None = None) -> Schedule:
+    """The list that ends soonest. Jobs of a higher priority stand before all others; the rest is free.
 
     Args:
         jobs: to be run, each once.
         devices: to run on, one job at a time each: two that share a device take as long as one after the other, and memory besides.
         busy_seconds: for how long devices are taken by what runs already, by id.
-        looks: how many lists to look at; by default as many as a second allows.
 
     Raises:
         ValueError: if a job fits on none of the devices.
     """
     listing = Listing(jobs, devices, busy_seconds)
-    if not jobs:
-        return listing.schedule([], [])
-    bound = listing.bound_seconds() * (1 + 1e-9)
-    # One list for each choice of options.
-    found = {tuple(options): (listing.length(order, options), (order, options)) for order, options in _starts(listing)}
-    starts = sorted(found.values(), key=lambda each: each[0])
-    best = starts[0]
-    looks = min(_MOST_LOOKS, _LOOKS // len(jobs)) if looks is None else looks
-    draw = random.Random(len(jobs))
-    for start in starts[:_KEPT]:
-        if best[0][0] <= bound:
-            break
-        annealed = _annealed(listing, start, looks // _KEPT, bound, draw)
-        best = min(best, annealed, key=lambda each: each[0])
-    return listing.schedule(*best[1])
+    found = sorted(_lists(listing), key=lambda each: listing.length(*each))
+    return listing.schedule(*min((_improved(listing, each) for each in found[:_IMPROVED]), key=lambda each: listing.length(*each)))
 
 
-def _starts(listing: Listing) -> Iterator[_List]:
-    """The first lists: for each deadline, the options that meet it with the least work; and for each number of devices, the fastest."""
+def _lists(listing: Listing) -> Iterator[_List]:
+    """The lists: for each deadline, the options that meet it with the least work; and for each number of devices, the fastest."""
     count = len(listing.jobs)
     seconds = sorted({option.seconds for options in listing.options for option in options})
     for deadline in seconds:
@@ -219,6 +187,20 @@ def _starts(listing: Listing) -> Iterator[_List]:
 
         chosen[job] = min(range(len(listing.options[job])), key=end)
     yield order, chosen
+
+
+def _improved(listing: Listing, found: _List) -> _List:
+    """The list with other options of single jobs, as long as one makes it shorter."""
+    best, before = listing.length(*found), None
+    while best != before:
+        before = best
+        for job, options in enumerate(listing.options):
+            for option in range(len(options)):
+                chosen = [*found[1][:job], option, *found[1][job + 1 :]]
+                for order in (found[0], _longest_first(listing, chosen)):
+                    if (length := listing.length(order, chosen)) < best:
+                        best, found = length, (order, chosen)
+    return found
 
 
 def at_most(options: Sequence[RunOption], most: int) -> int:
@@ -243,50 +225,3 @@ def _longest_first(listing: Listing, options: Sequence[int]) -> list[int]:
         return -listing.jobs[job].priority, -option.seconds, -len(option.needs), job
 
     return sorted(range(len(listing.jobs)), key=key)
-
-
-_Looked = tuple[tuple[float, float], _List]
-
-
-def _annealed(listing: Listing, start: _Looked, looks: int, bound: float, draw: random.Random) -> _Looked:
-    """The best list found from one, by changing a way or moving a job, where worse ones are taken less and less often."""
-    (order, options), length = ([*start[1][0]], [*start[1][1]]), start[0]
-    best: _Looked = (length, (order[:], options[:]))
-    count, scale = len(order), start[0][0]
-    first, last = _class_bounds(listing, order)
-    several = [job for job in range(count) if len(listing.options[job]) > 1]
-    for look in range(looks):
-        heat = scale * _HOT * (_COLD / _HOT) ** (look / looks)
-        trial_order, trial_ways = order, options
-        kind = draw.random()
-        if several and kind < 0.45:
-            job = several[draw.randrange(len(several))]
-            option = draw.randrange(len(listing.options[job]) - 1)
-            trial_ways = options[:]
-            trial_ways[job] = option + (option >= options[job])
-        if kind >= 0.35:  # the two overlap: sometimes both
-            at = draw.randrange(count)
-            to = draw.randrange(first[at], last[at])
-            trial_order = order[:]
-            if kind < 0.8:
-                trial_order.insert(to, trial_order.pop(at))
-            else:
-                trial_order[at], trial_order[to] = trial_order[to], trial_order[at]
-        found = listing.length(trial_order, trial_ways)
-        # Equally long lists are told apart by when jobs end on average, which counts little.
-        worse = found[0] - length[0] + 0.01 * (found[1] - length[1]) / count
-        if worse <= 0 or draw.random() < math.exp(-worse / heat):
-            order, options, length = trial_order, trial_ways, found
-            if length < best[0]:
-                best = length, (order[:], options[:])
-                if length[0] <= bound:
-                    break
-    return best
-
-
-def _class_bounds(listing: Listing, order: Sequence[int]) -> tuple[list[int], list[int]]:
-    """For each place in the order, where its class of priority begins and ends: no job leaves its class."""
-    priorities = [listing.jobs[job].priority for job in order]
-    first = [priorities.index(priority) for priority in priorities]
-    last = [start + priorities.count(priority) for start, priority in zip(first, priorities, strict=True)]
-    return first, last

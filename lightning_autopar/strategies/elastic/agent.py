@@ -224,7 +224,6 @@ class Agent(RunState):
             rendezvous.final = False  # it is past the step where it failed, and has a snapshot to go on from
             self._failures.clear()
         self._saver.watch(running.elastic)
-        self._note(running)
         self._expect(running)
         if running.hangs(self._moving.hang_seconds):
             rank_zero_warn(
@@ -239,13 +238,6 @@ class Agent(RunState):
             self._expected_at = now
             self._seconds_left = self.remaining_steps * running.step_seconds
             self._promises.expect(self._seconds_left)
-
-    def _note(self, running: RunningGeneration | None) -> None:
-        """Sample what is on the devices, when a sample is due."""
-        if self.recorder.is_due():
-            predicted = {} if running is None else self.decision.run_plan.reserved_bytes
-            loss = None if running is None else running.elastic.rendezvous.loss()
-            self.recorder.sample(self._probe(running), {**predicted, **self.measured_bytes}, loss)
 
     # -- moves -------------------------------------------------------------------------------------------------------------------------
 
@@ -337,7 +329,6 @@ class Agent(RunState):
     def _wait_in_turn(self, noted: list[type[BaseException]], place: ParkedPlace) -> bool:
         looked = 0.0
         while not noted:
-            self._note(None)
             if self.paused_by_user:
                 place.leave()  # its owner wants it to stay parked
             else:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.report.report import NothingFits
-from lightning_autopar.sharing.ledger import Held, Shortage
+from lightning_autopar.sharing.lease_files import LeaseFile
+from lightning_autopar.sharing.ledger import Shortage
 from lightning_autopar.sharing.queue import PlaceFile
 from lightning_autopar.sharing.queue_order import Need
 
@@ -95,7 +96,7 @@ class Promises:
 
     def __init__(self, leases: Leases, probe: Callable[[RunningGeneration | None], Inventory]) -> None:
         self._leases, self._probe = leases, probe
-        self._prepared: Held | None = None
+        self._prepared: LeaseFile | None = None
 
     @property
     def held_bytes(self) -> dict[str, int]:

@@ -1,5 +1,5 @@
 """The state of an elastic run: what runs, where, since when, and which devices it may use, as watchers and the agent see it;
-and what happened to it, as the agent records it: which plans ran, when and why, who else used the devices, and the loss.
+and what happened to it, as the agent records it: which plans ran, when and why.
 
 Some devices it avoids: those that somebody asked the run to leave, for some minutes, and memory that the run has run out of. It moves
 nothing.
@@ -16,7 +16,7 @@ from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import devices_label
 from lightning_autopar.report.report import NothingFits
-from lightning_autopar.report.run_history import LossPoint, MemorySample, MemoryUse, PlanSpan, RunHistory, RunMark
+from lightning_autopar.report.run_history import PlanSpan, RunHistory, RunMark
 from lightning_autopar.strategies.base.plan_log import PlanChange
 from lightning_autopar.strategies.elastic.kept_leases import Promises
 from lightning_autopar.strategies.elastic.running_generation import RunningGeneration
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 
 PARKED = "parked"
-#: The shortest time between samples of memory and loss; and the number of samples at which every other one is dropped.
-_SAMPLE_SECONDS, _MOST_SAMPLES = 0.5, 4000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +61,6 @@ class HistoryRecorder:
         self._began = time.monotonic()
         self._spans: list[PlanPeriod] = []
         self._marks: list[RunMark] = []
-        self._memory: list[MemorySample] = []
-        self._losses: list[LossPoint] = []
-        self._sampled = float("-inf")
-        self._every_seconds = _SAMPLE_SECONDS
 
     @property
     def spans(self) -> tuple[PlanPeriod, ...]:
@@ -108,32 +102,8 @@ class HistoryRecorder:
         """Something went wrong."""
         self._marks.append(RunMark(at_seconds=self.seconds(), kind="failure", words=words))
 
-    def is_due(self) -> bool:
-        """Whether it is time to sample."""
-        return self.seconds() - self._sampled >= self._every_seconds
-
-    def sample(self, inventory: Inventory, ours: Mapping[str, int], loss: tuple[int, float] | None) -> None:
-        """Record what is on the devices now, and the latest loss with its step.
-
-        Args:
-            inventory: with what this run holds counted as free.
-            ours: bytes that this run holds, or was predicted to hold, by device.
-            loss: the step and the value; None where nothing was logged.
-        """
-        self._sampled = now = self.seconds()
-        devices = {
-            device.id: MemoryUse(ours.get(device.id, 0), max(0, device.total_bytes - device.free_bytes), device.total_bytes)
-            for device in inventory.devices
-        }
-        self._memory.append(MemorySample(at_seconds=now, devices=devices))
-        if loss is not None and (not self._losses or self._losses[-1].step != loss[0]):
-            self._losses.append(LossPoint(now, *loss))
-        if len(self._memory) > _MOST_SAMPLES:
-            self._memory, self._losses = self._memory[::2], self._losses[::2]
-            self._every_seconds *= 2
-
     def history(self, title: str) -> RunHistory:
-        """The whole history, for a picture."""
+        """The whole history."""
         return RunHistory(
             title=title,
             spans=tuple(
@@ -147,8 +117,6 @@ class HistoryRecorder:
                 for span in self._spans
             ),
             marks=tuple(self._marks),
-            memory=tuple(self._memory),
-            losses=tuple(self._losses),
         )
 
 
@@ -188,13 +156,11 @@ class AvoidedDevices:
         """The devices, without what plans must not use."""
         now = time.monotonic()
         self._left_until = {device: until for device, until in self._left_until.items() if until > now}
-        devices = tuple(
+        return found.with_devices(
             replace(device, free_bytes=min(device.free_bytes, self._limits.get(device.id, device.free_bytes)))
             for device in found.devices
             if device.id not in self._left_until
         )
-        ids = {device.id for device in devices}
-        return replace(found, devices=devices, links=tuple(link for link in found.links if link.a in ids and link.b in ids))
 
 
 #: Seconds that forking, setup and joining take besides copying the state.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 import pickle
-import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,7 +27,7 @@ _ASKS: tuple[Ask, ...] = ("snapshot", "pause")
 _INTERRUPTS: tuple[type[BaseException], ...] = (KeyboardInterrupt, SIGTERMException)
 #: The shared numbers of all ranks together, and of each rank: first those of any rendezvous, then those of a kind of rendezvous.
 _HOLD, _STOP_AT, _ASK, _NUMBER, _FINAL, _WORDS = range(6)
-_COUNT, _BATCH_NS, _AT_NS, _DONE, _STEP, _LEFT, _SAVE_NS, _BYTES, _SAMPLES, _LOSS, _LOSS_STEP, _CELLS = range(12)
+_COUNT, _BATCH_NS, _AT_NS, _DONE, _STEP, _LEFT, _SAVE_NS, _BYTES, _SAMPLES, _CELLS = range(10)
 #: By orders of magnitude longer than a write to memory takes to become visible to another core.
 _SETTLE_SECONDS = 0.01
 #: Stands for a rank's figure that isn't known.
@@ -71,7 +70,7 @@ class _Rendezvous:
         self._world_size = world_size
         self._cells = memoryview(mmap.mmap(-1, 8 * (_WORDS + _CELLS * world_size))).cast("q")
         for rank in range(world_size):
-            for cell in (_BATCH_NS, _AT_NS, _STEP, _LEFT, _SAVE_NS, _LOSS_STEP):
+            for cell in (_BATCH_NS, _AT_NS, _STEP, _LEFT, _SAVE_NS):
                 self._cells[self._place(rank, cell)] = _UNKNOWN
 
     def _place(self, rank: int, cell: int) -> int:
@@ -235,11 +234,6 @@ class SnapshotRendezvous(_Rendezvous):
         self._cells[self._place(rank, _BYTES)] = used_bytes
         self._cells[self._place(rank, _SAMPLES)] = samples_at_once or 0
 
-    def tell_loss(self, rank: int, step: int, loss: float) -> None:
-        """Report the latest logged loss."""
-        self._cells[self._place(rank, _LOSS)] = struct.unpack("q", struct.pack("d", loss))[0]
-        self._cells[self._place(rank, _LOSS_STEP)] = step
-
     @property
     def final(self) -> bool:
         """Whether a failure ends the run, so that the hooks for exceptions must run."""
@@ -299,11 +293,6 @@ class SnapshotRendezvous(_Rendezvous):
     def samples_at_once(self) -> int | None:
         """How many samples fit at once on every rank; None where no batch ran out of memory."""
         return min((count for count in self._everyones(_SAMPLES) if count), default=None)
-
-    def loss(self) -> tuple[int, float] | None:
-        """Rank 0's latest loss with its step, if there is one."""
-        step = int(self._cells[self._place(0, _LOSS_STEP)])
-        return None if step == _UNKNOWN else (step, struct.unpack("d", struct.pack("q", self._cells[self._place(0, _LOSS)]))[0])
 
 
 _START, _REQUEST, _REFUSAL = "start.pkl", "request", "refusal"

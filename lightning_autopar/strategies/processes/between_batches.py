@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning_utilities.core import rank_zero
 
 from lightning_autopar._lightning import ProgressBar, Trainer, get_filesystem
-from lightning_autopar._lightning_compat import latest_metrics, mute_hooks, no_hyperparameters
+from lightning_autopar._lightning_compat import mute_hooks, no_hyperparameters
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import batches_left
 from lightning_autopar.strategies.processes.agent_protocol import BEGIN, GenerationFiles
@@ -72,8 +72,6 @@ class CheckpointJournal:
 
 #: Hooks that the first generation has run: their effects are handed over.
 MUTED = frozenset({"prepare_data", "on_fit_start", "on_train_start"})
-#: Seconds between two looks at the loss.
-_TELL_SECONDS = 0.5
 
 
 class Paused(BaseException):
@@ -93,7 +91,6 @@ class Boundary:
         self._trainer, self._before, self._rank = trainer, before, rank
         if elastic is not None:
             self._elastic = elastic
-        self._told = float("-inf")
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
         self._advance: Callable[[Any], None] = self._epoch_loop.advance
         vars(self._epoch_loop)["advance"] = self._meet_and_advance
@@ -152,7 +149,6 @@ class Boundary:
         if self._journal is None:
             self._go_on_after(self._elastic.folder.parent / BEGIN)
         rendezvous.tell_memory(self._rank, self._used_bytes(), trainer.strategy.running.samples_at_once)  # type: ignore[attr-defined]  # of EngineMixin
-        self._tell_loss()
         ask = rendezvous.arrive(self._rank, step=trainer.global_step, batches_left=batches_left(trainer), in_window=self._in_window)
         if ask is not None:
             trainer.strategy.meter.pause(trainer.strategy)  # type: ignore[attr-defined]  # a snapshot is no part of a step
@@ -169,16 +165,6 @@ class Boundary:
     def _in_window(self) -> bool:
         """Whether gradients of earlier batches still wait for their optimizer's step."""
         return self._epoch_loop.batch_progress.current.ready > 0 and bool(self._epoch_loop._should_accumulate())
-
-    def _tell_loss(self) -> None:
-        """Report the loss that the user logs, for the run's picture; seldom, as reading a value from a GPU waits for it."""
-        if self._rank != 0 or time.monotonic() - self._told < _TELL_SECONDS:
-            return
-        self._told = time.monotonic()
-        for name, value in latest_metrics(self._trainer).items():
-            if "loss" in name and not name.startswith("val"):
-                self._elastic.rendezvous.tell_loss(0, self._trainer.global_step, float(value))
-                return
 
     def _used_bytes(self) -> int:
         device = self._trainer.strategy.root_device

@@ -138,9 +138,6 @@ class LeavingBoundary(Boundary):
                 write_loggers(self._trainer, self._before, beside)
                 (beside / _READY).touch()
 
-    def _tell_loss(self) -> None:
-        """Nobody watches."""
-
     def _look(self) -> None:
         """Before the optimizer's step: a rank has run out of memory."""
         if self._shortage.noted:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,8 @@ def test_a_shortage_is_reckoned_with_beyond_what_was_not_enough() -> None:
     assert notes == ("memory corrected by +155 B, as this plan ran out of memory on 2026-11-22",)
     later = record(DDP, [HELD, HELD], [1300, 1000], day="2026-11-23")
     assert known(later, made).corrected(DDP, {"cpu:0": HELD, "cpu:1": HELD})[0]["cpu:0"].reserved == 1300
-    assert RunRecord.from_dict(json.loads(json.dumps(made.to_dict()))) == made
-    old = {name: value for name, value in made.to_dict().items() if name != "short"}
+    assert RunRecord.from_dict(json.loads(json.dumps(asdict(made)))) == made
+    old = {name: value for name, value in asdict(made).items() if name != "short"}
     assert not RunRecord.from_dict(old).short, "written before there were any"
     with pytest.raises(ValueError, match="not a record"):
         RunRecord.from_dict({**old, "short": "yes"})
@@ -385,5 +386,5 @@ def test_a_run_that_is_too_short_teaches_nothing(cache: Path, tmp_path: Path) ->
 
 def test_a_record_knows_itself() -> None:
     made = record(SINGLE, [HELD], [1300])
-    assert RunRecord.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+    assert RunRecord.from_dict(json.loads(json.dumps(asdict(made)))) == made
     assert made.ranks == (RankRecord(predicted=1000, variable=600, measured=1300),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_a_spoilt_file_is_left_out_with_a_word(folder: Path, text: str, caplog: 
 
 
 def test_what_is_no_record() -> None:
-    good = ran(1.0).to_dict()
+    good = asdict(ran(1.0))
     assert StepTime.from_dict(good) == ran(1.0)
     wrongs: list[dict[str, Any]] = [{"predicted": 0.0}, {"measured": float("nan")}, {"measured": True}, {"day": 3}, {"devices": None}]
     for wrong in [*wrongs, {"links": 3.0}, {"links": -1.0}]:

@@ -19,7 +19,7 @@ from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.planning.planner import make_report
 from lightning_autopar.report.report import NothingFits, Report
 from tests.browser import Browser, find_browser
-from tests.fakes.pages import HISTORY, pipelined
+from tests.fakes.pages import pipelined
 from tests.fakes.values import GIB, MIB, footprint, gpu, inventory
 
 Image = pytest.importorskip("PIL.Image")
@@ -114,7 +114,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    markup = {name: report.to_html() for name, report in reports().items()} | {"run": HISTORY.to_html()}
+    markup = {name: report.to_html() for name, report in reports().items()}
     return {name: _written(folder / f"{name}.html", text) for name, text in markup.items()}
 
 
@@ -129,7 +129,7 @@ def _pixels(picture: bytes, folder: Path) -> Any:
         return opened.convert("RGB")
 
 
-@pytest.mark.parametrize("name", ["uneven", "shared", "nothing", "run"])
+@pytest.mark.parametrize("name", ["uneven", "shared", "nothing"])
 def test_a_page_can_be_read_in_light_and_dark_narrow_and_wide(name: str, browser: Browser, pages: dict[str, Path], tmp_path: Path) -> None:
     papers = {}
     for width in _WIDTHS:
@@ -147,9 +147,7 @@ def test_a_page_can_be_read_in_light_and_dark_narrow_and_wide(name: str, browser
                 continue
             # Each of these is drawn, in its colour.
             there = {color for _, color in colors}
-            assert {"uneven": (0x00, 0x72, 0xB2), "shared": (0xD5, 0x5E, 0x00), "nothing": (0xD5, 0x5E, 0x00), "run": (0xB0, 0xA9, 0x9A)}[
-                name
-            ] in there
+            assert {"uneven": (0x00, 0x72, 0xB2), "shared": (0xD5, 0x5E, 0x00), "nothing": (0xD5, 0x5E, 0x00)}[name] in there
     assert all(sum(papers[width, False]) > 700 > 200 > sum(papers[width, True]) for width in _WIDTHS)
 
 

@@ -182,6 +182,8 @@ def test_files(report: Report, tmp_path: Path) -> None:
     assert (tmp_path / "page.HTML").read_text(encoding="utf-8") == report.to_html()
     with pytest.raises(ValueError, match="give a path in a folder that is there"):
         report.save_picture(tmp_path / "no" / "page.html")
+    with pytest.raises(ValueError, match=r"must end in '\.html'"):
+        report.save_picture(tmp_path / "plan.svg")
 
 
 def test_another_candidate_can_be_shown(report: Report) -> None:

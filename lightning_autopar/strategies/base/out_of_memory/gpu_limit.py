@@ -26,7 +26,8 @@ from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.memory.device_bytes import DeviceBytes
-from lightning_autopar.sharing.ledger import Held, Ledger, Room, Shortage, is_leased, open_ledger, owners, room_bytes
+from lightning_autopar.sharing.lease_files import LeaseFile
+from lightning_autopar.sharing.ledger import Ledger, Room, Shortage, is_leased, open_ledger, owners, room_bytes
 from lightning_autopar.sharing.queue import live_places
 from lightning_autopar.text import format_bytes
 
@@ -51,7 +52,7 @@ _DRIVERS_BYTES = 1 << 30
 _LOOK_SECONDS, _REFUSED_SECONDS = 1.0, 10.0
 
 #: Asks the ledger for this many more bytes.
-Ask = Callable[[int], Held | Shortage | None]
+Ask = Callable[[int], LeaseFile | Shortage | None]
 
 
 class Allocator(Protocol):
@@ -162,7 +163,7 @@ class GpuLimit:
     ) -> None:
         self.lease = lease
         self._allocator, self._ask, self._clock, self._alone = allocator, ask, clock, alone
-        self._more: list[tuple[int, Held]] = []
+        self._more: list[tuple[int, LeaseFile]] = []
         self._steps = 0
         self._again_at = float("-inf")
         # What this process held on the device before wasn't free memory when the ledger promised the run its part.
@@ -224,7 +225,7 @@ class GpuLimit:
         if isinstance(found, Shortage) and found.room_bytes >= _LEAST_BYTES:
             missing_bytes = min(missing_bytes, found.room_bytes)
             found = self._ask(missing_bytes)
-        if isinstance(found, Held):
+        if isinstance(found, LeaseFile):
             self._more.append((missing_bytes, found))
             self._cap()
         else:  # others have it
@@ -351,7 +352,7 @@ def _asker(ledger: Ledger, device: str, leader: int) -> Ask:
         found = probe()
         return lambda leases: room_bytes(found, leases)
 
-    def ask(more_bytes: int) -> Held | Shortage | None:
+    def ask(more_bytes: int) -> LeaseFile | Shortage | None:
         try:
             return ledger.claim({device: more_bytes}, look, run=f"slack of {leader}", within_seconds=0.1, part_of=leader)
         except (OSError, ValueError):  # a full disk, say: then the run gets no more

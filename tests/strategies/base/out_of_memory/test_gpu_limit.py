@@ -18,7 +18,8 @@ from lightning_autopar.devices.inventory import Device, DeviceProcess
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
-from lightning_autopar.sharing.ledger import Held, Ledger, Shortage
+from lightning_autopar.sharing.lease_files import LeaseFile
+from lightning_autopar.sharing.ledger import Ledger, Shortage
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import (
     CudaAllocator,
     GpuLimit,
@@ -61,7 +62,7 @@ class Book:
     def __init__(self, room_bytes: int) -> None:
         self.room, self.asked, self.granted = room_bytes, list[int](), 0
 
-    def __call__(self, more_bytes: int) -> Held | Shortage:
+    def __call__(self, more_bytes: int) -> LeaseFile | Shortage:
         self.asked.append(more_bytes)
         if more_bytes > self.room:
             return Shortage(device="GPU-0", wanted_bytes=more_bytes, room_bytes=self.room)
@@ -70,7 +71,7 @@ class Book:
         return Piece(self, more_bytes)
 
 
-class Piece(Held):
+class Piece(LeaseFile):
     """What it granted."""
 
     def __init__(self, book: Book, size: int) -> None:
@@ -249,9 +250,9 @@ def assigned(kind: str = "cpu", free: int = 20 * GIB, total: int = 20 * GIB) -> 
     return RunPlan(plan=plan, devices=(device,), candidate=candidate, budgets={device.id: int(free * 0.95)})
 
 
-def claimed(ledger: Ledger, size: int, room: int = 20 * GIB) -> Held:
+def claimed(ledger: Ledger, size: int, room: int = 20 * GIB) -> LeaseFile:
     found = ledger.claim({"cpu:0": size}, lambda: lambda leases: {"cpu:0": room}, run="test")
-    assert isinstance(found, Held)
+    assert isinstance(found, LeaseFile)
     return found
 
 
