@@ -327,7 +327,7 @@ def of_host(inventory: Inventory, known: Calibration) -> list[Curve]:
     """The speeds of copies between devices and the host, and of updates there."""
     from lightning_autopar.strategies.calibration.between_ranks import measure_host
 
-    return measure_host(HOST, inventory.host_threads, cache_folder("rates") or Path(tempfile.gettempdir()))
+    return measure_host(HOST, inventory.host_threads)
 
 
 def _host_loop(known: Calibration) -> list[Curve]:

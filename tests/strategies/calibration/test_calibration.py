@@ -433,10 +433,9 @@ def test_a_tiny_step_of_every_engine(engine: str) -> None:
     assert 1e-5 < curves[0].seconds[0] < 10
 
 
-def test_the_host_is_measured(tmp_path: Path) -> None:
-    curves = run_forked(measure_host, HOST, 1, tmp_path, timeout_seconds=100)
-    assert [curve.thing for curve in curves] == ["adam", "disk_write", "disk_read"]
-    assert list(tmp_path.iterdir()) == []
+def test_the_host_is_measured() -> None:
+    curves = run_forked(measure_host, HOST, 1, timeout_seconds=100)
+    assert [curve.thing for curve in curves] == ["adam"]
 
 
 def test_kept_rates_are_found_again(inventory: Inventory) -> None:
