@@ -348,7 +348,6 @@ def test_an_inventory_in_words() -> None:
         ("now", "cpu:64MiB", {}, "everything"),
         ("now", "8xH100-80GB", {}, "asks nobody"),
         ("off", "2xcpu:64MiB", {}, "asks nobody"),
-        ("trial", "cpu:64MiB", {"cache": "off"}, "what is missing"),
     ],
 )
 def test_when_it_is_measured(
