@@ -21,8 +21,7 @@ from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration.calibration import be_silent
 from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
-from lightning_autopar.strategies.processes.handover import back_to_script as handover
-from lightning_autopar.strategies.processes.worker import WorkerJob
+from lightning_autopar.strategies.processes.worker import make_job
 from lightning_autopar.strategies.processes.worker_supervisor import run_folder, run_generation
 
 log = logging.getLogger(__name__)
@@ -159,16 +158,7 @@ def _run_steps(run_plan: RunPlan, trainer: Trainer, function: Callable[..., Any]
     loop.max_epochs, loop.min_epochs, loop.epoch_loop.min_steps = -1, 0, None
     loop.epoch_loop.max_steps = steps * trainer.accumulate_grad_batches
     with run_folder(1 << 20) as folder:
-        job = WorkerJob(
-            run_plan=replace(run_plan, from_snapshot=False),
-            make_engine=trainer.strategy.make_engine,  # type: ignore[attr-defined]  # the user's AutoParallelStrategy
-            trainer=trainer,
-            function=function,
-            args=(),
-            kwargs={**arguments, "ckpt_path": None},
-            folder=folder,
-            before=handover.survey(trainer),
-        )
+        job = make_job(replace(run_plan, from_snapshot=False), trainer, function, (), {**arguments, "ckpt_path": None}, folder)
         outcome = run_generation(job)
     if outcome.error is not None:
         raise outcome.error
