@@ -281,7 +281,6 @@ class Meter:
         self._host_bytes = recording.host_bytes
 
     def _abandon(self) -> None:
-        """Stop recording, and drop what was recorded."""
         if self._recording:
             self._recorder.abandon()
             self._recording = False

@@ -223,7 +223,6 @@ class _Amid:
 
 
 def _there_and_back(rank: int, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Send a tensor between two ranks, there and back."""
     if rank == 0:
         dist.send(tensor, 1, group=group)
         dist.recv(tensor, 1, group=group)

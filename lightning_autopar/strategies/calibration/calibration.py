@@ -227,7 +227,6 @@ def _of_gpus(devices: Sequence[Device], inventory: Inventory, known: Calibration
 
 
 def _failed_lately(day: str | None) -> bool:
-    """Whether it failed within the last days."""
     return day is not None and datetime.date.today() - datetime.date.fromisoformat(day) < datetime.timedelta(days=_FAILED_DAYS)
 
 
@@ -412,7 +411,6 @@ def _bar(steps: int, wanted: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _in_another_process(inventory: Inventory, wanted: Collection[str] | None, *, again: bool) -> tuple[list[Curve], list[Failure]]:
-    """Measure in a new Python, which can fork."""
     most_seconds = _most_seconds(inventory)
     things = None if wanted is None else sorted(wanted)
     words = json.dumps({"inventory": inventory.to_dict(), "wanted": things, "again": again, "most_seconds": most_seconds})
@@ -450,7 +448,6 @@ def answer() -> None:
 
 
 def _from_words(words: dict[str, Any]) -> Inventory:
-    """The inventory that was read from standard input."""
     return Inventory(
         devices=tuple(
             Device(**{**device, "processes": tuple(DeviceProcess(**process) for process in device["processes"])})

@@ -27,8 +27,6 @@ from lightning_autopar.state.scratch_files import ScratchFile, hand_back_pages
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """The elements of a tensor that a rank has."""
-
     start: int
     count: int
     dtype: torch.dtype
@@ -128,7 +126,6 @@ def whole_optimizer_state(
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer's parameters, by position."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
