@@ -27,7 +27,7 @@ Objective = Literal["speed", "memory"]
 REFUSALS = ("batch_norm", "buffers", "kept")
 #: A relative difference of losses up to this is floating-point reassociation.
 SPLIT_TOLERANCE = 1e-5
-_BESIDES = ("micro_batches", "pipeline_parts", "pipeline_replicas", "rerun", "shares", "replicas", "recompute", "offload", "disk")
+_BESIDES = ("micro_batches", "pipeline_parts", "pipeline_replicas", "rerun", "shares", "replicas", "recompute", "offload")
 
 
 def excludable() -> frozenset[str]:

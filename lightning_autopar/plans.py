@@ -47,7 +47,7 @@ ENGINES: dict[Engine, EngineEntry] = {
         path="lightning_autopar.strategies.zero.engine:Zero",
         offered=False,
         package=("deepspeed", "deepspeed"),
-        takes=("zero_stage", "offload", "optimizer_on_disk"),
+        takes=("zero_stage", "offload"),
         parts=("zero_3",),
     ),
     "pipeline": EngineEntry(path="lightning_autopar.strategies.pipeline.engine:Pipeline", takes=("replicas", "cuts", "schedule")),
@@ -65,7 +65,6 @@ _OWN: Mapping[str, Any] = {
     "shares": (),
     "zero_stage": None,
     "offload": (),
-    "optimizer_on_disk": False,
     "cuts": (),
     "schedule": None,
 }
@@ -94,8 +93,6 @@ class Plan:
         offload: what lies in host memory between uses, in the order of ``OFFLOADS``: ``"optimizer"`` (its state and its step),
             ``"parameters"``. ZeRO: stage 3 can offload parameters. FSDP: both or none, as its ``CPUOffloadPolicy`` moves parameters,
             gradients and the optimizer together.
-        optimizer_on_disk: ZeRO only, with the optimizer offloaded: whether its state (not the parameters, nor their copies that it steps)
-            lies in a file on a local disk; host memory holds only the part that is being stepped.
         cuts: pipeline only: FQNs of the blocks with which the second and every later stage begins.
         schedule: pipeline only. The interleaved one has several stages a rank: stage ``s`` runs on pipeline rank ``s mod ranks``.
             ``"1f1b"`` needs as many micro-batches as stages at least.
@@ -116,7 +113,6 @@ class Plan:
     shares: tuple[int, ...] = ()
     zero_stage: int | None = None
     offload: tuple[Offload, ...] = ()
-    optimizer_on_disk: bool = False
     cuts: tuple[str, ...] = ()
     schedule: Schedule | None = None
     reasons: tuple[str, ...] = ()
@@ -132,8 +128,6 @@ class Plan:
             if (value := getattr(self, name)) != _OWN[name] and name not in entry.takes:
                 takers = " or ".join(repr(other) for other, its in all_engines().items() if name in its.takes)
                 raise ValueError(f"{name} is {value!r}, but the engine is {self.engine!r}; leave it out, or choose {takers}")
-            if isinstance(_OWN[name], bool) and not isinstance(value, bool):
-                raise ValueError(f"{name} must be true or false, but is {value!r}")
         self._check_replicas()
         self._check_shares()
         self._check_offload()

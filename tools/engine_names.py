@@ -20,7 +20,7 @@ PACKAGE = ROOT / "lightning_autopar"
 FOLDERS = tuple(PACKAGE / "strategies" / name for name in ("ddp", "fsdp", "zero", "pipeline"))
 NAMES = frozenset(("single", "ddp", "fsdp", "zero", "pipeline", "zero_3"))
 #: Set by one engine alone: fields of a plan, and of a running engine.
-FIELDS = frozenset(("zero_stage", "cuts", "schedule", "reshard_after_forward", "optimizer_on_disk"))
+FIELDS = frozenset(("zero_stage", "cuts", "schedule", "reshard_after_forward"))
 FLAGS = FIELDS | {"in_stages", "staging"}
 #: Where ``self`` is a plan.
 PLANS = PACKAGE / "plans.py"

@@ -122,7 +122,7 @@ def plans(footprint: Footprint, ids: tuple[str, ...]) -> Iterator[Plan]:
                 sharded: dict[str, Any] = {"reshard_after_forward": reshard, "offload": offload, "replicas": replicas, "shard": units}
                 yield Plan(engine="fsdp", **common, **sharded)
         for stage, kinds in ((1, ()), (2, ()), (3, ()), (2, ("optimizer",)), (3, ("optimizer",)), (3, OFFLOADS)):
-            yield Plan(engine="zero", zero_stage=stage, offload=kinds, optimizer_on_disk=stage == 3 and len(kinds) == 1, **common)
+            yield Plan(engine="zero", zero_stage=stage, offload=kinds, **common)
         for schedule, replicas, shard in itertools.product(SCHEDULES, range(1, max(2, count)), ((), units)):
             ranks = count // replicas
             stages = 2 * ranks if schedule == "interleaved_1f1b" else ranks

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.devices.changes import DeviceEvent, device_events, usable
@@ -33,9 +33,12 @@ from lightning_autopar.planning.move_verdict import (
 from lightning_autopar.planning.plan_bytes import host_bytes
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, NothingFits
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest, RunView
+from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.text import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lightning_autopar.strategies.elastic.run_state import RunState
 
 #: How many plans may be made in a row beyond the share of time, so that a quiet run reacts to a change at once.
 _IN_A_ROW = 4
@@ -204,7 +207,7 @@ class Watch:
         run: which one it is.
     """
 
-    def __init__(self, timeline: list[DeviceLook] | None = None, run: RunView | None = None) -> None:
+    def __init__(self, timeline: list[DeviceLook] | None = None, run: RunState | None = None) -> None:
         self.timeline: list[DeviceLook] = [] if timeline is None else timeline
         self.run = None if run is None else weakref.ref(run)
         self._history = MoveHistory()
@@ -224,7 +227,7 @@ class Watch:
         self._slowed: dict[str, tuple[float, float]] = {}
         self._rules, self._max_overhead = Rules(), 0.0
 
-    def look(self, run: RunView, now: float, rules: Rules, max_overhead: float) -> MoveRequest | None:
+    def look(self, run: RunState, now: float, rules: Rules, max_overhead: float) -> MoveRequest | None:
         """Like :meth:`lightning_autopar.callbacks.elastic_replan.ElasticReplan.look`, by its rules."""
         self._rules, self._max_overhead = rules, max_overhead
         self._notice(run, now)
@@ -245,7 +248,7 @@ class Watch:
             self._asked_move = MoveRequest(action="park", decision=None, reason=verdict.reason, urgent=True)
         return self._asked_move
 
-    def _felt(self, run: RunView, inventory: Inventory, now: float) -> Inventory:
+    def _felt(self, run: RunState, inventory: Inventory, now: float) -> Inventory:
         """The inventory with slowed devices if the run's steps take longer than usual, for any reason. It isn't known which of a plan's
         devices causes it, so all of them are slowed. Devices that the run left count as slowed for a while.
         """
@@ -267,7 +270,7 @@ class Watch:
         )
         return replace(inventory, devices=devices)
 
-    def _notice(self, run: RunView, now: float) -> None:
+    def _notice(self, run: RunState, now: float) -> None:
         """Record what has happened to the run since the last look."""
         plan, asked_move = run.decision.run_plan.plan, self._asked_move
         if self._plan is None:
@@ -297,7 +300,7 @@ class Watch:
             self._answer = Answer(decision=run.decision, inventory=_without_own_work(run.decision.report.inventory, run))
         self._plan = plan
 
-    def _events(self, run: RunView, inventory: Inventory) -> tuple[DeviceEvent, ...]:
+    def _events(self, run: RunState, inventory: Inventory) -> tuple[DeviceEvent, ...]:
         """Report what has happened since the last look."""
         plan = run.decision.run_plan.plan
         before = _without_own_work(self._before or run.decision.report.inventory, run)
@@ -307,7 +310,7 @@ class Watch:
             self._add(run, "event", event.kind, event.text, event.device)
         return events
 
-    def _running(self, run: RunView, inventory: Inventory, now: float) -> tuple[Verdict, Decision | None]:
+    def _running(self, run: RunState, inventory: Inventory, now: float) -> tuple[Verdict, Decision | None]:
         answer = self._answer
         assert answer is not None, "the first look took it from the run"
         current = self._current(run, answer)
@@ -341,7 +344,7 @@ class Watch:
         )
         return verdict, decision
 
-    def _parked(self, run: RunView, inventory: Inventory, now: float) -> tuple[Verdict, Decision | None]:
+    def _parked(self, run: RunState, inventory: Inventory, now: float) -> tuple[Verdict, Decision | None]:
         left, answer = usable(inventory), self._answer
         if (answer is None or answer.stale(left)) and self._budget.allows(now, _PARKED_SHARE):
             answer = self._replan(run, left)
@@ -349,7 +352,7 @@ class Watch:
         verdict = decide_resume(now=now, best=best, inventory=left, rules=self._rules, history=self._history)
         return verdict, None if answer is None else answer.decision
 
-    def _replan(self, run: RunView, inventory: Inventory) -> Answer:
+    def _replan(self, run: RunState, inventory: Inventory) -> Answer:
         """Plan for these devices, and record the seconds that it took."""
         began = time.perf_counter()
         decision = None
@@ -365,12 +368,12 @@ class Watch:
         return self._answer
 
     @staticmethod
-    def _current(run: RunView, answer: Answer) -> Candidate:
+    def _current(run: RunState, answer: Answer) -> Candidate:
         """The running plan with its latest prediction."""
         best = answer.best
         return best if best is not None and same_plan(best.plan, run.decision.run_plan.plan) else run.decision.candidate
 
-    def _pace(self, run: RunView, best: Candidate, answer: Answer) -> TimeScale | None:
+    def _pace(self, run: RunState, best: Candidate, answer: Answer) -> TimeScale | None:
         """Seconds a batch now and under the best plan; None where nothing was measured."""
         assert answer.decision is not None, "there is a best plan"
         plan, report, step_seconds = run.decision.run_plan.plan, answer.decision.report, run.step_seconds
@@ -387,7 +390,7 @@ class Watch:
 
     # -- what is told ------------------------------------------------------------------------------------------------------------------
 
-    def _tell(self, run: RunView, verdict: Verdict, decision: Decision | None, now: float) -> None:
+    def _tell(self, run: RunState, verdict: Verdict, decision: Decision | None, now: float) -> None:
         """Log a verdict with its reason: once, and again when it changes."""
         target = () if decision is None or verdict.code in ("same", "nothing") else decision.run_plan.plan.devices
         key = (verdict.action, verdict.code, target)
@@ -400,7 +403,7 @@ class Watch:
         word = "resume" if verdict.code == "resume" else verdict.action
         self._add(run, "verdict", word, verdict.reason, None)
 
-    def _add(self, run: RunView, kind: Literal["event", "verdict"], word: str, text: str, device: str | None) -> None:
+    def _add(self, run: RunState, kind: Literal["event", "verdict"], word: str, text: str, device: str | None) -> None:
         plan = run.decision.run_plan.plan
         devices = () if run.parked else plan.devices
         moment = DeviceLook(at=time.time(), kind=kind, word=word, text=text, device=device, plan=plan.title(), devices=devices)
@@ -434,7 +437,7 @@ def _as_measured(inventory: Inventory, candidate: Candidate, measured: Mapping[s
     return replace(inventory, devices=devices, notes=(*inventory.notes, note))
 
 
-def _without_own_work(inventory: Inventory, run: RunView) -> Inventory:
+def _without_own_work(inventory: Inventory, run: RunState) -> Inventory:
     """The inventory without the run's own work on its devices. The utilisation of the run's GPUs is mostly its own, and the driver doesn't
     tell whose it is: others' utilisation is known only from when the plan was made.
     """

@@ -5,13 +5,17 @@ No ``from __future__ import annotations`` here: jsonargparse reads the annotatio
 
 import time
 import weakref
+from typing import TYPE_CHECKING
 
 from lightning_autopar._lightning import Callback, pl, rank_zero_info
 from lightning_autopar.callbacks.device_watch import DeviceLook, Watch
 from lightning_autopar.planning.move_verdict import Rules
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest, RunView
+from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.text import is_number
+
+if TYPE_CHECKING:
+    from lightning_autopar.strategies.elastic.run_state import RunState
 
 
 class ElasticReplan(Callback):
@@ -70,7 +74,7 @@ class ElasticReplan(Callback):
         """What was seen. It isn't kept in this object, whose attributes are sent between the run's processes."""
         return _WATCHES.setdefault(self, Watch())
 
-    def look(self, run: RunView, now: float | None = None) -> MoveRequest | None:
+    def look(self, run: "RunState", now: float | None = None) -> MoveRequest | None:
         """Look at the devices; returns what the agent should do, None to go on. The agent calls it, in the main process.
 
         Args:

@@ -281,7 +281,6 @@ _LOOP = ("_inner_training_loop", "_run_epoch", "_prepare_inputs", "get_batch_sam
 _NEVER = {
     "shares": "transformers' Trainer gives each device equally many samples",
     "replicas": "transformers' Trainer needs a parallelism_config for hybrid sharding, which autopar doesn't make",
-    "disk": "autopar doesn't set DeepSpeed's offload to a disk for transformers' Trainer",
 }
 #: Arguments that change a step in a way that isn't predicted.
 _UNCOUNTED = {

@@ -380,7 +380,6 @@ def configuration(plan: Plan) -> tuple[object, ...]:
         plan.replicas,
         plan.zero_stage,
         plan.offload,
-        plan.optimizer_on_disk,
         plan.schedule,
         plan.micro_batches > 1,
         bool(plan.shares),

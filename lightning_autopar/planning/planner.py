@@ -23,10 +23,8 @@ from lightning_autopar.planning.appraisal import Appraiser, Predict, Predictions
 from lightning_autopar.planning.candidates import ruled_out
 from lightning_autopar.planning.device_sets import one_of_each_gpu
 from lightning_autopar.planning.refusals import (
-    cannot_run,
     engine_refusal,
     feature_refusal,
-    features_of,
     micro_batch_refusal,
     multi_refusal,
     own_refusal,
@@ -306,8 +304,6 @@ def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constra
     known = {device.id: device for device in inventory.devices}
     if missing := [device for device in plan.devices if device not in known]:
         raise ValueError(f"the pinned plan names {', '.join(map(repr, missing))}, which isn't there; there are: {', '.join(known)}")
-    if (unbuilt := cannot_run(plan, pinned=True)) is not None:
-        raise ValueError(f"the pinned plan {plan.title()!r} {unbuilt}; leave it out")
     question = Question(footprint=footprint, inventory=inventory, constraints=constraints)
     if (refusal := _refusal(plan, question)) is not None:
         raise ValueError(f"the pinned plan {plan.title()!r} can't be taken: {refusal}; unpin it, or change that")
@@ -347,9 +343,8 @@ def _refusal(plan: Plan, question: Question) -> str | None:
         # A plan with one rank doesn't need what several ranks need.
         ask = own_refusal if plan.world_size == 1 else engine_refusal
         refusal = ask(plan.engine, question)
-    for feature in features_of(plan):
-        if refusal is None and feature in ("offload", "disk"):
-            refusal = constraints.excluded.get(feature)
+    if refusal is None and plan.offload:
+        refusal = constraints.excluded.get("offload")
     if refusal is None and plan.micro_batches > 1 and not engines.of(plan).runs_parts:
         refusal = f"{plan.engine!r} can't run a rank's batch in parts; accumulate smaller batches, or take engine 'fsdp'"
     if refusal is None and plan.micro_batches > 1 and footprint.training:

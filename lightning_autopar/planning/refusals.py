@@ -17,19 +17,7 @@ from lightning_autopar.memory.footprint import Footprint, Sharing
 from lightning_autopar.plans import Engine, Plan, all_engines, entry_of, offered_engines
 from lightning_autopar.text import format_bytes
 
-Feature = Literal["micro_batches", "shares", "replicas", "offload", "disk"]
-#: The features that single, ddp and fsdp plans may have. A plan with another feature is predicted and shown, never chosen.
-RUNS: frozenset[Feature] = frozenset({"micro_batches", "shares", "replicas", "offload"})
-#: Features that run if a pinned plan has them; planning itself chooses no plan with them.
-PINNED: frozenset[Feature] = frozenset({"disk"})
-
-_WORDS: dict[Feature, str] = {
-    "micro_batches": "micro-batches inside a batch",
-    "shares": "uneven shares of a batch",
-    "replicas": "hybrid sharding",
-    "offload": "offload to host memory",
-    "disk": "the optimizer's state on disk",
-}
+Feature = Literal["micro_batches", "shares", "replicas", "offload"]
 
 
 def engine_runs(engine: Engine, allow: Sequence[Engine]) -> bool:
@@ -37,31 +25,15 @@ def engine_runs(engine: Engine, allow: Sequence[Engine]) -> bool:
     return entry_of(engine).offered or engine in allow
 
 
-def features_of(plan: Plan) -> list[Feature]:
-    """What a plan does besides."""
-    needed: dict[Feature, bool] = {
-        "micro_batches": plan.micro_batches > 1,
-        "shares": bool(plan.shares),
-        "replicas": plan.replicas > 1,
-        "offload": bool(plan.offload),
-        "disk": plan.optimizer_on_disk,
-    }
-    return [feature for feature, there in needed.items() if there]
-
-
 def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False) -> str | None:
-    """Why this version can't run the plan, or that nobody asked for its engine, in a few words; None where it may be taken.
+    """That nobody asked for the plan's engine, in a few words; None where the plan may be taken.
 
     Args:
         plan: any.
         allow: the engines that the user names.
         pinned: whether the user asked for it.
     """
-    if not pinned and not engine_runs(plan.engine, allow):
-        return f"add {plan.engine!r} to allow= to use this"
-    able = RUNS | PINNED if pinned else RUNS
-    missing = [_WORDS[feature] for feature in features_of(plan) if feature not in able]
-    return f"can't be run by this version yet ({' and '.join(missing)})" if missing else None
+    return None if pinned or engine_runs(plan.engine, allow) else f"add {plan.engine!r} to allow= to use this"
 
 
 def engine_refusal(engine: Engine, question: Question) -> str | None:

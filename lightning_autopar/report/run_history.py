@@ -18,17 +18,21 @@ class PlanSpan:
 
     Args:
         start_seconds: since the run began.
-        end_seconds: the same.
+        end_seconds: the same; infinite while it lasts.
         title: the plan in words; ``"parked"``.
         devices: it ran on; none while parked.
         predicted_bytes: what was predicted to be taken of each.
+        reason: why it began.
+        pause_seconds: from the last batch before it to its first; None where there was none before.
     """
 
     start_seconds: float
-    end_seconds: float
+    end_seconds: float = math.inf
     title: str
     devices: tuple[str, ...] = ()
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
+    reason: str = ""
+    pause_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,8 +112,7 @@ def load_snapshot(strategy: Any, path: str | Path) -> dict[str, Any]:
     reader = PlainReader(str(folder / _TENSORS))
     kinds = reader.read_metadata().state_dict_metadata
     names = [_names(module, optimizer, parts) for optimizer in optimizers]
-    room = getattr(strategy, "state_room", None)
-    states = [_empty_state(index, optimizer, names[index], kinds, parts, room) for index, optimizer in enumerate(optimizers)]
+    states = [_empty_state(index, optimizer, names[index], kinds, parts) for index, optimizer in enumerate(optimizers)]
     tensors = dict(weights)
     for state in states:
         tensors |= state
@@ -242,7 +241,7 @@ def _optimizer_state(
 
 
 def _empty_state(
-    index: int, optimizer: Optimizer, names: list[str], kinds: dict[str, Any], parts: Mapping[int, FlatPart], room_of: Any
+    index: int, optimizer: Optimizer, names: list[str], kinds: dict[str, Any], parts: Mapping[int, FlatPart]
 ) -> dict[str, Any]:
     """Room for the tensors of an optimizer's saved state, sharded like its parameters; of those that are here."""
     parameters = {name: each for name, each in zip(names, _parameters(optimizer), strict=True) if _is_here(each, parts)}
@@ -254,7 +253,7 @@ def _empty_state(
         like, dtype = parameters[parameter], kind.properties.dtype
         part = parts.get(id(like))
         if part is not None and part.has_all_of(key, kind.size):
-            room[name] = part.of(room_of(part, dtype))
+            room[name] = part.of(torch.zeros_like(part.flat, dtype=dtype))
         else:
             whole = part is None and like.shape == kind.size
             room[name] = torch.empty_like(like, dtype=dtype) if whole else torch.empty(kind.size, dtype=dtype)

@@ -47,8 +47,7 @@ class AutoParallelStrategy(IdleStrategy):
         objective: "speed" for the shortest step, "memory" for the least memory.
         exact: Leave out plans under which the loss would differ because it isn't a mean over samples.
         calibrate: "auto" measures this machine's rates once, for a few seconds, where there is more than one device to choose from, and
-            stores them with the figures of runs; True (or "now") measures them again; False (or "off") takes data sheets; "trial" also runs
-            the best plans for some steps on the user's own batches and takes the fastest.
+            stores them with the figures of runs; True (or "now") measures them again; False (or "off") takes data sheets.
         wait: Where nothing fits now but would on idle devices: "forever" waits for the run's turn, "never" gives up, and a number of
             seconds, "30min" or "2h" waits so long at most; a :class:`Turn` also says how important the run is. By default as the variables
             AUTOPAR_WAIT and AUTOPAR_PRIORITY say, or else forever, at priority 0. Processes that torchrun or Slurm started never wait.
@@ -69,7 +68,7 @@ class AutoParallelStrategy(IdleStrategy):
         plan: Plan | str | Path | None = None,
         objective: Literal["speed", "memory"] = "speed",
         exact: bool = False,
-        calibrate: bool | Literal["auto", "now", "off", "trial"] = "auto",
+        calibrate: bool | Literal["auto", "now", "off"] = "auto",
         wait: bool | int | float | str | Turn | None = None,
     ) -> None:
         super().__init__()
@@ -197,17 +196,16 @@ def _pinned(plan: Plan | str | Path | None) -> Plan | None:
 
 
 def _calibration_rule(calibrate: object) -> CalibrationRule:
-    """The argument as one of four words.
+    """The argument as one of three words.
 
     Raises:
         ValueError: if it is none of them.
     """
     if isinstance(calibrate, bool):
         return "now" if calibrate else "off"
-    if calibrate not in ("auto", "now", "off", "trial"):
+    if calibrate not in ("auto", "now", "off"):
         raise ValueError(
-            f"calibrate={calibrate!r} must be 'auto' (measure this machine once), True (measure again), False (take data sheets) or "
-            "'trial' (run the best plans for some steps)"
+            f"calibrate={calibrate!r} must be 'auto' (measure this machine once), True (measure again) or False (take data sheets)"
         )
     return calibrate
 

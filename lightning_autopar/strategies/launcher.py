@@ -51,7 +51,6 @@ from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.decide import decide_again, find_prospect, has_several
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.finished_run import announce_measured, learn, learn_shortage
-from lightning_autopar.strategies.preparation.plan_trial import tried
 from lightning_autopar.strategies.preparation.trainer_options import finder_of
 from lightning_autopar.strategies.processes.external_launcher import Peers, rerun_script, under_external_launcher, unknown_launcher
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
@@ -191,24 +190,9 @@ class AutoLauncher(Launcher):
             shown=self._shown,
         )
         try:
-            decision = waiting.start()
-            if settings.calibrate == "trial" and settings.plan is None and trainer.state.fn == TrainerFn.FITTING:
-                decision = self._tried(decision, arguments, function, trainer)
-            return self._run(decision, how, function, args, kwargs, trainer)
+            return self._run(waiting.start(), how, function, args, kwargs, trainer)
         finally:
             leases.release()
-
-    def _tried(self, decision: Decision, arguments: dict[str, Any], function: Callable[..., Any], trainer: Trainer) -> Decision:
-        """The decision for the fastest plan of a trial, with its memory promised; the given decision if others took that memory."""
-        leases, found = self._strategy.leases, tried(decision, trainer, function, arguments)
-        if found is decision:
-            return decision
-        short = leases.take(found.run_plan.needed_bytes, self._strategy.devices_now)
-        if short is not None:
-            rank_zero_info(f"autopar: the fastest plan of the trial isn't taken: {words(short)}")
-            return decision
-        leases.expect(found.expected_seconds)
-        return found
 
     def _promised(
         self, decision: Decision, trainer: Trainer, inventory: Callable[[], tuple[Inventory, int | None]], *, elastic: bool

@@ -3,7 +3,7 @@
 A curve is named by an operation (``"gelu"``, ``"add_"``; seconds by bytes moved), ``"matmul/8"`` (of matrices whose smallest dimension is
 8; seconds by the mean of the other two), ``"convolution"``, ``"depthwise"``, ``"one_position"``, ``"few_channels"``, ``"attention"`` and
 ``"recurrent"`` with their ``"…_backward"`` (by FLOPs), a collective (by bytes), ``"issue/forward"`` and the like, ``"loop/ddp"``,
-``"unit"``, ``"call"``, ``"action"``, ``"host_copy"``, ``"adam"`` (by elements), ``"disk_write"``, ``"disk_read"``. Two of them,
+``"unit"``, ``"call"``, ``"action"``, ``"host_copy"``, ``"adam"`` (by elements). Two of them,
 ``"crowd/matmul"`` and ``"crowd/add"``, say for each number of ranks how much slower several ranks are than one on the same cores.
 """
 
@@ -214,11 +214,6 @@ class MeasuredRates(Rates):
             return own.at(elements) * self._crowded(device, "add", _ADAM_BYTES * elements)
         curve = self._curve(HOST, "adam")
         return self.otherwise.host_adam_seconds(elements, device) if curve is None else curve.at(elements)
-
-    def disk_seconds(self, size_bytes: int, *, write: bool) -> float | None:
-        """Writing so many bytes through to the disk, or reading them from there; None where it wasn't measured."""
-        curve = self._curve(HOST, "disk_write" if write else "disk_read")
-        return None if curve is None else curve.at(size_bytes)
 
     def overlap(self, device: Device) -> float:
         """Which share of computing can hide communication; it isn't measured."""

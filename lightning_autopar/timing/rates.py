@@ -86,10 +86,6 @@ class Rates(Protocol):
     def host_adam_seconds(self, elements: int, device: Device) -> float:
         """AdamW's update of so many fp32 elements by torch's fused kernel: on all of a GPU's host's cores, on a CPU device's threads."""
 
-    def disk_seconds(self, size_bytes: int, *, write: bool) -> float | None:
-        """Writing so many bytes through to the disk, or reading them from there; None where it wasn't measured."""
-        return None
-
     def overlap(self, device: Device) -> float:
         """Which share of computing can hide communication: 0 where the same cores do both (gloo), near 1 with copy engines and NCCL."""
 
@@ -155,9 +151,6 @@ class _Slowed(Rates):
 
     def host_adam_seconds(self, elements: int, device: Device) -> float:
         return _of_host(device) * self._rates.host_adam_seconds(elements, device)
-
-    def disk_seconds(self, size_bytes: int, *, write: bool) -> float | None:
-        return self._rates.disk_seconds(size_bytes, write=write)
 
     def overlap(self, device: Device) -> float:
         return self._rates.overlap(device)

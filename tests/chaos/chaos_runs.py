@@ -264,11 +264,11 @@ def _count(run: Run, figures: Figures) -> None:
             figures.struck[action.where] = figures.struck.get(action.where, 0) + 1
     spans = run.timeline
     for before, after in pairwise(spans):
-        if after.plan == "parked":
+        if after.title == "parked":
             figures.parks += 1
         if "a test at batch" in after.reason:
             figures.moves += 1
-            figures.left[before.plan] = figures.left.get(before.plan, 0) + 1
-            figures.entered[after.plan] = figures.entered.get(after.plan, 0) + 1
+            figures.left[before.title] = figures.left.get(before.title, 0) + 1
+            figures.entered[after.title] = figures.entered.get(after.title, 0) + 1
         if after.pause_seconds is not None:
             figures.pauses.append(after.pause_seconds)

@@ -47,7 +47,7 @@ def test_killed_workers_cost_no_step(tmp_path: Path) -> None:
     actions += [_kill(16, "validation"), _move(22, fsdp(0, 2)), _kill(27, "preparing", 0, single(1))]
     run = fit_with(variant, tmp_path / "moved", actions, allow=["single", "ddp", "fsdp", "pipeline"])
     figures = compare(fit_plainly(variant, tmp_path / "plain"), run)
-    assert (figures.moves, figures.faults) == (3, 5), [(span.plan, span.reason) for span in run.timeline]
+    assert (figures.moves, figures.faults) == (3, 5), [(span.title, span.reason) for span in run.timeline]
 
 
 def test_a_seed_draws_the_same_schedule_each_time() -> None:

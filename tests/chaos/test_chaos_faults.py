@@ -54,7 +54,7 @@ def test_a_hang_an_exception_that_goes_away_and_a_step_out_of_memory(plain: Run,
 def test_a_run_without_another_plan_goes_on_after_it_was_out_of_memory(plain: Run, tmp_path: Path) -> None:
     run = _run(tmp_path, _fault("out_of_memory", 10), _fault("out_of_memory", 20), devices="1xcpu:2GiB")
     assert compare(plain, run, exact=True).faults == 2
-    assert [span.plan for span in run.timeline] == ["single"] * 3, "it waits for nobody: its own limit is what didn't let it fit"
+    assert [span.title for span in run.timeline] == ["single"] * 3, "it waits for nobody: its own limit is what didn't let it fit"
 
 
 def test_a_full_file_system_and_a_damaged_snapshot(plain: Run, tmp_path: Path) -> None:

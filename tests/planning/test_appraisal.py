@@ -11,7 +11,6 @@ from lightning_autopar.memory.device_bytes import HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.corrections import Corrections, plan_shape
 from lightning_autopar.memory.learned.step_times import StepTime, StepTimes
-from lightning_autopar.planning import refusals as runnable
 from lightning_autopar.planning.appraisal import (
     WORTHWHILE,
     Appraiser,
@@ -31,6 +30,7 @@ from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 SINGLE = Plan(engine="single", devices=("cpu:0",))
 DDP = Plan(engine="ddp", devices=("cpu:0", "cpu:1"))
 OFFLOADED = Plan(engine="fsdp", devices=("cpu:0", "cpu:1"), reshard_after_forward=True, offload=OFFLOADS)
+HELD_BACK = Plan(engine="zero", devices=("cpu:0", "cpu:1"), zero_stage=3)
 
 
 def appraiser(free_bytes: int = 4 * GIB, host_bytes: int = 64 * GIB) -> Appraiser:
@@ -45,18 +45,11 @@ def at(candidate: Candidate, seconds: float) -> Candidate:
     return replace(candidate, seconds=took)
 
 
-@pytest.fixture
-def without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a version that could predict it and not run it."""
-    monkeypatch.setattr(runnable, "RUNS", runnable.RUNS - {"offload"})
-
-
-@pytest.mark.usefixtures("without_offload")
 def test_what_fits_and_cannot_be_run_says_what_it_would_take() -> None:
-    found = appraiser().candidate(OFFLOADED)
+    found = appraiser().candidate(HELD_BACK)
     assert not found.fits
     assert found.reason is not None
-    assert found.reason.startswith("can't be run by this version yet (offload to host memory); it would take ")
+    assert found.reason.startswith("add 'zero' to allow= to use this; it would take ")
     assert found.needs
 
 
@@ -70,7 +63,6 @@ def test_what_is_offloaded_must_have_room_on_the_host() -> None:
     assert found.short_reason == figures, "both figures are in the table, too"
 
 
-@pytest.mark.usefixtures("without_offload")
 def test_a_host_has_room_for_all_that_a_plan_takes_of_it() -> None:
     """What is offloaded by all ranks, what CPU devices hold, what a checkpoint takes; and what building the module in each rank does."""
     known = footprint()
@@ -97,10 +89,9 @@ def test_page_locked_memory_is_told() -> None:
     assert f"offloaded, {format_bytes(host_bytes(footprint(), plan).pinned)} of it page-locked" in reason
 
 
-@pytest.mark.usefixtures("without_offload")
 def test_what_can_be_run_comes_first_then_what_could_then_what_lacks_memory() -> None:
     enough, little = appraiser(), appraiser(free_bytes=64 * MIB)
-    fitting, hidden, lacking = enough.candidate(DDP), enough.candidate(OFFLOADED), little.candidate(DDP)
+    fitting, hidden, lacking = enough.candidate(DDP), enough.candidate(HELD_BACK), little.candidate(DDP)
     assert [fitting.fits, hidden.fits, lacking.fits] == [True, False, False]
     order = sorted([lacking, hidden, fitting], key=enough.order)
     assert [id(one) for one in order] == [id(fitting), id(hidden), id(lacking)]

@@ -293,9 +293,6 @@ def test_an_update_in_host_memory_by_what_it_goes_over() -> None:
     halves = seconds("fsdp", "cpu:0", "cpu:1", step=adam, rates=rates, offload=all_of_it)
     assert halves.offload == pytest.approx(4)  # it updates by itself, and so does the other one
     assert seconds("fsdp", *GPUS[:2], step=adam, rates=rates, offload=all_of_it).offload == pytest.approx(1)  # the host all of it
-    disk = seconds("zero", GPUS[0], step=adam, rates=rates, zero_stage=3, offload=("optimizer",), optimizer_on_disk=True).offload
-    memory = seconds("zero", GPUS[0], step=adam, rates=rates, zero_stage=3, offload=("optimizer",)).offload
-    assert disk - memory == pytest.approx(2 * adam.optimizer_bytes / 1e9)
 
 
 def test_one_device_waits_for_parameters_from_the_host() -> None:

@@ -2,7 +2,6 @@ from typing import Any
 
 import pytest
 
-from lightning_autopar.planning import refusals as runnable
 from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
 
@@ -29,9 +28,3 @@ def test_what_is_pinned_may_be_what_planning_takes_not_by_itself() -> None:
     assert cannot_run(plan, allow=("single", "ddp")) == "add 'zero' to allow= to use this"
     assert cannot_run(plan, allow=("single", "zero")) is None
     assert cannot_run(plan, pinned=True) is None
-
-
-def test_features_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runnable, "RUNS", frozenset())
-    plan = Plan(**FSDP, devices=(*TWO, "cpu:2", "cpu:3"), replicas=2, micro_batches=2)  # type: ignore[arg-type]
-    assert cannot_run(plan) == "can't be run by this version yet (micro-batches inside a batch and hybrid sharding)"

@@ -97,7 +97,7 @@ PINNED = Plan(engine="ddp", devices=("cpu:0", "cpu:7"))
         ({"memory_margin": "much"}, "'much'", "such as 0.05"),
         ({"batch": "each"}, "'each'", "'per_device'"),
         ({"objective": "fun"}, "'fun'", "'memory'"),
-        ({"calibrate": "never"}, "'never'", "'trial'"),
+        ({"calibrate": "never"}, "'never'", "'auto'"),
         ({"calibrate": 3}, "3", "measure this machine once"),
         ({"calibrate": None}, "None", "take data sheets"),
         ({"plan": "/nowhere/plan.json"}, "'/nowhere/plan.json'", "give the path"),
@@ -113,9 +113,7 @@ def test_a_bad_argument_is_told_with_value_and_remedy(arguments: dict[str, Any],
 
 
 @pytest.mark.usefixtures("no_processes")
-@pytest.mark.parametrize(
-    ("given", "rule"), [("auto", "auto"), (True, "now"), ("now", "now"), (False, "off"), ("off", "off"), ("trial", "trial")]
-)
+@pytest.mark.parametrize(("given", "rule"), [("auto", "auto"), (True, "now"), ("now", "now"), (False, "off"), ("off", "off")])
 def test_when_to_measure_is_one_of_four_words(given: Any, rule: str) -> None:
     assert AutoParallelStrategy(calibrate=given).settings.calibrate == rule
     assert AutoParallelStrategy().settings.calibrate == "auto"

@@ -171,7 +171,6 @@ def test_what_was_not_measured_is_asked_of_the_data_sheet() -> None:
     assert empty.host_copy_seconds(CPU, 8) == 1005.0
     assert empty.host_adam_seconds(8, CPU) == 1006.0
     assert empty.call_seconds(CPU) == 1007.0
-    assert empty.disk_seconds(8, write=True) is None
     assert empty.overlap(CPU) == 0.25
 
 
@@ -407,13 +406,9 @@ def test_the_host() -> None:
     known = rates(
         curve("adam", {100.0: 1.0}, subject=HOST),
         curve("adam", {100.0: 4.0}, subject="cpu/2"),
-        curve("disk_write", {100.0: 3.0}, subject=HOST),
-        curve("disk_read", {100.0: 2.0}, subject=HOST),
     )
     assert known.host_adam_seconds(1000, CPU) == pytest.approx(10.0)
     assert known.host_adam_seconds(1000, replace(CPU, threads=2)) == pytest.approx(40.0), "a rank's own threads alone"
-    assert known.disk_seconds(200, write=True) == pytest.approx(6.0)
-    assert known.disk_seconds(200, write=False) == pytest.approx(4.0)
 
 
 def test_devices_of_one_class_have_the_same_rates() -> None:

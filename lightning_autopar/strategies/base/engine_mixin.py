@@ -354,7 +354,6 @@ class EngineMixin(Strategy):
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """The context of each of the user's steps."""
         with nullcontext() if self._share is None or self._logging is None else self._logging.step():
             yield
 

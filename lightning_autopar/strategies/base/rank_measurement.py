@@ -55,9 +55,7 @@ def plan_of(strategy: Strategy) -> Plan:
 
 
 def optimizer_states(strategy: Strategy) -> Iterator[Tensor]:
-    """The optimizers' states; none where they lie on disk, in pages that the kernel takes back."""
-    if plan_of(strategy).optimizer_on_disk:
-        return iter(())
+    """The optimizers' states."""
     return here(_tensors(chain.from_iterable(bare_optimizer(optimizer).state.values() for optimizer in strategy.optimizers)))
 
 
@@ -283,7 +281,6 @@ class Meter:
         self._host_bytes = recording.host_bytes
 
     def _abandon(self) -> None:
-        """Stop recording, and drop what was recorded."""
         if self._recording:
             self._recorder.abandon()
             self._recording = False

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -224,7 +223,6 @@ class _Amid:
 
 
 def _there_and_back(rank: int, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Send a tensor between two ranks, there and back."""
     if rank == 0:
         dist.send(tensor, 1, group=group)
         dist.recv(tensor, 1, group=group)
@@ -257,24 +255,7 @@ def adam_curve(subject: str) -> Curve:
 # -- the host --------------------------------------------------------------------------------------------------------------------------
 
 
-def measure_host(subject: str, threads: int, folder: Path) -> list[Curve]:
-    """Measure AdamW on all cores, and the disk on which a folder lies."""
+def measure_host(subject: str, threads: int) -> list[Curve]:
+    """Measure AdamW on all cores."""
     torch.set_num_threads(max(1, threads))
-    curves = [adam_curve(subject)]
-    size = 8 << 20
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        data = bytes(size)
-        begun = time.perf_counter()
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        written = time.perf_counter() - begun
-        os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        begun = time.perf_counter()
-        file.read()
-        read = time.perf_counter() - begun
-    for thing, seconds in (("disk_write", written), ("disk_read", read)):
-        curves.append(Curve(subject=subject, thing=thing, sizes=(size,), seconds=(seconds,)))
-    return curves
+    return [adam_curve(subject)]

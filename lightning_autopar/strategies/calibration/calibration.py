@@ -8,9 +8,9 @@ linked alike. Knows the inventory and the cache; nothing of modules, nor of how 
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ from lightning_autopar import engines
 from lightning_autopar._fork import ChildFailed, run_forked, unforkable
 from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
 from lightning_autopar._root import for_child
-from lightning_autopar.devices.inventory import Device, DeviceProcess, Inventory, Link
+from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.cache_files import VARIABLE, cache_folder
 from lightning_autopar.planning.device_sets import one_of_each_gpu
@@ -227,7 +226,6 @@ def _of_gpus(devices: Sequence[Device], inventory: Inventory, known: Calibration
 
 
 def _failed_lately(day: str | None) -> bool:
-    """Whether it failed within the last days."""
     return day is not None and datetime.date.today() - datetime.date.fromisoformat(day) < datetime.timedelta(days=_FAILED_DAYS)
 
 
@@ -327,7 +325,7 @@ def of_host(inventory: Inventory, known: Calibration) -> list[Curve]:
     """The speeds of copies between devices and the host, and of updates there."""
     from lightning_autopar.strategies.calibration.between_ranks import measure_host
 
-    return measure_host(HOST, inventory.host_threads, cache_folder("rates") or Path(tempfile.gettempdir()))
+    return measure_host(HOST, inventory.host_threads)
 
 
 def _host_loop(known: Calibration) -> list[Curve]:
@@ -412,53 +410,24 @@ def _bar(steps: int, wanted: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _in_another_process(inventory: Inventory, wanted: Collection[str] | None, *, again: bool) -> tuple[list[Curve], list[Failure]]:
-    """Measure in a new Python, which can fork."""
     most_seconds = _most_seconds(inventory)
-    things = None if wanted is None else sorted(wanted)
-    words = json.dumps({"inventory": inventory.to_dict(), "wanted": things, "again": again, "most_seconds": most_seconds})
+    asked = pickle.dumps((inventory, None if wanted is None else set(wanted), again, most_seconds))
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "calibration.json"
-        command = [sys.executable, "-c", f"from {__name__} import answer; answer()", str(answer)]
+        found = Path(folder) / "calibration.pkl"
+        command = [sys.executable, "-c", f"from {__name__} import answer; answer()", str(found)]
+        limit, env = most_seconds + _START_SECONDS, for_child(os.environ)
         try:
-            subprocess.run(
-                command,
-                input=words,
-                text=True,
-                env=for_child(os.environ),
-                timeout=most_seconds + _START_SECONDS,
-                check=True,
-                stdout=subprocess.DEVNULL,
-            )
-            data = json.loads(answer.read_text(encoding="utf-8"))
-        except (subprocess.SubprocessError, OSError, ValueError) as error:
+            subprocess.run(command, input=asked, env=env, timeout=limit, check=True, stdout=subprocess.DEVNULL)
+            curves, failures = pickle.loads(found.read_bytes())
+        except (subprocess.SubprocessError, OSError) as error:
             names = tuple(name for each in measurements(inventory, Calibration(), wanted) for name in each.names)
             return [], [Failure(words=f"this machine could not be measured ({error})", names=names)]
-    failures = [Failure(words=words, names=tuple(names)) for words, names in data["failures"]]
-    return list(Calibration.from_dict(data["calibration"]).all()), failures
+    return curves, failures
 
 
 def answer() -> None:
-    """The new Python's main function: reads an inventory from standard input, and writes measurements to the file in its first argument."""
-    asked = json.loads(sys.stdin.read())
-    inventory = _from_words(asked["inventory"])
+    """The new Python's main function: reads what to measure from its input, and writes what it found to the file in its first argument."""
+    inventory, wanted, again, most_seconds = pickle.load(sys.stdin.buffer)
     known = load_calibration(inventory)
-    wanted = measurements(inventory, Calibration() if asked["again"] else known, asked["wanted"])
-    curves, failures = _measure(wanted, known, asked["most_seconds"], progress=True)
-    found = Calibration().with_curves(curves, day="", took_seconds=0.0)
-    told = [(failure.words, failure.names) for failure in failures]
-    Path(sys.argv[1]).write_text(json.dumps({"calibration": found.to_dict(), "failures": told}), encoding="utf-8")
-
-
-def _from_words(words: dict[str, Any]) -> Inventory:
-    """The inventory that was read from standard input."""
-    return Inventory(
-        devices=tuple(
-            Device(**{**device, "processes": tuple(DeviceProcess(**process) for process in device["processes"])})
-            for device in words["devices"]
-        ),
-        links=tuple(Link(**link) for link in words["links"]),
-        host_total_bytes=words["host"]["total_bytes"],
-        host_free_bytes=words["host"]["free_bytes"],
-        source=words["source"],
-        host_threads=words["host"]["threads"],
-    )
+    found = _measure(measurements(inventory, Calibration() if again else known, wanted), known, most_seconds, progress=True)
+    Path(sys.argv[1]).write_bytes(pickle.dumps(found))

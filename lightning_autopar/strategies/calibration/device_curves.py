@@ -328,7 +328,6 @@ def _products(device: torch.device, dtype: str, wides: tuple[int, ...], smallest
 
 
 def _host_copies(device: torch.device) -> Iterator[Case]:
-    """Copies from pinned memory to the device."""
     for size in (1 << 12, 1 << 20, 1 << 26):
         there, here = torch.empty(size, dtype=torch.uint8, device=device), torch.empty(size, dtype=torch.uint8, pin_memory=True)
         yield Case(thing="host_copy", dtype="", size=size, run=partial(there.copy_, here, non_blocking=True))

@@ -108,8 +108,6 @@ class _Launcher(Launcher):
 
 
 class _Calibrating(IdleStrategy):
-    """Makes the launcher's job."""
-
     def __init__(self, launcher: _Launcher) -> None:
         super().__init__()
         self._started_by = launcher
@@ -174,5 +172,4 @@ def plain_step(device: Device) -> Taken:
 
 
 def _calls(events: Counter[str]) -> int:
-    """The number of calls among a profiler's events."""
     return events["call"] + events["c_call"]

@@ -1,7 +1,7 @@
 """The agent of an elastic run: it keeps one generation of workers at work, and takes the run from plan to plan by snapshots.
 
 It lives in the main process, which stays as it was before the run, so that each generation is forked from the same state. After a failure
-it decides with which plan and which memory the run goes on. Callbacks (:class:`.move_requests.Watcher`) decide what to move to and whether;
+it decides with which plan and which memory the run goes on. Callbacks (:class:`Watcher`) decide what to move to and whether;
 how a rank saves and resumes is :mod:`lightning_autopar.strategies.processes.between_batches`'s matter.
 """
 
@@ -25,7 +25,7 @@ from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import limit_after_out_of_memory
 from lightning_autopar.strategies.base.worker_exception import IN_STEP, WorkerFailed, out_of_memory
 from lightning_autopar.strategies.elastic.kept_leases import ParkedPlace, Promises
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest, Watcher
+from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.elastic.run_state import RunState
 from lightning_autopar.strategies.elastic.running_generation import RunningGeneration
 from lightning_autopar.strategies.elastic.snapshot_schedule import Saver, SnapshotSettings
@@ -71,6 +71,15 @@ _EXPECT_SECONDS = 1.0
 _READY_SECONDS = 300.0
 #: How long a generation that must leave for good may take from the agent's request to its pause.
 _LEAVE_SECONDS = 25.0
+
+
+class Watcher(Protocol):
+    """Decides where the run should be; called in the main process, every ``interval_seconds``."""
+
+    interval_seconds: float
+
+    def look(self, run: RunState) -> MoveRequest | None:
+        """What to do now, if anything."""
 
 
 class RequestHandler(Protocol):

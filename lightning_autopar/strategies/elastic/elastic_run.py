@@ -26,9 +26,9 @@ from lightning_autopar.sharing.runs.display import RunDisplay
 from lightning_autopar.sharing.runs.status import Request
 from lightning_autopar.state.snapshot_folder import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule
-from lightning_autopar.strategies.elastic.agent import Agent
+from lightning_autopar.strategies.elastic.agent import Agent, Watcher
 from lightning_autopar.strategies.elastic.kept_leases import Promises
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest, Watcher
+from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.elastic.running_generation import RunningGeneration, own_bytes
 from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore, run_key
@@ -281,7 +281,7 @@ class Requests:
         span = spans[-1] if spans else None
         left, step, batch_seconds = agent.remaining_steps, agent.step, agent.step_seconds
         known = left < float("inf")
-        since = {} if span is None else {"since": time.time() - (agent.recorder.seconds() - span.begun)}
+        since = {} if span is None else {"since": time.time() - (agent.recorder.seconds() - span.start_seconds)}
         self._shown.show(
             state="parked" if agent.parked else "moving" if agent.moving else "running",
             plan="" if agent.parked else plan.title(),

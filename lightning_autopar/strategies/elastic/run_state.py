@@ -7,9 +7,10 @@ nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_autopar._lightning import rank_zero_info
@@ -32,38 +33,16 @@ if TYPE_CHECKING:
 PARKED = "parked"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanPeriod:
-    """The period of one generation, or a period in which the run was parked.
-
-    Args:
-        begun: seconds since the run began; ``ended`` likewise, None while it lasts.
-        plan: its title; "parked" where there is none.
-        devices: what it held.
-        reason: why it began.
-        pause_seconds: from the last boundary of the generation before to this one's first; None where there was none before.
-        predicted_bytes: by device, the bytes that were predicted to be taken.
-    """
-
-    begun: float
-    ended: float | None = None
-    plan: str
-    devices: tuple[str, ...]
-    reason: str
-    pause_seconds: float | None = None
-    predicted_bytes: Mapping[str, int]
-
-
 class HistoryRecorder:
     """Records the history of a run, in its agent's process."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._spans: list[PlanPeriod] = []
+        self._spans: list[PlanSpan] = []
         self._marks: list[RunMark] = []
 
     @property
-    def spans(self) -> tuple[PlanPeriod, ...]:
+    def spans(self) -> tuple[PlanSpan, ...]:
         """The periods, in order."""
         return tuple(self._spans)
 
@@ -74,25 +53,25 @@ class HistoryRecorder:
     def begin(self, decision: Decision, reason: str) -> None:
         """A generation begins, or goes on."""
         plan, predicted = decision.run_plan.plan, decision.run_plan.reserved_bytes
-        kind = "begin" if not self._spans else "resume" if self._spans[-1].plan == PARKED else "move"
+        kind = "begin" if not self._spans else "resume" if self._spans[-1].title == PARKED else "move"
         self._enter(
-            PlanPeriod(begun=self.seconds(), plan=plan.title(), devices=plan.devices, reason=reason, predicted_bytes=predicted), kind
+            PlanSpan(start_seconds=self.seconds(), title=plan.title(), devices=plan.devices, reason=reason, predicted_bytes=predicted), kind
         )
 
     def park(self, reason: str) -> None:
         """From here on, no workers run."""
-        self._enter(PlanPeriod(begun=self.seconds(), plan=PARKED, devices=(), reason=reason, predicted_bytes={}), "park")
+        self._enter(PlanSpan(start_seconds=self.seconds(), title=PARKED, reason=reason), "park")
 
-    def _enter(self, span: PlanPeriod, kind: str) -> None:
-        self.close(span.begun)
+    def _enter(self, span: PlanSpan, kind: str) -> None:
+        self.close(span.start_seconds)
         self._spans.append(span)
         if kind != "begin":
-            self._marks.append(RunMark(at_seconds=span.begun, kind=kind, words=span.reason))
+            self._marks.append(RunMark(at_seconds=span.start_seconds, kind=kind, words=span.reason))
 
     def close(self, at: float | None = None) -> None:
         """The latest period is over, now or at the given time."""
-        if self._spans and self._spans[-1].ended is None:
-            self._spans[-1] = replace(self._spans[-1], ended=self.seconds() if at is None else at)
+        if self._spans and self._spans[-1].end_seconds == math.inf:
+            self._spans[-1] = replace(self._spans[-1], end_seconds=self.seconds() if at is None else at)
 
     def paused(self, seconds: float) -> None:
         """Keep the pause before the current generation's first boundary, since the last boundary of the generation before."""
@@ -106,16 +85,7 @@ class HistoryRecorder:
         """The whole history."""
         return RunHistory(
             title=title,
-            spans=tuple(
-                PlanSpan(
-                    start_seconds=span.begun,
-                    end_seconds=self.seconds() if span.ended is None else span.ended,
-                    title=span.plan,
-                    devices=span.devices,
-                    predicted_bytes=span.predicted_bytes,
-                )
-                for span in self._spans
-            ),
+            spans=tuple(replace(span, end_seconds=min(span.end_seconds, self.seconds())) for span in self._spans),
             marks=tuple(self._marks),
         )
 
@@ -168,7 +138,7 @@ _MOVE_SECONDS = 2.0
 
 
 class RunState:
-    """The state of a run, for its agent and, as a :class:`.move_requests.RunView`, for watchers.
+    """A run as its agent and watchers see it now. Its figures are current: each is read anew at every look.
 
     Args:
         decision: the first one.
@@ -192,11 +162,14 @@ class RunState:
     ) -> None:
         self._probe, self._plan, self._state_bytes = inventory, replan, state_bytes
         self._saver, self._promises, self._preempt = saver, promises, preempt
+        #: The decision that runs now; for a parked run, the one that ran last.
         self.decision = decision
         self.recorder = HistoryRecorder()
+        #: Whether the run waits without a device.
         self.parked = False
         #: Whether it stays parked until somebody asks it to go on.
         self.paused_by_user = False
+        #: When the run last moved, was parked or resumed, as ``time.monotonic`` counts; None before its first move.
         self.moved_at: float | None = None
         #: Whether the next generation is being prepared.
         self.moving = False
@@ -210,37 +183,41 @@ class RunState:
 
     @property
     def step_seconds(self) -> float | None:
-        """See :class:`RunView`; a parked run has the last generation's."""
+        """Recently measured seconds a batch; a parked run has the last generation's; None before there is a figure."""
         return None if self._run is None else self._run.step_seconds
 
     @property
     def remaining_steps(self) -> float:
-        """See :class:`RunView`."""
+        """Batches to go; ``inf`` where nobody knows."""
         left = None if self._run is None else self._run.elastic.rendezvous.progress().batches_left
         return float("inf") if left is None else float(left)
 
     @property
     def state_bytes(self) -> int:
-        """See :class:`RunView`."""
+        """Bytes of parameters, buffers and optimizer state."""
         return self._state_bytes
 
     @property
     def move_seconds(self) -> float:
-        """See :class:`RunView`: measured on the moves so far, or estimated by the bytes of the state."""
+        """Predicted seconds that a move costs the run: its pause, and the slowdown while it is prepared. Measured on the moves so far, or
+        estimated by the bytes of the state.
+        """
         if self._pauses:
             return max(self._pauses)
         return _MOVE_SECONDS + 2 * self._state_bytes / COPY_BYTES_PER_SECOND
 
     @property
     def measured_bytes(self) -> dict[str, int]:
-        """See :class:`RunView`."""
+        """The most bytes that each device of the plan was seen to hold, by its id; empty before they are known."""
         if self._run is None:
             return {}
         used = self._run.elastic.rendezvous.used_bytes()
         return {device: size for device, size in zip(self.decision.run_plan.plan.devices, used, strict=True) if size}
 
     def inventory(self) -> Inventory:
-        """See :class:`RunView`; without what the runs wait for that come before this one."""
+        """The devices that the run may use, as they are now, without what the runs wait for that come before this one; what the run itself
+        holds of devices and host counts as free.
+        """
         return self._preempt.leave_room(self._allowed(), None if self.parked else self._promises.held_bytes)
 
     def _allowed(self) -> Inventory:
@@ -248,7 +225,11 @@ class RunState:
         return self._avoided.without(self._probe(self._run))
 
     def replan(self, inventory: Inventory) -> Decision:
-        """See :class:`RunView`."""
+        """The best plan for these devices, found in 0.1 to 1 s.
+
+        Raises:
+            NothingFits: if no plan fits.
+        """
         there = usable(inventory)
         if not there.devices:
             raise NothingFits(replace(self.decision.report, inventory=there, candidates=(), best_index=None))
@@ -280,7 +261,6 @@ class RunState:
         self.paused_by_user = False
 
     def _changes_to(self, decision: Decision, reason: str) -> tuple[PlanChange, ...]:
-        """All changes of plan up to the one to this decision."""
         before, after = self.decision.run_plan, decision.run_plan
         self._changes.append(
             PlanChange(

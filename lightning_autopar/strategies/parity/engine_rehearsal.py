@@ -155,7 +155,6 @@ def by_trace(conduct: Conduct | None, refusal: Callable[[Conduct], str | None], 
 
 
 def _too_large(module: nn.Module) -> str | None:
-    """Why a module is too large to be rehearsed; None if it isn't."""
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     if size_bytes <= PARAMETER_BYTES:
         return None

@@ -132,8 +132,6 @@ class _CannotShareError(Exception):
 
 @dataclass
 class _Outcome:
-    """What a step came to."""
-
     losses: dict[str, Tensor]
     gradients: dict[str, Tensor]
     left: dict[str, Tensor]
@@ -530,7 +528,6 @@ def _as_guessed(plan: DrawPlan) -> bool:
 
 
 def _within(name: str, others: Collection[str]) -> bool:
-    """Whether a submodule lies in one of others."""
     return any(name.startswith(f"{other}.") for other in others)
 
 

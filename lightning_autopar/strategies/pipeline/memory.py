@@ -116,7 +116,6 @@ def pipeline_evaluation(footprint: Footprint, plan: Plan, rank: int, share: floa
 
 
 def _indices(footprint: Footprint, fqns: tuple[str, ...]) -> list[int]:
-    """The indices of blocks."""
     known = {block.fqn: index for index, block in enumerate(footprint.blocks)}
     for fqn in fqns:
         if fqn not in known:
@@ -265,7 +264,6 @@ def _twice(footprint: Footprint, begin: int, end: int) -> list[tuple[int, int, i
 
 
 def _layer(footprint: Footprint, number: int) -> LayerFootprint:
-    """The part of that number."""
     return footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]
 
 

@@ -297,5 +297,4 @@ def stage_seconds(part_seconds: Sequence[float], send_seconds: Callable[[int], f
 
 
 def _layer(footprint: Footprint, number: int) -> LayerFootprint:
-    """The part with that number."""
     return footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]

@@ -252,7 +252,6 @@ class PipelineMaker:
 
     @cached_property
     def _crew_rates(self) -> Rates:
-        """The rates of these devices together."""
         ids, here = tuple(device.id for device in self.devices), self.appraiser.inventory
         return topology(here).crew(ids, self.rates or DATA_SHEET, here)[1]
 

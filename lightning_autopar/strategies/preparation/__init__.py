@@ -13,7 +13,6 @@ Modules, in reading order:
     confirmed_plan     the best plan for any devices, confirmed by a rehearsal
     batch_size_finder  the size that BatchSizeFinder looks for
     more_parts         the same plan in more micro-batches, after memory ran out
-    plan_trial         the best plans run some steps
     finished_run       figures are said and kept
     plain_run          does the user's own step fail by itself
 """

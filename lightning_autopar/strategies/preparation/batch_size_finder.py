@@ -13,13 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_autopar._fork import ChildFailed, run_forked
-from lightning_autopar._lightning import Trainer, lightning_setattr, rank_zero_info
+from lightning_autopar._lightning import BaseFinetuning, GradientAccumulationScheduler, Trainer, lightning_setattr, rank_zero_info
 from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.report.report import Candidate, NothingFits
+from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.calibration.calibration import be_silent
 from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
-from lightning_autopar.strategies.preparation.plan_trial import assigned, run_steps
+from lightning_autopar.strategies.processes.worker import make_job
+from lightning_autopar.strategies.processes.worker_supervisor import run_folder, run_generation
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,8 @@ _REMEDIES = ("micro_batches", "pipeline_parts", "recompute", "offload")
 _TRIAL_SECONDS = 300.0
 #: How many times as large a size is tried where the one that a search by halves came to fails.
 _LESS = 0.9
+#: Callbacks that change what a step computes, and leave nothing behind: a trial keeps them.
+_KEPT = (BaseFinetuning, GradientAccumulationScheduler)
 
 
 def find_batch_size(
@@ -124,9 +129,36 @@ def _why_not(decision: Decision, trainer: Trainer, function: Callable[..., Any],
     if candidate is None:
         return "its own step needs more than its size alone says"
     try:
-        run_plan = replace(assigned(decision, candidate), undivided="it is a trial of its size")
-        run_forked(run_steps, run_plan, trainer, function, arguments, steps, timeout_seconds=_TRIAL_SECONDS, gpus=True)
+        run_plan = replace(_assigned(decision, candidate), undivided="it is a trial of its size")
+        run_forked(_run_steps, run_plan, trainer, function, arguments, steps, timeout_seconds=_TRIAL_SECONDS, gpus=True)
     except ChildFailed as error:
         log.debug("a batch size's trial failed", exc_info=True)
         return error.reason
     return None
+
+
+def _assigned(decision: Decision, candidate: Candidate) -> RunPlan:
+    """The decision's run plan with another plan."""
+    devices = tuple(decision.report.inventory.device(device) for device in candidate.plan.devices)
+    return replace(decision.run_plan, plan=candidate.plan, devices=devices, candidate=candidate)
+
+
+def _run_steps(run_plan: RunPlan, trainer: Trainer, function: Callable[..., Any], arguments: Mapping[str, Any], steps: int) -> None:
+    """Run some steps of a plan, in a forked child: the trainer is its own copy, and nothing that it writes or logs is kept.
+
+    Raises:
+        BaseException: what ended them.
+    """
+    be_silent()
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks[:] = [callback for callback in callbacks if isinstance(callback, _KEPT)]
+    trainer.loggers = []
+    trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
+    loop: Any = trainer.fit_loop
+    loop.max_epochs, loop.min_epochs, loop.epoch_loop.min_steps = -1, 0, None
+    loop.epoch_loop.max_steps = steps * trainer.accumulate_grad_batches
+    with run_folder(1 << 20) as folder:
+        job = make_job(replace(run_plan, from_snapshot=False), trainer, function, (), {**arguments, "ckpt_path": None}, folder)
+        outcome = run_generation(job)
+    if outcome.error is not None:
+        raise outcome.error

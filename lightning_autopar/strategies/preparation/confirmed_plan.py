@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-import torch
-
 from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
@@ -22,7 +20,6 @@ from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
 from lightning_autopar.planning.planner import best_candidate
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.report.report import NothingFits
@@ -31,7 +28,7 @@ from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
 from lightning_autopar.strategies.parity.check_outcome import Check, not_made
 from lightning_autopar.strategies.parity.engine_rehearsal import STEPS
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs, need_of
-from lightning_autopar.strategies.preparation.findings import idle_threads, look_later, stage_of, validation_batch
+from lightning_autopar.strategies.preparation.findings import loaded_anew, look_later, stage_of
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 
 log = logging.getLogger(__name__)
@@ -81,14 +78,7 @@ def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Findin
 
 
 def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Finding) -> Check:
-    module, stage = trainer.lightning_module, stage_of(trainer)
-    torch.set_num_threads(idle_threads())
-
-    def validation() -> FirstBatch | None:
-        return validation_batch(module, trainer) if stage == "fit" else None
-
-    batch = first_batch(module, trainer, stage)
-    first = FirstStep(trainer=trainer, stage=stage, batch=batch, validation=validation, footprint=footprint)
+    first = FirstStep(trainer=trainer, stage=stage_of(trainer), footprint=footprint, **loaded_anew(trainer))
     return engines.of(plan).rehearse(plan, first, finding)  # type: ignore[no-any-return]  # a Check
 
 

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 #: Said of plans whose engine hasn't looked at the first batch.
 _NOT_LOOKED = "not checked on the first batch, as another plan was chosen"
-CalibrationRule = Literal["auto", "now", "off", "trial"]
+CalibrationRule = Literal["auto", "now", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +95,8 @@ def find_prospect(
         check_values(trainer.lightning_module)
     # A launcher's processes exist already.
     alone = NO_WORKERS if world_size is None and not runs_script() and unforkable() is not None else None
-    # A trial of the best plans runs several engines' plans, and an elastic run may come to any.
-    later = not elastic and settings.calibrate != "trial" and settings.plan is None
+    # An elastic run may come to any engine's plan.
+    later = not elastic and settings.plan is None
     look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic, later=later, alone=alone)
     from_snapshot, weights_only = is_snapshot(arguments.get("ckpt_path")), arguments.get("weights_only")
     return Prospect(trainer, look, batch=settings.batch, from_snapshot=from_snapshot, weights_only=weights_only, elastic=elastic)
@@ -289,7 +289,7 @@ def _rates(
     compares = has_several(inventory, max_devices) and settings.plan is None and any(engines.named(name).several for name in settings.allow)
     long = trainer.state.fn == TrainerFn.FITTING and not getattr(trainer, "fast_dev_run", False)
     again = settings.calibrate == "now"
-    if not (again or settings.calibrate == "trial" or (compares and long and cache_folder("rates") is not None)):
+    if not (again or (compares and long and cache_folder("rates") is not None)):
         return calibrated(inventory)
     if (again or not is_calibrated(inventory, wanted)) and not fits():
         return calibrated(inventory)

@@ -313,14 +313,15 @@ def look_later(trainer: Trainer, questions: Questions, findings: Findings) -> di
 
 def _look_again(trainer: Trainer, questions: Questions, footprint: Footprint, split: SplitFinding | None) -> dict[str, Finding]:
     """In another forked child, which loads the first batch anew."""
+    return looks(questions.engines, _first_step(trainer, questions, footprint=footprint, split=split, **loaded_anew(trainer)))
+
+
+def loaded_anew(trainer: Trainer) -> dict[str, Any]:
+    """For a :class:`FirstStep` in a forked child, whose threads it sets: the first batch, and what loads that of the validation."""
     module, stage = trainer.lightning_module, stage_of(trainer)
     torch.set_num_threads(idle_threads())
-
-    def validation() -> FirstBatch | None:
-        return validation_batch(module, trainer) if stage == "fit" else None
-
     batch = first_batch(module, trainer, stage)
-    return looks(questions.engines, _first_step(trainer, questions, batch=batch, validation=validation, footprint=footprint, split=split))
+    return {"batch": batch, "validation": lambda: validation_batch(module, trainer) if stage == "fit" else None}
 
 
 def _first_step(trainer: Trainer, questions: Questions, **told: Any) -> FirstStep:

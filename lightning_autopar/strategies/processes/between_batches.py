@@ -100,7 +100,6 @@ class Boundary:
             self._note_checkpoints()
 
     def _note_checkpoints(self) -> None:
-        """Record in the journal which checkpoints are written."""
         engine = self._trainer.strategy
         save: Callable[..., None] = engine.save_checkpoint
 
@@ -209,7 +208,6 @@ class Boundary:
         return all(everyones)
 
     def _refuse(self, error: BaseException) -> None:
-        """Say why a snapshot couldn't be written."""
         self._elastic.refuse(error)
 
     def close_bars(self) -> None:

@@ -37,8 +37,6 @@ _GONE_SECONDS = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Process:
-    """What the others know of a process."""
-
     rank: int
     host: str
     pid: int

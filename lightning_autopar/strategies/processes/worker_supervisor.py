@@ -373,7 +373,6 @@ def _results(job: WorkerJob, workers: list[_Worker]) -> list[handover.Results]:
 
 
 def _describe(code: int | None) -> str:
-    """An exit code in words."""
     if code is None or code >= 0:
         return f"exit code {code}"
     short = {-signal.SIGKILL: "the host's memory is short", -signal.SIGBUS: "shared memory (/dev/shm) or the disk is full"}

@@ -12,6 +12,5 @@ Modules, in reading order:
     strategy            ZeroEngine; its precision plugins
     deepspeed_compat    the only imports of DeepSpeed's private names
     gradient_reduction  when gradients are reduced, and clipping
-    optimizer_on_disk   the optimizer's state in a file
     partitions/         weights that DeepSpeed has partitioned
 """

@@ -51,20 +51,16 @@ class Zero(Engine):
         """Raise unless the stage exists and can offload what the plan says."""
         if isinstance(plan.zero_stage, bool) or not isinstance(plan.zero_stage, int) or plan.zero_stage not in ZERO_STAGES:
             raise ValueError(f"a zero plan needs zero_stage 1, 2 or 3, but it is {plan.zero_stage!r}")
-        if plan.optimizer_on_disk and "optimizer" not in plan.offload:
-            raise ValueError(
-                f"optimizer_on_disk needs 'optimizer' in offload, but offload is {plan.offload!r}; leave it out, or offload it"
-            )
         if "parameters" in plan.offload and plan.zero_stage != 3:
             raise ValueError(
                 f"ZeRO offloads parameters at stage 3, but zero_stage is {plan.zero_stage}; raise it, or offload the optimizer alone"
             )
 
     def words(self, plan: Plan) -> dict[str, str]:
-        """The title's words, with the stage, and where the state lies."""
+        """The title's words, with the stage."""
         told = super().words(plan)
         told["devices"] = told["devices"].replace(self.name, f"{self.name}-{plan.zero_stage}", 1)
-        return {**told, "offload": f"{told['offload']}, state on disk"} if plan.optimizer_on_disk else told
+        return told
 
     def plans(self, question: Question, devices: Sequence[Device]) -> Iterable[Plan]:
         """Plans of each stage, with and without offload."""
@@ -137,19 +133,17 @@ class Zero(Engine):
         return unpartitioned_run(trainer, kinds) if trainer.state.fn == TrainerFn.FITTING else None
 
     def look(self, first: FirstStep) -> Finding:
-        """Looks at the module, its optimizer and hooks, the submodules that the samples call, and the disk."""
-        from lightning_autopar.strategies.zero.optimizer_on_disk import disk_folder, no_disk
+        """Looks at the module, its optimizer and hooks, and the submodules that the samples call."""
         from lightning_autopar.strategies.zero.refusals import routed, unpartitioned, unseen_gradients
 
-        trainer, footprint, whole, disk = first.trainer, first.footprint, None, None
+        trainer, footprint, whole = first.trainer, first.footprint, None
         module = trainer.lightning_module
         if first.stage == "fit" and first.fakes:
             whole = unpartitioned(module, trainer)
         if footprint.training:
             whole = whole or unseen_gradients(module, footprint.conduct)
-            disk = no_disk(disk_folder(trainer.default_root_dir), footprint.optimizer_bytes)
         uneven = () if first.split is None else first.split.uneven_calls
-        return Finding(refusals={self.name: whole, _STAGE_3: routed(module, uneven), "disk": disk})
+        return Finding(refusals={self.name: whole, _STAGE_3: routed(module, uneven)})
 
     def untried(self, plan: Plan, footprint: Footprint, finding: Finding) -> bool:
         """True: planning tries none of these plans, as few are chosen."""

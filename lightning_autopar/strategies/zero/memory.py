@@ -163,7 +163,6 @@ class _Zero:
         #: the parameters' own part, or with a step on the host a copy of it there, unless it lies there already.
         self.stepped = _FP32_BYTES if settings.converts else self.element
         self.copies = settings.converts or (self.offload and not self.offload_parameters)
-        self.on_disk = plan.optimizer_on_disk
         #: Elements of modules that contain all others.
         self.around = sum(layer.around for layer in self.layers[::2])
         #: Elements of parameters that are gathered only for their use: of the parts before each part, and of all.
@@ -370,8 +369,7 @@ class _Zero:
         if self.offload:
             # The optimizer's copy of the parameters, its gradients, its state, and in 16 bits a buffer between them.
             master, part = self.part(self.stepped), self.part(self.element)
-            # Of states on disk, those of one parameter are in memory while they are made.
-            pageable.append(round(self.state * self.largest / max(1, self.trainable)) if self.on_disk else self.state)
+            pageable.append(self.state)
             if self.copies:
                 (pinned if self.stage < 3 else pageable).append(master)
             pinned += [master, part]

@@ -44,7 +44,6 @@ from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.split_mixin import SplitMixin
 from lightning_autopar.strategies.zero import deepspeed_compat as doorway
 from lightning_autopar.strategies.zero.gradient_reduction import Clipping, Reduction
-from lightning_autopar.strategies.zero.optimizer_on_disk import DiskStates, disk_folder
 from lightning_autopar.strategies.zero.partitions.checkpoint_files import ZeroFiles
 from lightning_autopar.strategies.zero.partitions.module import held_by_zero, host_held_by_zero
 from lightning_autopar.strategies.zero.partitions.optimizer_pieces import Edits, OptimizerBridge, ParameterPart
@@ -143,7 +142,6 @@ class _ZeroStrategy(DeepSpeedStrategy):
     _clipping: Clipping
     _forked: bool
     _edits: Edits
-    _disk: DiskStates | None = None
     _frozen: frozenset[int] = frozenset()
     _backward_ran = False
 
@@ -251,8 +249,6 @@ class _ZeroStrategy(DeepSpeedStrategy):
         optimizer = self.model.optimizer
         doorway.share_partitions(optimizer)
         relay.attach(doorway.partitions(optimizer))
-        if plan.optimizer_on_disk:
-            self._disk = DiskStates(users, disk_folder(trainer.default_root_dir))
         self._reduction = Reduction([parameter for group in relay.trained for parameter in group])
         doorway.reduce_by(optimizer, self._reduction)
         self._clipping = Clipping(lambda: doorway.gradient_parts(optimizer))
@@ -315,9 +311,6 @@ class _ZeroStrategy(DeepSpeedStrategy):
     def teardown(self) -> None:
         """Leave module and optimizer as they are, for the code that collects them; Lightning would move them, or what is left of them."""
         assert self.accelerator is not None
-        if self._disk is not None:
-            self._disk.close()
-            self._disk = None
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()

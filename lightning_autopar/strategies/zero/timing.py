@@ -7,7 +7,6 @@ make others, about as many. Estimated, and yet to be counted: stages 1 and 2 wit
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,9 +20,6 @@ from lightning_autopar.timing.rank_compute import LaneSpan, RankWork
 from lightning_autopar.timing.rates import Collective, Rates
 from lightning_autopar.timing.roofline import Layout
 from lightning_autopar.timing.step_seconds import Step
-
-#: Bytes a second of a disk that wasn't measured: a slow one, which others use, too.
-_DISK_RATE = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,17 +112,13 @@ class ZeroStep(Step):
         return asked + links.over_shards("all_gather", width(self.footprint.parameter_bytes))
 
     def offload(self, run: RankWork) -> float:
-        """Besides the update: gradients down, parameters up, and the optimizer's state from disk and back where it lies there."""
+        """Besides the update: gradients down, and parameters up."""
         plan, rates = self.plan, self.rates
         if "optimizer" not in plan.offload or not self.training:
             return 0.0
         part = round(self.width(self.footprint.gradient_bytes) / plan.world_size)
         copied = 2 * (copy_seconds(rates, run.device, 2 * part) if self.on_cpu else rates.host_copy_seconds(run.device, part))
-        seconds = super().offload(run) + copied
-        if plan.optimizer_on_disk:  # read and written, without overlap
-            share = round(self.footprint.optimizer_bytes / plan.world_size * max(Counter(device.node for device in self.devices).values()))
-            seconds += sum(rates.disk_seconds(share, write=write) or share / _DISK_RATE for write in (False, True))
-        return seconds
+        return super().offload(run) + copied
 
 
 def gathered_modules(footprint: Footprint, layout: Layout, persistence: int) -> list[tuple[int, ...]]:

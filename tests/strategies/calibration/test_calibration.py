@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import io
-import json
 import subprocess
 import sys
 import threading
@@ -304,8 +303,8 @@ def test_a_process_that_cannot_fork_asks_another_python(inventory: Inventory, mo
     monkeypatch.setattr(calibration, "unforkable", lambda: "this process has used a GPU already")
     monkeypatch.setattr(calibration, "measurements", lambda *_: [Measurement(title="it", run=lambda _: [ADD])])
 
-    def answers(command: list[str], *, input: str, **_: Any) -> None:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(input))
+    def answers(command: list[str], *, input: bytes, **_: Any) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(input)))
         monkeypatch.setattr(sys, "argv", ["-c", command[-1]])
         calibration.answer()
 
@@ -322,12 +321,6 @@ def test_another_python_that_fails_costs_a_warning(inventory: Inventory, monkeyp
     monkeypatch.setattr(subprocess, "run", fails)
     with pytest.warns(UserWarning, match="this machine could not be measured"):
         assert not calibration.calibrate(inventory).calibration
-
-
-def test_an_inventory_in_words() -> None:
-    inventory = parse_spec("2xcpu:64MiB,cpu:1GiB", cores=5)
-    again = calibration._from_words(json.loads(json.dumps(inventory.to_dict())))
-    assert (again.devices, again.links, again.host_threads) == (inventory.devices, inventory.links, 5)
 
 
 # -- when it is measured ---------------------------------------------------------------------------------------------------------------
@@ -348,7 +341,6 @@ def test_an_inventory_in_words() -> None:
         ("now", "cpu:64MiB", {}, "everything"),
         ("now", "8xH100-80GB", {}, "asks nobody"),
         ("off", "2xcpu:64MiB", {}, "asks nobody"),
-        ("trial", "cpu:64MiB", {"cache": "off"}, "what is missing"),
     ],
 )
 def test_when_it_is_measured(
@@ -433,10 +425,9 @@ def test_a_tiny_step_of_every_engine(engine: str) -> None:
     assert 1e-5 < curves[0].seconds[0] < 10
 
 
-def test_the_host_is_measured(tmp_path: Path) -> None:
-    curves = run_forked(measure_host, HOST, 1, tmp_path, timeout_seconds=100)
-    assert [curve.thing for curve in curves] == ["adam", "disk_write", "disk_read"]
-    assert list(tmp_path.iterdir()) == []
+def test_the_host_is_measured() -> None:
+    curves = run_forked(measure_host, HOST, 1, timeout_seconds=100)
+    assert [curve.thing for curve in curves] == ["adam"]
 
 
 def test_kept_rates_are_found_again(inventory: Inventory) -> None:

@@ -25,10 +25,10 @@ def test_spans_follow_each_other_and_say_why() -> None:
     recorder.failed("a worker was killed")
     recorder.close()
     spans = recorder.spans
-    assert [span.plan for span in spans] == ["single", "single", PARKED, "single"]
+    assert [span.title for span in spans] == ["single", "single", PARKED, "single"]
     assert [span.devices for span in spans] == [("cpu:0",), ("cpu:1",), (), ("cpu:0",)]
     assert spans[1].pause_seconds == 0.25
-    assert all(span.ended == after.begun for span, after in pairwise(spans))
+    assert all(span.end_seconds == after.start_seconds for span, after in pairwise(spans))
     history = recorder.history("Module")
     assert [(mark.kind, mark.words) for mark in history.marks] == [
         ("move", "somebody came"),

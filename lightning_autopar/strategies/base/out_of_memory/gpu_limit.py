@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -55,22 +55,6 @@ _LOOK_SECONDS, _REFUSED_SECONDS = 1.0, 10.0
 Ask = Callable[[int], LeaseFile | Shortage | None]
 
 
-class Allocator(Protocol):
-    """What a GPU's allocator must tell and do for :class:`GpuLimit`."""
-
-    def most_bytes(self) -> int:
-        """The most bytes of the device that it has held so far."""
-
-    def held_bytes(self) -> int:
-        """Bytes that tensors take now."""
-
-    def free_bytes(self) -> int:
-        """Bytes of the device that are free for anybody."""
-
-    def cap(self, limit_bytes: int | None) -> None:
-        """From now on, hold at most so many bytes of the device; None: no limit."""
-
-
 class CudaAllocator:
     """torch's allocator. Its limit is a share of the device's memory by CUDA's count (``CUDACachingAllocator.cpp``, ``setMemoryFraction``).
 
@@ -83,19 +67,21 @@ class CudaAllocator:
         self._users_share: float | None = None
 
     def most_bytes(self) -> int:
-        """See :class:`Allocator`."""
+        """The most bytes of the device that it has held so far."""
         return int(torch.cuda.max_memory_reserved(self._device))
 
     def held_bytes(self) -> int:
-        """See :class:`Allocator`."""
+        """Bytes that tensors take now."""
         return int(torch.cuda.memory_allocated(self._device))
 
     def free_bytes(self) -> int:
-        """See :class:`Allocator`."""
+        """Bytes of the device that are free for anybody."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def cap(self, limit_bytes: int | None) -> None:
-        """See :class:`Allocator`. A limit that the user set, also by ``PYTORCH_CUDA_ALLOC_CONF``, is never exceeded."""
+        """From now on, hold at most so many bytes of the device; None: no limit. One that the user set, also by
+        ``PYTORCH_CUDA_ALLOC_CONF``, is never exceeded.
+        """
         if self._users_share is None:
             ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # newer than the setter
             self._users_share = 1.0 if ask is None else float(ask(self._device))
@@ -156,7 +142,7 @@ class GpuLimit:
     def __init__(
         self,
         lease: Lease,
-        allocator: Allocator,
+        allocator: CudaAllocator,
         ask: Ask | None,
         clock: Callable[[], float] = time.monotonic,
         alone: Callable[[], bool] = lambda: True,
@@ -244,7 +230,7 @@ class GpuLimit:
             held.release()
 
 
-def gpu_limit_for(run_plan: RunPlan, rank: int, *, ledger: Ledger | None = None, allocator: Allocator | None = None) -> GpuLimit | None:
+def gpu_limit_for(run_plan: RunPlan, rank: int, *, ledger: Ledger | None = None, allocator: CudaAllocator | None = None) -> GpuLimit | None:
     """The cap of a rank's allocator: by the run's lease; without a lease, by what was free when the plan was made.
 
     Args:

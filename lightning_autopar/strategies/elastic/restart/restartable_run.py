@@ -210,7 +210,6 @@ class StoreBoundary(Boundary):
         self._rendezvous.call(accumulation=self._trainer.accumulate_grad_batches, leave=leave, target=str(self._snapshots.target()))
 
     def _interval(self) -> float:
-        """Seconds from one snapshot to the next."""
         how, takes = self._run._how, self._save_seconds
         if how.snapshot_seconds is not None:
             return how.snapshot_seconds

@@ -145,7 +145,6 @@ class StoreRendezvous:
         return bool(self._store.get(key).decode() == _SAID) if self._wait([key], within_seconds) else None
 
     def _wait(self, keys: list[str], within_seconds: float) -> bool:
-        """Whether all keys are there in time."""
         if not keys:
             return True
         try:

@@ -6,6 +6,7 @@ rounding might explain a larger difference. Meant for a forked child. Knows Ligh
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,7 +193,6 @@ class Trial:
             return math.inf, f"in double precision the step fails ({error_line(error)})"
 
     def _whole(self) -> str | None:
-        """The whole module's results."""
         copy: LightningModule = fake_copy(self._module, None, None)
         rng.restore(self._start, {})
         rehearsal = rehearse(copy, self._trainer, self._fn, self._precision)
@@ -331,18 +331,16 @@ def norms_aside() -> Iterator[None]:
     """While open, nothing clips gradients and every norm of them is 1: over several stages the engine takes norms. The functions' code is
     replaced, as their names may have been imported anywhere (``pipeline/weights/clipping_norms`` does the same).
     """
-    exchanged = [
-        (getattr(clip_grad, name), _one) for name in ("_get_total_norm", "clip_grad_norm_", "_clip_grads_with_norm_", "clip_grad_value_")
-    ]
-    exchanged.append((lightning_grads.grad_norm, _none))
-    functions: list[tuple[Any, Any]] = [(_unwrapped(function), code.__code__) for function, code in exchanged]
-    kept = [function.__code__ for function, _ in functions]
-    for function, code in functions:
-        function.__code__ = code
+    names = ("_get_total_norm", "clip_grad_norm_", "_clip_grads_with_norm_", "clip_grad_value_")
+    exchanged: dict[Any, Any] = {inspect.unwrap(getattr(clip_grad, name)): _one for name in names}
+    exchanged[inspect.unwrap(lightning_grads.grad_norm)] = _none
+    kept = {function: function.__code__ for function in exchanged}
+    for function, other in exchanged.items():
+        function.__code__ = other.__code__
     try:
         yield
     finally:
-        for (function, _), code in zip(functions, kept, strict=True):
+        for function, code in kept.items():
             function.__code__ = code
 
 
@@ -354,14 +352,7 @@ def _none(*args: Any, **kwargs: Any) -> Any:
     return {}
 
 
-def _unwrapped(function: Any) -> Any:
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
 def _end(step: Step, copy: LightningModule, rehearsal: BareStep, before: Mapping[str, Tensor]) -> None:
-    """The values to compare after a step."""
     parameters = {name for name, _ in copy.named_parameters(remove_duplicate=False)}
     for name, value in _values(copy, before).items():
         if name in parameters:

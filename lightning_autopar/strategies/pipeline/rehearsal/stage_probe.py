@@ -230,7 +230,6 @@ def batches_of(first: FirstStep) -> dict[str, FirstBatch]:
 def _too_large(
     module: LightningModule, batches: Mapping[str, FirstBatch], flops: int, *, steps: int = _STEPS, most: float = _FLOPS
 ) -> str | None:
-    """Why a trial isn't possible."""
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     if size_bytes * _COPIES > psutil.virtual_memory().available * _HOST_SHARE:
         return f"{_COPIES} copies of the module, which a trial may need, don't fit into the host's memory"
@@ -309,8 +308,6 @@ def _structure(
     why: str,
     given: Sequence[str],
 ) -> Finding:
-    """Record under fake tensors."""
-
     def one(hook: str, written: frozenset[str]) -> StepRecording:
         mode, shadow, first = fake_mode(), ShadowValues(), batches[hook]
         copy: LightningModule = fake_copy(module, mode, shadow, dtype=precision.true)

@@ -17,10 +17,10 @@ from __future__ import annotations
 import logging
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch import Tensor
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.step.random_draws import GlobalDraws, default_generator
+from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 
 _LOG = logging.getLogger(__name__)
 #: The tag of stage 0's messages, different from those of other messages between the same ranks.
@@ -39,13 +40,6 @@ _TAG_OF_START = _TAG - 1
 _NUMBERS = 4
 #: The room for Python's and NumPy's pickled states, which take some 6 KB.
 _ROOM = 1 << 14
-
-
-class OwnCode(Protocol):
-    """Tells when a stage's own code begins and ends: :class:`~lightning_autopar.strategies.pipeline.stages.stage_module.StageModule`."""
-
-    on_entry: list[Callable[[], None]]
-    on_exit: list[Callable[[], None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +105,7 @@ class StageDraws:
         if draws is not None:
             draws.on_generator = self._refuse
 
-    def adopt(self, stage: OwnCode, index: int) -> None:
+    def adopt(self, stage: StageModule, index: int) -> None:
         """Add one of this rank's stages.
 
         Args:

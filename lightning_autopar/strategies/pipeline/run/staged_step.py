@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from lightning_autopar.exact.step.users_backward import weighed
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.pipeline.run.stage_agreement import SameBatch
+from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
 from lightning_autopar.strategies.pipeline.run.stage_shapes import Signature, signature_of
 from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage, count_parts, make_schedule
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
@@ -38,22 +39,6 @@ _WATCHERS = {
     "test_step": "on_test_batch_end",
     "predict_step": None,
 }
-
-
-class Draws(Protocol):
-    """Makes random draws those of one device (:class:`.stage_draws.StageDraws`)."""
-
-    def begin(self, share: BatchShare | None, number: int) -> None:
-        """A batch of so many micro-batches begins."""
-
-    def forward(self, chunk: int, stage: int) -> AbstractContextManager[Any]:
-        """The context of a stage's forward."""
-
-    def backward(self, chunk: int) -> AbstractContextManager[Any]:
-        """The context of a stage's backward."""
-
-    def finish(self) -> None:
-        """The batch is over."""
 
 
 @dataclass(kw_only=True)
@@ -100,7 +85,7 @@ class StagedStep:
         trainer: Trainer,
         plan: Plan,
         logging: GlobalLogging,
-        draws: Draws,
+        draws: StageDraws,
         *,
         changing: Collection[str],
         appended: Sequence[str] = (),

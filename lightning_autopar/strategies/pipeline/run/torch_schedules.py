@@ -101,7 +101,6 @@ class Stage(PipelineStage):
     # -- communication -----------------------------------------------------------------------------------------------------------------
 
     def _rank_of(self, stage: int) -> int:
-        """The global rank that runs another stage."""
         assert self.group is not None
         return dist.get_global_rank(self.group, stage % self.group_size)
 
@@ -257,8 +256,6 @@ class Stage(PipelineStage):
 
 @dataclass(frozen=True, kw_only=True)
 class _Boundary:
-    """Both directions of one boundary."""
-
     forward: ShapeMessages
     backward: ShapeMessages
 

@@ -175,7 +175,6 @@ _known: weakref.WeakKeyDictionary[nn.Module, dict[int, BlockResults]] = weakref.
 
 
 def _device_of(value: Any) -> torch.device | None:
-    """The device of the first tensor."""
     if isinstance(value, Tensor):
         return value.device
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()

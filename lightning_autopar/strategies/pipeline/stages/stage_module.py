@@ -144,8 +144,6 @@ def _device(module: nn.Module) -> torch.device:
 
 
 class _Run:
-    """One run of a stage."""
-
     def __init__(
         self,
         span: StageRange,

@@ -145,7 +145,6 @@ class StepRecorder:
     # -- code outside of blocks ----------------------------------------------------------------------------------------------------------
 
     def _outer_call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """A tainted call."""
         if func in _DIFFERENTIATING:
             self.refuse(f"the {self._hook} differentiates by itself ({name})")
             return func(*args, **kwargs)

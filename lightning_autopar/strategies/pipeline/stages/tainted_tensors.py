@@ -267,7 +267,6 @@ def replaced_forward(block: nn.Module, forward: Callable[..., Any]) -> Iterator[
 
 
 def _draws(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function draws random numbers."""
     if name not in _RANDOM:
         return False
     if name in _DROPPING and not name.startswith("native"):

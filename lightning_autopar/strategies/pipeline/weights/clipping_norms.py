@@ -58,7 +58,7 @@ class StageGradients:
         #: The first place in the pipeline that has each parameter: there its gradient counts.
         self._homes = {name: next(place for place, names in enumerate(holders) if name in names) for name in self._numbers}
         #: The sets of parameters for which all ranks have computed a norm together before.
-        self._asked: dict[tuple[str, ...], tuple[bool, ...]] = {}
+        self._asked: set[tuple[str, ...]] = set()
         self._exit = ExitStack()
         for optimizer in optimizers:
             self._exit.callback(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -240,15 +240,12 @@ class StageGradients:
         each: Tensor | None
         types = {parameter.dtype for parameter in self._module.parameters()}
         if norm_type > 0 and len(types) == 1:  # then those without a gradient, whose norm is 0, change nothing
-            asked = tuple(dict.fromkeys(names))
-            table = self._gather_norms(asked, norm_type)
+            table = self._gather_norms(names, norm_type)
             if (key := tuple(names)) not in self._asked:
-                there = self._check(table)
-                self._asked[key] = tuple(bool(there[self._numbers[name]]) for name in names)
-            if names:
-                total = self._total_of(table, names, self._asked[key], norm_type, types.pop())
-                return self._finite(total, norm_type, error_if_nonfinite).to(like.device)
-            each = None
+                self._check(table)
+                self._asked.add(key)
+            every = index_of(tuple(self._numbers[name] for name in names), table.device)
+            each = table[0].index_select(0, every).to(types.pop()) if names else None
         else:
             norms = self.norms(names, norm_type)
             found = [norms[name] for name in names if name in norms]
@@ -256,20 +253,6 @@ class StageGradients:
         if each is None:
             return torch.tensor(0.0, device=like.device)
         return self._finite(torch.linalg.vector_norm(each, norm_type), norm_type, error_if_nonfinite).to(like.device)
-
-    def _total_of(self, table: Tensor, names: Sequence[str], had: tuple[bool, ...], norm_type: float, dtype: torch.dtype) -> Tensor:
-        """The norm of the norms of those that have gradients, without a wait. A norm of 0 for one without a gradient only changes the order
-        in which a vector unit adds the others. So only those are taken that had gradients the first time, as on one device, as long as the
-        same ones have them.
-        """
-        every = index_of(tuple(self._numbers[name] for name in names), table.device)
-        total: Tensor = torch.linalg.vector_norm(table[0].index_select(0, every).to(dtype), norm_type)
-        if all(had) or not any(had):
-            return total
-        those = index_of(tuple(self._numbers[name] for name, has in zip(names, had, strict=True) if has), table.device)
-        alone = torch.linalg.vector_norm(table[0].index_select(0, those).to(dtype), norm_type)
-        as_before = (table[1].index_select(0, those) > 0).all() & (table[1].index_select(0, every).sum() == len(those))
-        return torch.where(as_before, alone, total)
 
     def _finite(self, total: Tensor, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -483,32 +466,21 @@ class SharedParameters:
             if self._pipeline.place not in places:
                 continue
             shared = [parameters[name] for name in self.places if self.places[name] == places]
-            kinds = self._kinds([gradients.get(parameter) for parameter in shared], group)
-            for parameter, (dense, sparse) in zip(shared, kinds, strict=True):
-                if dense or sparse:
-                    underway.append(self._sum(parameter, gradients, group, sparse=not dense))
+            anywhere = self._anywhere([gradients.get(parameter) is not None for parameter in shared], group)
+            underway += [self._sum(parameter, gradients, group) for parameter, has in zip(shared, anywhere, strict=True) if has]
         for finish in underway:
             finish()
 
-    def _kinds(self, gradients: Sequence[Tensor | None], group: Group) -> list[list[int]]:
-        """On how many ranks each parameter has a dense gradient, and on how many a sparse one. What is dense here is dense for all: if that
-        holds for each, this rank needn't wait for the others.
-        """
-        flags = [
-            [int(each is not None and each.layout == torch.strided), int(each is not None and each.layout != torch.strided)]
-            for each in gradients
-        ]
-        counted = torch.tensor(flags, dtype=torch.int32).to(self._pipeline.device, non_blocking=True)
+    def _anywhere(self, here: list[bool], group: Group) -> list[bool]:
+        """Whether each parameter has a gradient on some rank. If all have one here, this rank needn't wait for the others."""
+        counted = torch.tensor(here, dtype=torch.int32).to(self._pipeline.device, non_blocking=True)
         dist.all_reduce(counted, group=group)
-        if all(dense for dense, _ in flags):
-            return flags
-        counts: list[list[int]] = counted.tolist()
-        return counts
+        everyones: list[bool] = here if all(here) else counted.bool().tolist()
+        return everyones
 
-    def _sum(self, parameter: Tensor, gradients: MutableMapping[Any, Tensor], group: Group, *, sparse: bool) -> Any:
-        """Begin with one parameter; the returned function must be called after all have begun."""
+    def _sum(self, parameter: Tensor, gradients: MutableMapping[Any, Tensor], group: Group) -> Any:
+        """Begin with one parameter; the returned function must be called after all have begun. A sparse gradient becomes a dense one."""
         own = gradients.get(parameter)
-        rows = _rows(own, parameter, group) if sparse else None
         if own is None:
             total = torch.zeros_like(parameter, memory_format=torch.contiguous_format).detach()
         else:
@@ -523,19 +495,6 @@ class SharedParameters:
             work.wait()
             if sent is not local:
                 local.copy_(sent)
-            gradients[parameter] = (
-                total
-                if rows is None
-                else torch.sparse_coo_tensor(rows, total[rows[0]], total.shape, check_invariants=False, is_coalesced=True)
-            )
+            gradients[parameter] = total
 
         return finish
-
-
-def _rows(own: Tensor | None, parameter: Tensor, group: Group) -> Tensor:
-    """The rows of a sparse gradient that any rank has: SparseAdam steps on these, whatever their values."""
-    present = torch.zeros(parameter.shape[0], dtype=torch.int32, device=parameter.device)
-    if own is not None:
-        present[own.coalesce().indices()[0]] = 1
-    dist.all_reduce(present, group=group)
-    return present.nonzero().T

@@ -149,7 +149,6 @@ def _gather(own: Mapping[str, Tensor], pipeline: Pipeline, *, keep: bool, scratc
 
 
 def _describe(own: Mapping[str, Tensor]) -> dict[str, _Described]:
-    """Describe this rank's tensors, for the other ranks."""
     described: dict[str, _Described] = {}
     seen: dict[Any, str] = {}
     for name, tensor in own.items():

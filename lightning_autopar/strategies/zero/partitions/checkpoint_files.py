@@ -19,7 +19,6 @@ from lightning_autopar.state.checkpoint import OneFile
 from lightning_autopar.state.flat_parts import FlatPart
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.zero import deepspeed_compat as doorway
-from lightning_autopar.strategies.zero.optimizer_on_disk import DiskStates
 from lightning_autopar.strategies.zero.partitions import gathered_state as partitioned
 from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, make_whole, parts
 from lightning_autopar.strategies.zero.partitions.optimizer_pieces import ParameterPart, fragment_parts
@@ -35,7 +34,6 @@ class ZeroFiles(OneFile):
     deepspeed_engine: Any
     run_plan: RunPlan
     _exit: ExitStack
-    _disk: DiskStates | None
     _traces: Traces | None = None
     _watch: ParameterViews | None = None
 
@@ -115,11 +113,6 @@ class ZeroFiles(OneFile):
         """This rank's part of each trained parameter, by the id of the tensor that stands for it in the user's optimizer."""
         return fragment_parts((piece for group in self.pieces for piece in group), self.weight_parts())
 
-    def state_room(self, part: FlatPart, dtype: torch.dtype) -> Tensor:
-        """Where to put this rank's part of a state that is about to be loaded."""
-        room = torch.zeros_like(part.flat, dtype=dtype)
-        return room if self._disk is None else self._disk.take(room)
-
     def parts_loaded(self) -> None:
         """To be called after writes to the parts of :meth:`weight_parts`, or to whole parameters; a collective."""
         assert self.lightning_module is not None
@@ -155,10 +148,9 @@ class ZeroFiles(OneFile):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Take this rank's part of the checkpoint's optimizer states."""
-        own, disk = self.optimizer_parts(), self._disk
-        take = Tensor.clone if disk is None else disk.take
+        own = self.optimizer_parts()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            partitioned.load_optimizer_state(bare_optimizer(optimizer), own, state, take=take)
+            partitioned.load_optimizer_state(bare_optimizer(optimizer), own, state)
 
     @property
     def _between(self) -> torch.device:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +27,6 @@ from lightning_autopar.state.scratch_files import ScratchFile, hand_back_pages
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """The elements of a tensor that a rank has."""
-
     start: int
     count: int
     dtype: torch.dtype
@@ -128,7 +126,6 @@ def whole_optimizer_state(
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer's parameters, by position."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -299,16 +296,13 @@ def _stand_in(tensor: Tensor, part: FlatPart | None) -> Tensor:
     return nn.Parameter(torch.empty(part.shape, dtype=tensor.dtype, device="meta"), requires_grad=tensor.requires_grad)
 
 
-def load_optimizer_state(
-    optimizer: Optimizer, parts: Mapping[int, FlatPart], state: Mapping[str, Any], *, take: Callable[[Tensor], Tensor] = Tensor.clone
-) -> None:
+def load_optimizer_state(optimizer: Optimizer, parts: Mapping[int, FlatPart], state: Mapping[str, Any]) -> None:
     """Load this rank's part of an optimizer's whole state dict.
 
     Args:
         optimizer: the user's, which has parts in its groups.
         parts: of what is in its groups, by id.
         state: whole, keyed by position.
-        take: makes the rank's own part out of a view into the file.
 
     Raises:
         ValueError: if a parameter's state has another shape than the parameter.
@@ -320,15 +314,15 @@ def load_optimizer_state(
         if part is None:
             own[position] = values  # load_state_dict says what is wrong with it
         elif part.flat.numel():
-            own[position] = {name: _own(value, part, name, take) for name, value in values.items()}
+            own[position] = {name: _own(value, part, name) for name, value in values.items()}
     optimizer.load_state_dict({**state, "state": own})
 
 
-def _own(value: Any, part: FlatPart, name: str, take: Callable[[Tensor], Tensor]) -> Any:
+def _own(value: Any, part: FlatPart, name: str) -> Any:
     if not isinstance(value, Tensor):
         return value
     if part.has_all_of(name, value.shape):
-        return take(part.cut(value))  # the file needn't stay
+        return part.cut(value).clone()  # the file needn't stay
     if value.ndim:
         raise ValueError(f"the checkpoint's {name!r} has the shape {tuple(value.shape)}, but its parameter has {part.shape}")
     return value.clone()
