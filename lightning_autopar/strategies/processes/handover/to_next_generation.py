@@ -13,7 +13,8 @@ from __future__ import annotations
 import csv
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from lightning_autopar.state.objects.packing import TensorFile, pack, travels
 from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, Part, Survey, is_under, merged
 from lightning_autopar.state.objects.unpacking import Unpacking, put
 from lightning_autopar.strategies.processes.handover import run_objects as pristine
+from lightning_autopar.strategies.processes.handover.back_to_script import made_whole
 from lightning_autopar.strategies.processes.handover.run_objects import DATA, MODULE, PLAIN, SCHEDULERS, RunObjects, not_carried
 from lightning_autopar.text import format_bytes
 
@@ -51,11 +53,17 @@ def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int) -> 
         rank: this rank. Rank 0 writes its state; where a module's stages lie on several ranks, each writes what its stages changed of the
             module.
     """
+    with getattr(trainer.strategy, "plain_copies", nullcontext)():
+        _write_objects(trainer, before, folder, rank)
+
+
+def _write_objects(trainer: Trainer, before: Before, folder: Path, rank: int) -> None:
     engine: Any = trainer.strategy
     ranks = getattr(engine, "holders", 1)
+    things = RunObjects(trainer, before)
+    shards = made_whole(things.module, before, things.names, keep=rank == 0)
     if rank >= ranks:
         return
-    things = RunObjects(trainer, before)
     if rank == 0:
         write_loggers(trainer, before, folder)
     found, gone = before.survey.differing(things.names, under=MODULE if rank else None, skip=things.skipped, lazy=True)
@@ -69,7 +77,7 @@ def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int) -> 
     for config in engine.lr_scheduler_configs:
         kind = type(config.scheduler)
         parcel.schedulers.append(kind if "<locals>" not in kind.__qualname__ else None)
-    write(parcel, things, values, folder / _RANK.format(rank), sent=sent, extras=extras, digests=ranks > 1)
+    write(parcel, things, values, folder / _RANK.format(rank), sent=sent, extras=extras, digests=ranks > 1, shards=shards)
 
 
 # -- in the new generation -------------------------------------------------------------------------------------------------------------
@@ -327,6 +335,7 @@ def write(
     sent: dict[str, Any],
     extras: dict[str, Any],
     digests: bool,
+    shards: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> None:
     """Write a parcel's two files, with those of the values that can be pickled.
 
@@ -337,8 +346,9 @@ def write(
         sent: to send along, where it can be.
         extras: see :class:`CarriedObjects`.
         digests: whether others' versions are compared with this one, however large it is.
+        shards: see :class:`Packing`.
     """
-    survey, packing = things.survey, things.packing()
+    survey, packing = things.survey, things.packing(shards)
     payloads: dict[Any, Any] = {}
     for (owner, part), (value, _) in values.items():
         its = isinstance(owner, int) and value is survey.target(owner)
