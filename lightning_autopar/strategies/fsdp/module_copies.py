@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
+from lightning_autopar.state.checkpoint import gathered
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 
 #: The methods of a LightningModule that use its parameters outside ``forward``, which FSDP2 wraps.
@@ -120,7 +121,7 @@ def enter(module: nn.Module, args: Any) -> None:
     wholes: dict[int, Tensor] = {}
     for child, name, shard in held:
         if id(shard) not in wholes:
-            wholes[id(shard)] = shard.full_tensor(grad_placements=[Partial("avg")] * shard.device_mesh.ndim)
+            wholes[id(shard)] = gathered(shard, grad_placements=[Partial("avg")] * shard.device_mesh.ndim)
         child._parameters[name] = wholes[id(shard)]  # type: ignore[assignment]
     vars(module)[_SHARDS] = held
 

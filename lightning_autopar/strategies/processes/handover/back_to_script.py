@@ -40,7 +40,7 @@ from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.data.loader import unwrapped
 from lightning_autopar.exact.logs.metrics_over_ranks import sync_states
 from lightning_autopar.exact.reached_variables import Reached, Variables
-from lightning_autopar.state.checkpoint import load_whole_optimizer_state
+from lightning_autopar.state.checkpoint import gathered, load_whole_optimizer_state
 from lightning_autopar.state.objects.pickles import is_shard
 from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, Survey, is_under, merged
 from lightning_autopar.state.pretrained import move_tensors
@@ -312,7 +312,7 @@ def made_whole(module: nn.Module, before: Before, names: Mapping[int, Any], *, k
     wholes: list[tuple[Tensor, Tensor]] = []
     for shard in {id(each): each for part in together for each in found[part]}.values():
         with torch.no_grad():
-            whole = cast(Any, shard).full_tensor()
+            whole = gathered(shard)
         if keep:
             wholes.append((shard, whole.cpu()))
     return wholes
