@@ -171,9 +171,20 @@ def without_shards(checkpoint: dict[str, Any], *, keep: bool) -> dict[str, Any]:
     for _, shard in found:
         if id(shard) not in wholes:
             with torch.no_grad():
-                values = shard.full_tensor()
+                values = gathered(shard)
             wholes[id(shard)] = values.cpu() if keep else torch.empty(0)
     return cast(dict[str, Any], tree_map_only(DTensor, lambda shard: wholes[id(shard)], checkpoint))
+
+
+def gathered(shard: Tensor, **options: Any) -> Tensor:
+    """The whole tensor, where the shard is. One that was copied to the host is gathered on the mesh's devices all the same."""
+    there: Any = shard
+    mesh: Any = there.device_mesh
+    if shard.device.type != mesh.device_type:
+        local = there.to_local().to(mesh.device_type)
+        there = DTensor.from_local(local, mesh, there.placements, run_check=False, shape=shard.shape, stride=shard.stride())
+    whole: Tensor = there.full_tensor(**options)
+    return whole.to(shard.device)
 
 
 def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool) -> None:

@@ -37,6 +37,7 @@ from lightning_autopar._lightning import Trainer
 from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.state import gpu_pickles
+from lightning_autopar.state.checkpoint import without_shards
 from lightning_autopar.state.flat_parts import FlatPart, Fragment
 from lightning_autopar.state.objects.contents import raw_bytes
 from lightning_autopar.state.snapshot_folder import REST, SPARE
@@ -288,6 +289,8 @@ def _rest(trainer: Trainer) -> dict[str, Any]:
         for name, value in zip(("lightning_module_state_dict", "optimizer_state"), before, strict=True):
             strategy.__dict__.pop(name) if value is None else strategy.__dict__.update({name: value})
     rest["state_dict"] = {}
+    if dist.is_initialized():  # a shard in a callback's or a hook's entry would be rank 0's on every rank that reads it
+        rest = without_shards(rest, keep=strategy.is_global_zero)
     strategy.complete_checkpoint(rest)
     return rest
 

@@ -122,12 +122,21 @@ class Packing:
         names: for other objects that both sides have: ``id`` → what the other side's ``resolve`` takes.
         bases: tensors whose views are to be views of the other side's: name → tensor.
         leave: attributes of an instance that aren't sent.
+        shards: parts of what several ranks have, each with its whole values in host memory, which are sent in its place.
     """
 
     def __init__(
-        self, survey: Survey, names: Mapping[int, Any], bases: Mapping[Any, Tensor], leave: Callable[[Any], frozenset[str]]
+        self,
+        survey: Survey,
+        names: Mapping[int, Any],
+        bases: Mapping[Any, Tensor],
+        leave: Callable[[Any], frozenset[str]],
+        shards: Iterable[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self.survey, self.names, self.leave = survey, names, leave
+        self.wholes = {id(shard): whole for shard, whole in shards}
+        #: Storages in host memory that are to lie on the other side's device.
+        self.moved = {whole.untyped_storage()._cdata for shard, whole in shards if shard.device.type != "cpu"}
         self.bases = {tensor.untyped_storage()._cdata: name for name, tensor in bases.items() if is_common(tensor) and tensor.numel()}
         self._base_tensors = dict(bases)
         self.keys: dict[int, int] = {}
@@ -229,7 +238,7 @@ class Packer(Pickler):
         if isinstance(target, Tensor):
             return self._tensor(target)
         if kind is torch.UntypedStorage:
-            return (STORAGE, *self._beside.storage(target), target.device.type != "cpu")
+            return (STORAGE, *self._beside.storage(target), target.device.type != "cpu" or target._cdata in self._packing.moved)
         if isinstance(target, type):
             return None if "<locals>" not in target.__qualname__ else self._packing.types.get(id(target))
         key = self._packing.keys.get(id(target))
@@ -250,7 +259,8 @@ class Packer(Pickler):
         return (OWN, key)
 
     def _tensor(self, tensor: Tensor) -> Any:
-        if not is_common(tensor):
+        values = self._packing.wholes.get(id(tensor), tensor)
+        if not is_common(values):
             if is_absent(tensor):
                 raise pickle.PicklingError("an absent tensor has no values")
             return (MOVED, tensor.detach().cpu()) if tensor.device.type not in ("cpu", "meta") else None
@@ -258,19 +268,19 @@ class Packer(Pickler):
         if key in self.begun:
             return (TENSOR, key)
         self.begun.add(key)
-        base = self._packing.base(tensor)
+        base = self._packing.base(values)
         if base is not None:
             name, of = base
             view = (name, of.untyped_storage().nbytes(), str(of.dtype), tensor.storage_offset() - of.storage_offset())
         else:
             view = None
-        storage, bare = tensor.untyped_storage(), tensor.detach()
-        seen_bytes = max(self._packing.seen_bytes.get(storage._cdata, 0), tensor.nbytes)
+        storage, bare = values.untyped_storage(), values.detach()
+        seen_bytes = max(self._packing.seen_bytes.get(storage._cdata, 0), values.nbytes)
         if storage.nbytes() > LIMIT_BYTES and seen_bytes < _SEEN_SHARE * storage.nbytes():
             bare = bare.clone()
         layout = bare.dtype, tuple(bare.shape), bare.stride(), bare.storage_offset(), bare.untyped_storage()
         kind = isinstance(tensor, nn.Parameter), tensor.requires_grad and tensor.is_leaf
-        return (TENSOR, key, layout, kind, view, dict(vars(tensor)))
+        return (TENSOR, key, layout, kind, view, dict(vars(values)))
 
 
 def pack(packing: Packing, parts: Mapping[Any, Any], sent: Mapping[str, Any], beside: TensorFile) -> bytes:

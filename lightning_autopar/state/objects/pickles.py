@@ -113,8 +113,10 @@ class Pickler(pickle.Pickler):
 
     def reducer_override(self, target: Any) -> Any:
         """How to pickle objects that can't be pickled, or whose own pickle doesn't work here."""
-        if not self._hashing and is_shard(target):
-            raise pickle.PicklingError("a DTensor is a part of what several ranks have")
+        if is_shard(target):
+            if not self._hashing:
+                raise pickle.PicklingError("a DTensor is a part of what several ranks have")
+            return self.reducer_override(target.to_local().detach().requires_grad_(target.requires_grad))
         if self._hashing and type(target) in (Tensor, nn.Parameter) and target.layout == torch.strided and not target.is_meta:
             layout = target.dtype, tuple(target.shape), target.requires_grad, target.device.type
             return fingerprint, (layout, fingerprint(target.detach()))  # never called

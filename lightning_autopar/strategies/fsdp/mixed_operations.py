@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_autopar.state.checkpoint import gathered
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 
 #: Torch's own object, which computes operations on shards. It refuses those that have a whole tensor as well, and torch (2.11 to 2.13) has
@@ -56,13 +57,6 @@ def part_of(whole: Tensor, shard: DTensor) -> Tensor:
     return whole
 
 
-def gathered(shard: DTensor) -> Tensor:
-    """The whole tensor, where the shard is. One that was copied to the host is gathered on the mesh's devices all the same."""
-    there: Any = shard.detach().to(shard.device_mesh.device_type)
-    whole: Tensor = there.full_tensor()
-    return whole.to(shard._local_tensor.device)
-
-
 def _propagated(operation: Any, args: Any, kwargs: Any, *others: Any) -> Any:
     """What torch asks where it doesn't know how an operation's shards are computed yet; the answer for a mixed one is its result."""
     written = [
@@ -84,7 +78,7 @@ def _propagated(operation: Any, args: Any, kwargs: Any, *others: Any) -> Any:
     if operation is _COPY and isinstance(args[0], DTensor) and args[0].shape == args[1].shape:
         _take(args[0], args[1])
         return args[0]
-    wholes = {id(shard): gathered(shard) for shard in shards}
+    wholes = {id(shard): gathered(shard.detach()) for shard in shards}
     whole_args, whole_kwargs = tree_map_only(DTensor, lambda shard: wholes[id(shard)], (args, kwargs))
     result = operation(*whole_args, **whole_kwargs)
     for shard in written:

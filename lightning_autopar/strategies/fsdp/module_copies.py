@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
+from lightning_autopar.state.checkpoint import gathered
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 
 #: The methods of a LightningModule that use its parameters outside ``forward``, which FSDP2 wraps.
@@ -77,14 +79,31 @@ class OwnHook:
         return self._of_copy
 
 
-def become_plain() -> None:
-    """Leave all copies without anything of FSDP2's or ours, at a run's end."""
-    for child in [child for each in list(_COPIES) for child in each.modules()]:
+def become_plain() -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Leave all copies without anything of FSDP2's or ours, at a run's end. Returns the changed dictionaries, each with what it had."""
+    changed: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for child in {child for each in _COPIES for child in each.modules()}:
+        changed.append((vars(child), dict(vars(child))))
         for name in [name for name in vars(child) if name.startswith(TRACES)]:
             del vars(child)[name]
         for name, hooks in vars(child).items():
-            for key in [key for key, hook in hooks.items() if _is_ours(hook)] if name.endswith("_hooks") and hooks else ():
-                del hooks[key]
+            if name.endswith("_hooks") and hooks:
+                changed.append((hooks, dict(hooks)))
+                for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+                    del hooks[key]
+    return changed
+
+
+@contextmanager
+def plain_copies() -> Iterator[None]:
+    """While open, they are so, as they are pickled for processes in which they are whole."""
+    changed = become_plain()
+    try:
+        yield
+    finally:
+        for there, before in changed:
+            there.clear()
+            there.update(before)
 
 
 def _is_ours(hook: Any) -> bool:
@@ -102,7 +121,7 @@ def enter(module: nn.Module, args: Any) -> None:
     wholes: dict[int, Tensor] = {}
     for child, name, shard in held:
         if id(shard) not in wholes:
-            wholes[id(shard)] = shard.full_tensor(grad_placements=[Partial("avg")] * shard.device_mesh.ndim)
+            wholes[id(shard)] = gathered(shard, grad_placements=[Partial("avg")] * shard.device_mesh.ndim)
         child._parameters[name] = wholes[id(shard)]  # type: ignore[assignment]
     vars(module)[_SHARDS] = held
 

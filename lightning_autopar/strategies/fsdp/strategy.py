@@ -45,7 +45,7 @@ from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.refused_parameters import refuse_new
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.split_mixin import SplitMixin
-from lightning_autopar.strategies.fsdp.module_copies import STEPS, TRACES, let_copy
+from lightning_autopar.strategies.fsdp.module_copies import STEPS, TRACES, let_copy, plain_copies
 from lightning_autopar.strategies.fsdp.same_collectives import groups_of
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, replicate_scalars, whole_results
 
@@ -291,6 +291,8 @@ class _ShardingStrategy(ModelParallelStrategy):
         self._module._device_mesh = None  # it can't be pickled, and the next run's checks may have to pickle the module
 
     # -- checkpoints: whole, plain, one file -------------------------------------------------------------------------------------------
+
+    plain_copies = staticmethod(plain_copies)
 
     @property
     def lightning_restore_optimizer(self) -> bool:

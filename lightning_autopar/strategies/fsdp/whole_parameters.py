@@ -33,9 +33,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_autopar._lightning_compat import DummyExperiment
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.step.step_rollback import GRAD, own_gradient
+from lightning_autopar.state.checkpoint import gathered
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 from lightning_autopar.strategies.fsdp import mixed_operations, module_copies
-from lightning_autopar.strategies.fsdp.mixed_operations import gathered, part_of
+from lightning_autopar.strategies.fsdp.mixed_operations import part_of
 from lightning_autopar.strategies.fsdp.module_copies import OwnHook
 from lightning_autopar.strategies.fsdp.same_collectives import GatherOrder, agree_on_gradients, groups_of
 
@@ -515,7 +516,7 @@ def whole_results() -> None:
 
 
 def _number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0].detach().full_tensor().item()
+    return gathered(args[0].detach()).item()
 
 
 def _tensor_of(data: Any, **options: Any) -> Tensor:
@@ -526,7 +527,7 @@ def _tensor_of(data: Any, **options: Any) -> Tensor:
 
 
 def _numpy(shard: DTensor, **options: Any) -> Any:
-    return gathered(shard).cpu().numpy(**options)
+    return gathered(shard.detach()).cpu().numpy(**options)
 
 
 def _list(shard: DTensor) -> Any:

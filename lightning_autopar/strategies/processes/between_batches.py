@@ -25,7 +25,7 @@ from lightning_autopar._lightning_compat import mute_hooks, no_hyperparameters
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import batches_left
 from lightning_autopar.strategies.processes.agent_protocol import BEGIN, GenerationFiles
-from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, read_objects, write_objects
+from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, read_objects, whole_shards, write_objects
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.processes.handover.back_to_script import Before
@@ -177,9 +177,16 @@ class Boundary:
 
         trainer, engine = self._trainer, self._trainer.strategy
 
-        def bring() -> None:
+        def make_folder() -> None:
             target.mkdir(parents=True, exist_ok=True)
-            write_objects(trainer, self._before, target, self._rank)
+
+        shards: list[Any] = []
+
+        def gather() -> None:
+            shards.extend(whole_shards(trainer, self._before, self._rank))
+
+        def bring() -> None:
+            write_objects(trainer, self._before, target, self._rank, shards)
 
         def save() -> None:
             engine.at_boundary = True  # type: ignore[attr-defined]  # of EngineMixin
@@ -189,7 +196,7 @@ class Boundary:
                 engine.at_boundary = False  # type: ignore[attr-defined]
 
         # All ranks must know that one rank failed before they wait for it in a collective.
-        return self._do_together(bring) and self._do_together(save)
+        return all(self._do_together(part) for part in (make_folder, gather, bring, save))
 
     def _do_together(self, part: Callable[[], None]) -> bool:
         """Do a part of the saving; False on every rank if one rank failed."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from lightning.pytorch import callbacks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from lightning_autopar import CheckpointMigrate
+from tests.strategies.elastic.test_elastic import Watch, to
 from tests.strategies.fitted import BLOCKS, Fitted, fit, numbers, plan
 
 
@@ -168,6 +173,42 @@ def test_lightnings_averages_are_one_devices(name: str, tmp_path: Path) -> None:
         states = [saved["state_dict"], saved.get("current_model_state"), saved.get("averaging_state")]
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         found.append((losses, metrics, dict(average._average_model.state_dict()), dict(module.state_dict()), states))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+class Slow(Scaled):
+    """Each step takes a while in a worker, so that the run lasts long enough to be moved."""
+
+    def loss(self, batch: Any) -> Any:
+        if os.getpid() != _HOME:
+            time.sleep(0.02)
+        return super().loss(batch)
+
+
+_HOME = os.getpid()
+
+
+@pytest.mark.parametrize("make", [Cloned, Deep, getattr(callbacks, "EMAWeightAveraging", EarlyClones)])
+def test_averages_move_with_the_run(make: Any) -> None:
+    """A generation's shards are of no use to the next one, also where that has as many ranks."""
+    found: list[Any] = []
+    first = plan("fsdp", shard=BLOCKS)
+    for under in (first, None):
+        average, moves = make(), []
+        if under is not None:
+            moves = [CheckpointMigrate(), Watch((3, to(replace(first, devices=("cpu:1", "cpu:0")))), (7, to(plan("single", ranks=1))))]
+        options: Any = {"num_sanity_val_steps": 0, "max_epochs": 3, "callbacks": [average, *moves]}
+        module, losses, trainer = fit(Slow, numbers(), under, **options)
+        if under is not None:
+            assert [span.title for span in trainer.strategy.history.spans] == ["fsdp ×2, reshard", "fsdp ×2, reshard", "single"]
+        held = getattr(average, "held", None)
+        found.append(
+            (
+                average._average_model.state_dict() if held is None else held if isinstance(held, dict) else held.state_dict(),
+                losses,
+                dict(module.state_dict()),
+            )
+        )
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 

@@ -40,7 +40,7 @@ from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.data.loader import unwrapped
 from lightning_autopar.exact.logs.metrics_over_ranks import sync_states
 from lightning_autopar.exact.reached_variables import Reached, Variables
-from lightning_autopar.state.checkpoint import load_whole_optimizer_state
+from lightning_autopar.state.checkpoint import gathered, load_whole_optimizer_state
 from lightning_autopar.state.objects.pickles import is_shard
 from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, Survey, is_under, merged
 from lightning_autopar.state.pretrained import move_tensors
@@ -218,7 +218,8 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     if not apart and (engine.splits or ranks > 1):
         _merge_metrics(module)
     optimizers = [bare_optimizer(optimizer) for optimizer in trainer.optimizers]
-    shards = {} if apart else _made_whole(module, before, keep=rank == 0)
+    named = {id(tensor): "" for _, tensor in _tensors(module)}
+    shards = {f"shard {index}": each for index, each in enumerate([] if apart else made_whole(module, before, named, keep=rank == 0))}
 
     def affordable(holders: int) -> bool:
         return fitting and _affordable(optimizers, results, holders=1 if apart else holders)
@@ -290,29 +291,30 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     return results
 
 
-def _made_whole(module: nn.Module, before: Before, *, keep: bool) -> dict[str, tuple[Tensor, Tensor]]:
-    """The shards that objects hold besides the module (a callback's average of the weights) by new names, each with its whole values; a
+def made_whole(module: nn.Module, before: Before, names: Mapping[int, Any], *, keep: bool) -> list[tuple[Tensor, Tensor]]:
+    """The shards that objects hold besides the module (a callback's average of the weights), each with its whole values in host memory; a
     collective.
 
     A rank's shard alone is of no use to anybody. Where ranks' objects hold other shards than rank 0's, nobody knows which belong together:
     those stay behind, and are named.
 
     Args:
+        names: of objects that aren't looked at, by ``id``.
         keep: whether this rank's are wanted.
     """
     if not any(map(is_shard, module.parameters())):
-        return {}
-    found = before.survey.shards({id(tensor): "" for _, tensor in _tensors(module)})
+        return []
+    found = before.survey.shards(names)
     alike = {part: [(tuple(each.shape), str(each.dtype), str(cast(Any, each).placements)) for each in held] for part, held in found.items()}
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, alike)
     together = [part for part, held in everyones[0].items() if all(other.get(part) == held for other in everyones)]
-    wholes: dict[str, tuple[Tensor, Tensor]] = {}
+    wholes: list[tuple[Tensor, Tensor]] = []
     for shard in {id(each): each for part in together for each in found[part]}.values():
         with torch.no_grad():
-            whole = cast(Any, shard).full_tensor()
+            whole = gathered(shard)
         if keep:
-            wholes[f"shard {len(wholes)}"] = shard, whole.cpu()
+            wholes.append((shard, whole.cpu()))
     return wholes
 
 

@@ -143,11 +143,11 @@ class RunObjects:
             if attribute not in _modules_own(each) and attribute not in self._engines.get(id(each), ())
         }
 
-    def packing(self) -> Packing:
-        """The packing of this process's parts."""
+    def packing(self, shards: Iterable[tuple[Tensor, Tensor]] = ()) -> Packing:
+        """The packing of this process's parts; shards as in :class:`Packing`."""
         own = {name for name, _ in self._own_buffers()}
         bases = {("tensor", name): each for name, each in self.tensors.items() if name not in own}
-        return Packing(self.survey, self.names, bases, not_carried)
+        return Packing(self.survey, self.names, bases, not_carried, shards)
 
     def _own_buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers that no state dict has, without sharded ones."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 import csv
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,11 @@ from torchmetrics import Metric
 from lightning_autopar._lightning import CSVLogger, Trainer
 from lightning_autopar.state.objects.contents import ATOMS, dispensable, get_items
 from lightning_autopar.state.objects.packing import TensorFile, pack, travels
+from lightning_autopar.state.objects.pickles import is_shard
 from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, Part, Survey, is_under, merged
 from lightning_autopar.state.objects.unpacking import Unpacking, put
 from lightning_autopar.strategies.processes.handover import run_objects as pristine
+from lightning_autopar.strategies.processes.handover.back_to_script import made_whole
 from lightning_autopar.strategies.processes.handover.run_objects import DATA, MODULE, PLAIN, SCHEDULERS, RunObjects, not_carried
 from lightning_autopar.text import format_bytes
 
@@ -41,7 +44,15 @@ _RANK, _LOGGERS = "carried{}", "carried_loggers"
 # -- in the old generation -------------------------------------------------------------------------------------------------------------
 
 
-def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int) -> None:
+def whole_shards(trainer: Trainer, before: Before, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """What :func:`made_whole` finds, for :func:`write_objects` on rank 0; every rank calls it."""
+    if not any(map(is_shard, trainer.lightning_module.parameters())):
+        return []
+    with _plain_copies(trainer.strategy):
+        return made_whole(trainer.lightning_module, before, RunObjects(trainer, before).names, keep=rank == 0)
+
+
+def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int, shards: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
     """Write the objects that this rank has changed; every rank calls it between two batches, and then goes on unchanged.
 
     Args:
@@ -50,6 +61,7 @@ def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int) -> 
         folder: where files go; it exists.
         rank: this rank. Rank 0 writes its state; where a module's stages lie on several ranks, each writes what its stages changed of the
             module.
+        shards: of :func:`whole_shards`.
     """
     engine: Any = trainer.strategy
     ranks = getattr(engine, "holders", 1)
@@ -69,7 +81,13 @@ def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int) -> 
     for config in engine.lr_scheduler_configs:
         kind = type(config.scheduler)
         parcel.schedulers.append(kind if "<locals>" not in kind.__qualname__ else None)
-    write(parcel, things, values, folder / _RANK.format(rank), sent=sent, extras=extras, digests=ranks > 1)
+    with _plain_copies(engine):
+        write(parcel, things, values, folder / _RANK.format(rank), sent=sent, extras=extras, digests=ranks > 1, shards=shards)
+
+
+def _plain_copies(engine: Any) -> AbstractContextManager[None]:
+    found: AbstractContextManager[None] = getattr(engine, "plain_copies", nullcontext)()
+    return found
 
 
 # -- in the new generation -------------------------------------------------------------------------------------------------------------
@@ -327,6 +345,7 @@ def write(
     sent: dict[str, Any],
     extras: dict[str, Any],
     digests: bool,
+    shards: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> None:
     """Write a parcel's two files, with those of the values that can be pickled.
 
@@ -337,8 +356,9 @@ def write(
         sent: to send along, where it can be.
         extras: see :class:`CarriedObjects`.
         digests: whether others' versions are compared with this one, however large it is.
+        shards: see :class:`Packing`.
     """
-    survey, packing = things.survey, things.packing()
+    survey, packing = things.survey, things.packing(shards)
     payloads: dict[Any, Any] = {}
     for (owner, part), (value, _) in values.items():
         its = isinstance(owner, int) and value is survey.target(owner)
