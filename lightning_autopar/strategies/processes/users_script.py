@@ -9,11 +9,13 @@ import importlib.util
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TypeGuard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,14 @@ def own_traceback(error: BaseException) -> TracebackType | None:
             return found
         inside, found = inside or is_around, found.tb_next
     return None
+
+
+def is_ours(error: BaseException | None) -> TypeGuard[ValueError]:
+    """Whether it is a refusal of this package's, whose words say all, rather than an error of the script or of what it calls."""
+    if not isinstance(error, ValueError) or error.__traceback__ is None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "lightning_autopar"
 
 
 # -- starting it again -----------------------------------------------------------------------------------------------------------------
