@@ -6,6 +6,7 @@ Standard library only: what a script sets before it imports torch must still cou
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import os
 import runpy
 import sys
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeGuard
+
+_PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +102,9 @@ def is_ours(error: BaseException | None) -> TypeGuard[ValueError]:
     """Whether it is a refusal of this package's, whose words say all, rather than an error of the script or of what it calls."""
     if not isinstance(error, ValueError) or error.__traceback__ is None:
         return False
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "lightning_autopar"
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    code = frame.f_code.co_filename
+    return Path(code).is_relative_to(_PACKAGE) and linecache.getline(code, line).lstrip().startswith("raise ")
 
 
 # -- starting it again -----------------------------------------------------------------------------------------------------------------
