@@ -20,7 +20,7 @@ import torch
 
 from lightning_autopar import _root, engines
 from lightning_autopar._fork import unforkable
-from lightning_autopar._lightning import ParallelStrategy, Trainer, rank_zero_info, rank_zero_warn
+from lightning_autopar._lightning import MisconfigurationException, ParallelStrategy, Trainer, rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import (
     Launcher,
     TrainerFn,
@@ -129,7 +129,7 @@ class AutoLauncher(Launcher):
             except BaseException as error:
                 log.debug("what ended the run, with all frames", exc_info=True)
                 shown = users_part(error.__traceback__)
-                if shown is None and not is_ours(error):
+                if shown is None and not (is_ours(error) or isinstance(error, MisconfigurationException)):
                     raise
                 raise error.with_traceback(shown)  # noqa: B904  # the same exception, which keeps its own cause
             finally:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, Timer
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_autopar.plans import Plan
@@ -60,9 +61,12 @@ def test_one_device_that_fails_leaves_the_trainer_as_it_was(tmp_path: Path) -> N
     torch.set_num_threads(threads)
 
 
-def test_a_refusal_shows_no_frames_of_this_package_but_its_entrance(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the loader over list has no batch") as caught:
-        trainer("single", tmp_path).fit(Regression(), DataLoader([]))
+@pytest.mark.parametrize(
+    ("loaders", "says"), [([DataLoader([])], "the loader over list has no batch"), ([], "`train_dataloader` must be implemented")]
+)
+def test_a_refusal_shows_no_frames_of_this_package_but_its_entrance(loaders: list[Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, MisconfigurationException), match=says) as caught:
+        trainer("single", tmp_path).fit(Regression(), *loaders)
     ours = [entry.name for entry in caught.traceback if entry.frame.f_globals["__name__"].startswith("lightning_autopar.")]
     assert ours == ["launch"]
 
