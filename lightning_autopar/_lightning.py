@@ -68,7 +68,7 @@ if TYPE_CHECKING or chosen() == "lightning.pytorch":
     from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
     from lightning.pytorch.utilities import CombinedLoader, GradClipAlgorithmType, grads, rank_zero_info, rank_zero_only, rank_zero_warn
     from lightning.pytorch.utilities._pytree import tree_unflatten
-    from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException, _TunerExitException
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature

@@ -6,7 +6,7 @@ Must not know which plans there are.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -177,7 +177,7 @@ def check_allow(allow: str | Sequence[str]) -> tuple[Engine, ...]:
         ValueError: if it is empty or names an unknown engine, saying which there are.
     """
     choices = ", ".join(repr(engine) for engine in all_engines())
-    if not isinstance(allow, (str, list, tuple, set, frozenset)):
+    if isinstance(allow, Mapping) or not isinstance(allow, Collection):  # hydra's lists are none of Python's
         raise ValueError(f"allow={allow!r} must be a list of names of engines; the engines are {choices}")
     names = (allow,) if isinstance(allow, str) else tuple(allow)
     known: dict[str, Engine] = {engine: engine for engine in all_engines()}

@@ -7,7 +7,6 @@ it, nor of how a report is shown.
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_autopar.cli.first_trainer import Wanted, at_first_trainer
 from lightning_autopar.huggingface.train_calls import trainers_planned
-from lightning_autopar.strategies.processes.users_script import Script
+from lightning_autopar.strategies.processes.users_script import Script, is_ours
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -81,10 +80,11 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
         ValueError: if there is no such script, or the Trainer's devices aren't here.
     """
     found: list[DryRun] = []
+    left_out: list[str] = []
     failure: BaseException | None = None
     asked = Wanted() if wanted is None else wanted
     lightnings = at_first_trainer(lambda: _planning(found, asked, on_plan))
-    with lightnings, trainers_planned(partial(_plan_for_train, found, asked, on_plan), evaluate=False):
+    with lightnings, trainers_planned(partial(_plan_for_train, found, asked, on_plan), left_out=left_out):
         try:
             script.run()
         except _Planned:
@@ -94,23 +94,18 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
         except Exception as error:
             failure = error
     if not found:
-        if isinstance(failure, ValueError) and _is_ours(failure):
+        if is_ours(failure):
             raise failure
         how = f"failed ({type(failure).__name__}: {failure})" if failure is not None else "ended"
+        alone = "; for an evaluation alone there is nothing to plan: start the script without lightning-autopar" if left_out else ""
         raise ScriptFailed(
-            f"{script.name} {how} before it called fit, validate, test or predict of Lightning's Trainer, or train of transformers'"
+            f"{script.name} {how} before it called fit, validate, test or predict of Lightning's Trainer, or train of transformers'{alone}"
         ) from failure
     if failure is not None:
         from lightning_autopar._lightning import rank_zero_warn
 
         rank_zero_warn(f"autopar: {script.name} failed after {found[-1].function}, which here only plans and returns None ({failure!r})")
     return found[-1]
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether this package has raised it, rather than the script or what it calls."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "lightning_autopar"
 
 
 def _plan_for_train(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None], trainer: Any) -> None:

@@ -29,7 +29,7 @@ from lightning_autopar.cli.first_trainer import Wanted, at_first_trainer
 from lightning_autopar.huggingface.relaunch import promised, relaunch
 from lightning_autopar.huggingface.settings import handed_over
 from lightning_autopar.huggingface.train_calls import trainers_planned, trainers_set
-from lightning_autopar.strategies.processes.users_script import Script, own_traceback, started_by
+from lightning_autopar.strategies.processes.users_script import Script, is_ours, own_traceback, started_by
 
 if TYPE_CHECKING:
     from lightning_autopar.cli.replace_strategy import Replacement
@@ -168,6 +168,9 @@ def _run(script: Script) -> int:
         found = own_traceback(error)
         if found is None and isinstance(error, ValueError):
             raise  # the script hasn't begun
+        if is_ours(error) and error.__cause__ is None:
+            print(f"lightning-autopar: {error}", file=sys.stderr)
+            return 1
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, found
         sys.excepthook(type(error), error.with_traceback(found), found)
         return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1

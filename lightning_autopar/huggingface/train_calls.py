@@ -13,26 +13,27 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning_autopar._autoload import when_executed
-from lightning_autopar.huggingface.settings import Settings
+from lightning_autopar.huggingface.settings import Batch, Settings
 from lightning_autopar.huggingface.training_arguments import told_by, watch_arguments
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
-def trainers_planned(plan: Callable[[Any], None], *, evaluate: bool = True) -> Iterator[None]:
+def trainers_planned(plan: Callable[[Any], None], *, left_out: list[str] | None = None) -> Iterator[None]:
     """While open, a call of ``train`` calls ``plan`` with the Trainer instead. It shall not return: there is nothing to return to.
 
     Args:
         plan: gets the Trainer.
-        evaluate: whether calls of ``evaluate`` before that are made. If not, each of their metrics is NaN.
+        left_out: gets the name of each call of ``evaluate`` before that, which isn't made: each of its metrics is NaN, and none is saved.
+            By default these calls are made.
     """
 
     def train(original: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan(trainer)
         raise AssertionError("planning ends the script")
 
-    with _watched(None, train, evaluate=evaluate):
+    with _watched(None, train, left_out=left_out):
         yield
 
 
@@ -43,12 +44,22 @@ class _Unknown(dict[str, float]):
         return math.nan
 
 
-def _not_evaluated(
-    trainer: Any, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **options: Any
-) -> _Unknown:
-    """In the place of ``Trainer.evaluate``."""
-    log.warning("autopar: evaluate() isn't run while planning; each metric that the script reads of it is nan")
-    return _Unknown({f"{metric_key_prefix}_loss": math.nan})
+def _instead_of_evaluating(kind: Any, left_out: list[str]) -> None:
+    """Have the Trainer's class make no evaluation, and save no metrics of one."""
+    save_metrics = kind.save_metrics
+
+    def evaluate(
+        trainer: Any, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **options: Any
+    ) -> _Unknown:
+        left_out.append("evaluate")
+        log.warning("autopar: evaluate() isn't run while planning; each metric that the script reads of it is nan")
+        return _Unknown({f"{metric_key_prefix}_loss": math.nan})
+
+    def save(trainer: Any, split: str, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        if not any(value != value for value in metrics.values()):  # a file may hold those of an earlier run
+            save_metrics(trainer, split, metrics, *args, **kwargs)
+
+    kind.evaluate, kind.save_metrics = evaluate, save
 
 
 @contextmanager
@@ -78,7 +89,7 @@ def trainers_set(settings: Settings, ran: list[Settings]) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(settings: Settings | None, train: Callable[..., Any], *, evaluate: bool = True) -> Iterator[None]:
+def _watched(settings: Settings | None, train: Callable[..., Any], *, left_out: list[str] | None = None) -> Iterator[None]:
     """While open, what the script makes of transformers is watched, from the moment on that it imports it."""
     with ExitStack() as until_the_end:
 
@@ -86,17 +97,18 @@ def _watched(settings: Settings | None, train: Callable[..., Any], *, evaluate: 
             until_the_end.callback(watch_arguments(module.TrainingArguments, settings))
 
         def trainer(module: Any) -> None:
-            original = module.Trainer.train
+            kind = module.Trainer
+            original = kind.train
 
             @functools.wraps(original)
             def instead(self: Any, *args: Any, **kwargs: Any) -> Any:
                 return train(original, self, args, kwargs)
 
-            module.Trainer.train = instead
-            until_the_end.callback(setattr, module.Trainer, "train", original)
-            if not evaluate:
-                until_the_end.callback(setattr, module.Trainer, "evaluate", module.Trainer.evaluate)
-                module.Trainer.evaluate = _not_evaluated
+            for name in ("train", "evaluate", "save_metrics"):
+                until_the_end.callback(setattr, kind, name, getattr(kind, name))
+            kind.train = instead
+            if left_out is not None:
+                _instead_of_evaluating(kind, left_out)
 
         until_the_end.callback(when_executed("transformers.training_args", arguments))
         until_the_end.callback(when_executed("transformers.trainer", trainer))
@@ -120,3 +132,26 @@ def _check(trainer: Any, settings: Settings) -> None:
         raise ValueError(f"the plan has {settings.plan.world_size} processes, but transformers sees {args.world_size}; report this")
     if trainer.accelerator.ddp_handler is not None:  # which only DDP reads
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
+    if settings.batch.accumulation != settings.plan.micro_batches and (samples := _samples(trainer.train_dataset)) is not None:
+        trainer.callback_handler.callbacks.insert(0, _epochs_counted(settings.batch, samples, drop_last=args.dataloader_drop_last))
+
+
+def _samples(dataset: Any) -> int | None:
+    """The samples of an epoch; None where the dataset doesn't say."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def _epochs_counted(batch: Batch, samples: int, *, drop_last: bool) -> Any:
+    """A callback that makes the epoch that is logged the script's: transformers counts it in parts of a batch."""
+    from transformers import TrainerCallback
+
+    at_once = batch.per_device * batch.replicas
+    parts = samples // at_once if drop_last else -(-samples // at_once)
+
+    class EpochsCounted(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            before, ours = math.ceil(state.epoch) - 1, len(kwargs["train_dataloader"])
+            steps = -(-round((state.epoch - before) * ours) // args.gradient_accumulation_steps)
+            state.epoch = before + min(steps * batch.accumulation, parts) / parts
+
+    return EpochsCounted()

@@ -20,7 +20,7 @@ import torch
 
 from lightning_autopar import _root, engines
 from lightning_autopar._fork import unforkable
-from lightning_autopar._lightning import ParallelStrategy, Trainer, rank_zero_info, rank_zero_warn
+from lightning_autopar._lightning import MisconfigurationException, ParallelStrategy, Trainer, rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import (
     Launcher,
     TrainerFn,
@@ -31,7 +31,6 @@ from lightning_autopar._lightning_compat import (
     requested_nodes,
     run_arguments,
 )
-from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.leases import words
 from lightning_autopar.sharing.runs.display import RunDisplay, showing
 from lightning_autopar.sharing.runs.progress import RunProgress
@@ -54,6 +53,7 @@ from lightning_autopar.strategies.preparation.finished_run import announce_measu
 from lightning_autopar.strategies.preparation.trainer_options import finder_of
 from lightning_autopar.strategies.processes.external_launcher import Peers, rerun_script, under_external_launcher, unknown_launcher
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
+from lightning_autopar.strategies.processes.users_script import is_ours
 from lightning_autopar.strategies.processes.worker import WorkerJob, make_job
 from lightning_autopar.strategies.processes.worker_supervisor import Outcome, run_folder, run_generation
 
@@ -128,7 +128,7 @@ class AutoLauncher(Launcher):
             except BaseException as error:
                 log.debug("what ended the run, with all frames", exc_info=True)
                 shown = users_part(error.__traceback__)
-                if shown is None and not isinstance(error, NothingFits):
+                if shown is None and not (is_ours(error) or isinstance(error, MisconfigurationException)):
                     raise
                 raise error.with_traceback(shown)  # noqa: B904  # the same exception, which keeps its own cause
             finally:

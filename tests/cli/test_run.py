@@ -139,6 +139,14 @@ def test_the_script_ends_as_under_python(
         assert "lightning_autopar" not in shown
 
 
+def test_a_refusal_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = _script(tmp_path, "trainer().fit(Net(), data())")
+    assert main(["run", "--devices", "1xcpu:1GiB", "--allow", "ddp", script]) == 1
+    shown = capsys.readouterr().err
+    assert "lightning-autopar: no plan fits: " in shown
+    assert "Traceback" not in shown
+
+
 def test_a_trainer_fails_in_the_scripts_own_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = _script(tmp_path, "trainer(accelerator='nonsense')")
     assert main(["run", script]) == 1

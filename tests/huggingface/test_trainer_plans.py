@@ -253,9 +253,14 @@ trainer = Never(model=lm(), args=arguments(), train_dataset=texts(), eval_datase
 metrics = trainer.evaluate()
 assert math.isnan(math.exp(metrics["eval_loss"]))
 trainer.log_metrics("eval", metrics)
+trainer.save_metrics("eval", metrics)
 trainer.train()
 """
+    results = tmp_path / "out" / "eval_results.json"
+    results.parent.mkdir()
+    results.write_text("of an earlier run")
     assert _plan(tmp_path, body, capsys)["function"] == "train"
+    assert results.read_text() == "of an earlier run"
 
 
 def test_a_trainer_with_arguments_and_a_loss_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ class Runs:
 
     @functools.cache  # noqa: B019  # it lives as long as the tests
     def __call__(self, *options: str, second: bool = False) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any], str]:
-        """Losses, trained weights, the summary and what was said on stderr; without options, of the plain script."""
+        """Losses with their epochs, trained weights, the summary and what was said on stderr; without options, of the plain script."""
         output = self._folder / f"run-{len(list(self._folder.iterdir()))}"
         script = [str(_EXAMPLE), "--output", str(output), "--text", str(self._folder / "text.txt"), "--batch", "4", "--steps", "8"]
         how = ["-m", "lightning_autopar", "run", "--json", str(output) + ".json", *options] if options else []
@@ -50,7 +50,8 @@ class Runs:
 
         history = json.loads((output / "trainer_state.json").read_text("utf-8"))["log_history"]
         summary = json.loads(Path(f"{output}.json").read_text("utf-8")) if options else {}
-        return [each["loss"] for each in history if "loss" in each], load_file(output / "model.safetensors"), summary, said
+        logged = [each[name] for each in history if "loss" in each for name in ("loss", "epoch")]
+        return logged, load_file(output / "model.safetensors"), summary, said
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def _assert_same(ours: tuple[Any, ...], plain: tuple[Any, ...]) -> None:
-    assert len(plain[0]) == 8
+    assert len(plain[0]) == 16
     assert ours[0] == pytest.approx(plain[0], rel=1e-5)
     assert ours[1].keys() >= plain[1].keys(), "after FSDP transformers saves a tied weight under both of its names"
     for name, value in plain[1].items():

@@ -12,6 +12,7 @@ import pytest
 
 from lightning_autopar.huggingface.relaunch import command_of, environment_of
 from lightning_autopar.huggingface.settings import VARIABLE, Batch, Settings, handed_over
+from lightning_autopar.huggingface.train_calls import _check
 from lightning_autopar.huggingface.training_arguments import told_by, watch_arguments
 from lightning_autopar.plans import Plan
 
@@ -132,3 +133,18 @@ def test_arguments_that_differ_from_those_that_were_planned_for_are_refused() ->
     watch_arguments(kind, _settings(Plan(engine="single", devices=("cpu:0",)), number=0))
     with pytest.raises(ValueError, match=r"have per_device_train_batch_size=4 .* now, but had 8 and 2 when the plan was made"):
         kind(per_device_train_batch_size=4)
+
+
+def test_epochs_are_counted_as_the_script_counts_them() -> None:
+    """38 samples in parts of 4, three a step, and in parts of 2, six a step."""
+    pytest.importorskip("transformers")
+    settings = _settings(Plan(engine="single", devices=("cpu:0",), micro_batches=6), number=0, batch=Batch(per_device=4, accumulation=3))
+    args = SimpleNamespace(gradient_accumulation_steps=6, per_device_train_batch_size=2, world_size=1, dataloader_drop_last=False)
+    callbacks: list[Any] = []
+    trainer = SimpleNamespace(args=args, train_dataset=range(38), callback_handler=SimpleNamespace(callbacks=callbacks))
+    trainer.accelerator = SimpleNamespace(ddp_handler=None)
+    _check(trainer, settings)
+    for ours, scripts in ((6 / 19, 0.3), (12 / 19, 0.6), (18 / 19, 0.9), (1, 1), (1 + 6 / 19, 1.3)):
+        state = SimpleNamespace(epoch=ours)
+        callbacks[0].on_step_end(args, state, None, train_dataloader=range(19))
+        assert state.epoch == pytest.approx(scripts)

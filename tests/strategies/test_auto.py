@@ -6,6 +6,7 @@ import inspect
 import math
 import sys
 import warnings
+from collections import UserList
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,12 @@ def test_a_value_of_no_use_is_refused_by_its_arguments_name(kind: Any) -> None:
                 kind(**{name: value})
             refused += 1
     assert refused
+
+
+def test_lists_of_configurations_are_lists() -> None:
+    """Hydra's ``instantiate`` hands over its own kind of list, which is none of Python's."""
+    assert AutoParallelStrategy(allow=UserList(["ddp"])).settings.allow == ("ddp",)
+    assert AutoParallelStrategy(batch=Batch(despite=UserList(["kept"]))).settings.despite == ("kept",)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

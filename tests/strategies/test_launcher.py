@@ -12,6 +12,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, Timer
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.auto import AutoParallelStrategy
@@ -57,6 +59,16 @@ def test_one_device_that_fails_leaves_the_trainer_as_it_was(tmp_path: Path) -> N
     assert run.strategy is strategy
     assert {name for name, value in vars(run._accelerator_connector).items() if before.get(name) is not value} == set()
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("loaders", "says"), [([DataLoader([])], "the loader over list has no batch"), ([], "`train_dataloader` must be implemented")]
+)
+def test_a_refusal_shows_no_frames_of_this_package_but_its_entrance(loaders: list[Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, MisconfigurationException), match=says) as caught:
+        trainer("single", tmp_path).fit(Regression(), *loaders)
+    ours = [entry.name for entry in caught.traceback if entry.frame.f_globals["__name__"].startswith("lightning_autopar.")]
+    assert ours == ["launch"]
 
 
 def test_fit_outside_the_main_thread(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 No ``from __future__ import annotations`` here: jsonargparse reads the annotations as objects.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,7 +37,7 @@ class Batch:
             raise ValueError(f"batch={self.rule!r} must be 'global' (split the batch) or 'per_device' (a batch for each device)")
         if self.draws not in ("whole", "per-rank"):
             raise ValueError(f"draws={self.draws!r} must be 'whole' (as one device draws) or 'per-rank' (each rank for its own samples)")
-        listed = isinstance(self.despite, (list, tuple, set, frozenset))
+        listed = isinstance(self.despite, Collection) and not isinstance(self.despite, (str, Mapping))
         if not listed or (unknown := [name for name in self.despite if name not in REFUSALS]):
             named = unknown[0] if listed else self.despite
             choices = ", ".join(repr(name) for name in REFUSALS)

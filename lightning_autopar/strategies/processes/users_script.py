@@ -6,14 +6,19 @@ Standard library only: what a script sets before it imports torch must still cou
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TypeGuard
+
+_PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +96,15 @@ def own_traceback(error: BaseException) -> TracebackType | None:
             return found
         inside, found = inside or is_around, found.tb_next
     return None
+
+
+def is_ours(error: BaseException | None) -> TypeGuard[ValueError]:
+    """Whether it is a refusal of this package's, whose words say all, rather than an error of the script or of what it calls."""
+    if not isinstance(error, ValueError) or error.__traceback__ is None:
+        return False
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    code = frame.f_code.co_filename
+    return Path(code).is_relative_to(_PACKAGE) and linecache.getline(code, line).lstrip().startswith("raise ")
 
 
 # -- starting it again -----------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from lightning_autopar.strategies.processes.users_script import Script, own_traceback, rerun_command, started_by
+from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.strategies.processes.users_script import Script, is_ours, own_traceback, rerun_command, started_by
 
 
 @pytest.fixture
@@ -45,6 +46,16 @@ def test_the_traceback_is_the_scripts_own(script: Path) -> None:
     assert found is not None
     assert (found.tb_frame.f_code.co_filename, found.tb_lineno) == (str(script), 3)
     assert own_traceback(ValueError("raised nowhere")) is None
+
+
+def test_a_refusal_is_no_error_of_python_in_this_package() -> None:
+    with pytest.raises(ValueError, match="the device spec") as refused:
+        parse_spec("2x")
+    assert is_ours(refused.value)
+    with pytest.raises(ValueError, match="invalid literal") as failed:
+        exec(compile("int('two')", parse_spec.__code__.co_filename, "exec"))
+    assert not is_ours(failed.value)
+    assert not is_ours(RuntimeError("of somebody's"))
 
 
 def test_it_is_started_again_as_it_was_started(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
