@@ -171,6 +171,7 @@ class LaterSteps(KeptRuns):
         #: The number of the steps that run; None for the first ones. And which other numbers decide what steps do.
         self.number: int | None = None
         self.noted = Noted()
+        self.skips = False  # whether a step returned None
         self.too_many = False  # whether there are more of them than can be tried
 
     def losses(self, batch: Any) -> list[Tensor]:
