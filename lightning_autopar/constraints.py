@@ -56,6 +56,7 @@ class SplitFinding:
         drawn_apart: what draws other random numbers on each rank, and in each part of a batch, than on one device: operations that draw
             inside of their kernels, and generators that a step leaves in another state after a part of the batch than after the whole.
         raised: whether the user's step raised an exception when it was tried.
+        skips: whether an automatic step returned None when it was tried.
     """
 
     difference: float = 0.0
@@ -70,6 +71,7 @@ class SplitFinding:
     counted: tuple[str, ...] = ()
     drawn_apart: tuple[str, ...] = ()
     raised: bool = False
+    skips: bool = False
 
     @property
     def differs(self) -> bool:

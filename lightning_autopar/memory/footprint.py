@@ -189,7 +189,7 @@ class Footprint:
         parameter_bytes: parameters as stored between steps.
         gradient_bytes: gradients of the trainable ones.
         optimizer_bytes: state of every optimizer.
-        buffer_bytes: buffers.
+        buffer_bytes: buffers, and what else is whole on every device.
         activation_bytes: saved for backward over the whole module at the peak, the batch itself excepted.
         temporary_bytes: what the step's peak holds beyond all that: scratch of the largest operations, the optimizer's
             temporaries.
@@ -208,6 +208,8 @@ class Footprint:
         tape: every allocation of the step, in order; None where it wasn't traced.
         evaluation_bytes: the most that a validation step of the same run holds beside parameters, gradients, optimizer state and buffers;
             its batch included. None where there is none or it isn't known.
+        copied_bytes: copies of the parameters that hooks make once these lie as the plan has them: shards where the parameters are.
+        set_aside_bytes: more such copies, in a validation alone.
         evaluation_parts: the same while each part of the step runs, in the order of :meth:`parts`; empty where it isn't known.
         evaluation_failed: whether a validation step failed where training's was traced.
         conduct: what the step itself does with parameters; None where it wasn't traced.
@@ -253,6 +255,8 @@ class Footprint:
     optimizer_work: tuple[Work, ...] = ()
     tape: Tape | None = None
     evaluation_bytes: int | None = None
+    copied_bytes: int = 0
+    set_aside_bytes: int = 0
     evaluation_parts: tuple[int, ...] = ()
     evaluation_failed: bool = False
     conduct: Conduct | None = None
@@ -314,7 +318,7 @@ class Footprint:
                 "optimizer": self.optimizer_bytes,
                 "activations": self.activation_bytes,
                 "temporary": self.temporary_bytes,
-                "buffers": self.buffer_bytes,
+                "buffers": self.buffer_bytes + self.copied_bytes,
                 "input": self.input_bytes,
             },
             "flops": self.flops,

@@ -300,6 +300,17 @@ def make_hole(tensor: Tensor, what: str) -> None:
         _hollow_out(tensor, _described(tensor), what)
 
 
+def lacks_memory(tensor: Tensor) -> bool:
+    """Whether a real tensor's ``data`` was set to an absent one, which torch asks nobody about: to read it ends the process."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # "an invalid python storage"
+        return True
+    return False
+
+
 def _hollow_out(tensor: Tensor, meta: Tensor, what: str) -> None:
     """Make a real tensor that was written to, and the one of which it is a view, absent."""
     if RULES.simulated:

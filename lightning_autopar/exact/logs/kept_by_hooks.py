@@ -9,16 +9,16 @@ from __future__ import annotations
 import dis
 import inspect
 import types
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torchmetrics import Metric, MetricCollection
 
-from lightning_autopar._lightning import LightningModule, Trainer
+from lightning_autopar._lightning import Callback, LightningModule, Trainer
 from lightning_autopar._root import FRAMEWORK, package_of
-from lightning_autopar.exact.logs.logging_hooks import overridden, reached
+from lightning_autopar.exact.logs.logging_hooks import QUIET, overridden, reached
 
 _HOOKS = tuple(f"on_{stage}_batch_{point}" for stage in ("train", "validation", "test") for point in ("start", "end"))
 #: Of a prediction, which returns what it finds: nobody has tried what it keeps.
@@ -45,6 +45,18 @@ def keeping_hooks(trainer: Trainer, *, predicting: bool = False) -> tuple[str, .
         if not predicting and _draws(getattr(each, hook), each, trainer.lightning_module):
             found.append(f"{_title(each)} may draw random numbers for what {hook} gets of a batch: each rank draws for its own samples")
     return tuple(found)
+
+
+def names_in_callbacks(trainer: Trainer) -> Iterator[tuple[Callback, set[str]]]:
+    """The callbacks with the names in their hooks' code, and in what of the user's that calls."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+        hooks = [getattr(callback, name) for name in dir(Callback) if name.startswith("on_") or name == "setup"]
+        own = [(hook, callback) for hook in hooks if not _is_quiet(hook)]
+        yield callback, {word for _, words, _ in reached(own, trainer.lightning_module, _is_quiet) for word in words}
+
+
+def _is_quiet(function: object) -> bool:
+    return f"{getattr(function, '__module__', '')}.".startswith(QUIET)
 
 
 def _title(owner: Any) -> str:

@@ -156,7 +156,7 @@ def _mentioned(function: types.FunctionType, names: set[str], owner: Any, module
         home = kind.__name__ if isinstance(kind, types.ModuleType) else kind.__module__
         if home.partition(".")[0] in sys.stdlib_module_names or f"{home}.".startswith(QUIET):
             continue
-        for name in (*names, "__call__"):
+        for name in (*names, "__call__", *(("__init__",) if kind is each else ())):
             found = inspect.getattr_static(kind, name, None)
             found = getattr(found, "__func__", found)
             if inspect.isfunction(found):

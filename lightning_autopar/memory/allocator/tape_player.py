@@ -78,6 +78,14 @@ class Player:
         for change in self.script.before:
             if change.kind in ("parameters", "buffers"):
                 self.machine.hold(change.storage, change.size_bytes, CATEGORY[change.kind])
+        self.hold_copies(1.0)
+
+    def hold_copies(self, share: float) -> None:
+        """Callbacks make their copies of the module, which are on no tape; of the parameters, where they lie so, a share."""
+        taped = sum(change.size_bytes for change in self.script.before if change.kind == "buffers")
+        copies = self.footprint.buffer_bytes - taped + round(self.footprint.copied_bytes * share)
+        if copies > 0:
+            self.machine.hold("copies", copies, "buffers")
 
     def keeps(self, change: TapeChange) -> bool:
         """Whether the engine holds what is there before a step as on the tape; called for one change of each kind."""

@@ -11,7 +11,7 @@ import logging
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -44,7 +44,14 @@ def fake_mode() -> FakeTensorMode:
     return FastFakeMode(allow_non_fake_inputs=True)
 
 
-def fake_copy(value: Any, mode: FakeTensorMode | None, shadow: ShadowValues | None, *, dtype: torch.dtype | None = None) -> Any:
+def fake_copy(
+    value: Any,
+    mode: FakeTensorMode | None,
+    shadow: ShadowValues | None,
+    *,
+    dtype: torch.dtype | None = None,
+    known: Mapping[int, Any] | None = None,
+) -> Any:
     """A deep copy in which every tensor, wherever it is, is fake and on the CPU. No storage is copied, and tied tensors stay tied.
 
     ``module.to()`` raises under a fake mode; a deep copy whose tensors are replaced on the way doesn't (see
@@ -55,6 +62,7 @@ def fake_copy(value: Any, mode: FakeTensorMode | None, shadow: ShadowValues | No
         mode: where the fakes live; None for real copies of all tensors.
         shadow: gets the values of small tensors other than parameters.
         dtype: for floating-point tensors of the batch, or parameters and buffers of the module; None leaves them.
+        known: what stands for objects that aren't to be copied, by their ids.
     """
     cast_ids = None
     if isinstance(value, nn.Module):
@@ -71,7 +79,7 @@ def fake_copy(value: Any, mode: FakeTensorMode | None, shadow: ShadowValues | No
         found: Tensor = memo[id(tensor)]
         return found
 
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = dict(known or {})
     modules = list(value.modules()) if isinstance(value, nn.Module) else []
     for module in modules:
         for attribute in vars(module).values():

@@ -6,17 +6,23 @@ Knows Lightning's callbacks and torch's optimizers; nothing of fakes or ledgers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_autopar._lightning import LightningModule, Trainer, callbacks
+from lightning_autopar._root import NOT_THE_USERS, package_of
+from lightning_autopar.memory.storages import storages
 
 #: Attributes of modules whose tensors are counted elsewhere, or don't belong to the module.
 _OTHERS = ("_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_hparams", "_hparams_initial")
+#: What of a user's own classes holds no copies of weights.
+_UNRELATED = (Optimizer, Dataset, DataLoader)
 
 
 def held_by_callbacks(trainer: Trainer | None, module: LightningModule, *, on_cpu: bool) -> tuple[int, list[str]]:
@@ -50,24 +56,56 @@ def held_by_callbacks(trainer: Trainer | None, module: LightningModule, *, on_cp
 
 
 def in_attributes(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors that a module holds in plain attributes, lists and dictionaries, and those of modules inside of them."""
-    seen: set[int] = set()
+    """Tensors that a module holds in plain attributes, lists and dictionaries, those of modules inside of them, and copies of its
+    parameters that other objects in them hold.
+    """
+    seen, shapes = set[int](), _shapes(module)
     for child in module.modules():
         for name, value in vars(child).items():
             if name not in _OTHERS and not name.endswith("_hooks"):
-                yield from _within(value, seen)
+                yield from _within(value, seen, shapes)
 
 
-def _within(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def in_callbacks(held: Iterable[Any], module: nn.Module) -> Iterator[Tensor]:
+    """Copies of a module's parameters, and other modules' tensors, in a run's callbacks: averages, teachers, probes.
+
+    A tensor of another shape may stay on the host, as a callback's samples do, and isn't counted.
+    """
+    seen, shapes = set(map(id, module.modules())), _shapes(module)
+    found = chain.from_iterable(_within(vars(callback), seen, shapes, copies=True) for callback in held)
+    return besides(found, (*module.parameters(), *module.buffers()))
+
+
+def besides(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Those that share no storage with the others."""
+    taken = {storage._cdata for each in others for storage in storages(each)}
+    return (each for each in tensors if taken.isdisjoint(storage._cdata for storage in storages(each)))
+
+
+def _shapes(module: nn.Module) -> set[torch.Size]:
+    """Of its parameters and buffers, and of one vector with all parameters."""
+    own = [each for each in (*module.parameters(), *module.buffers()) if not nn.parameter.is_lazy(each)]
+    return {*(each.shape for each in own), torch.Size([sum(each.numel() for each in own if isinstance(each, nn.Parameter))])}
+
+
+def _within(value: Any, seen: set[int], shapes: set[torch.Size], *, copies: bool = False) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        yield value
+        if not copies or value.shape in shapes:
+            yield value
+    elif id(value) in seen:
+        return
     elif isinstance(value, nn.Module):
+        seen.add(id(value))
         yield from value.parameters()
         yield from value.buffers()
-    elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+    elif isinstance(value, (Mapping, list, tuple)):
         seen.add(id(value))
-        for child in value.values() if isinstance(value, Mapping) else value:
-            yield from _within(child, seen)
+        for child in list(value.values() if isinstance(value, Mapping) else value):
+            yield from _within(child, seen, shapes, copies=copies)
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, *_UNRELATED)) and package_of(type(value)) not in NOT_THE_USERS:
+        seen.add(id(value))
+        for child in list(vars(value).values()):
+            yield from _within(child, seen, shapes, copies=True)
 
 
 def keep_searching(optimizers: list[Optimizer]) -> bool:

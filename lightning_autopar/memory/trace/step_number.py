@@ -6,11 +6,12 @@ with, and what it computes of it before, tell where to look.
 
 from __future__ import annotations
 
+import dis
 import math
 import operator
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from types import CodeType
@@ -21,6 +22,8 @@ LATER = (1, 27_719_999)
 #: So many numbers are looked through for one at which a comparison comes out otherwise, and so many comparisons are.
 _SCANNED, _COMPARISONS = 5_000, 50
 _LARGEST = 1 << 40
+#: How many integers of a function's code are tried at most.
+_INTEGERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,19 @@ class Noted:
 
     numbers: dict[int, None] = field(default_factory=dict)
     answers: dict[tuple[CodeType, int, float], set[bool]] = field(default_factory=dict)
+
+
+def integers_in(code: CodeType, named: Mapping[str, Any] | None = None) -> list[int]:
+    """The integers that code may compare a number with, each with the one before it, as some steps count first; the first few.
+
+    Args:
+        named: what the code may name.
+    """
+    loaded = [each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_CONST", "LOAD_SMALL_INT")]
+    found = chain.from_iterable(each if isinstance(each, (frozenset, tuple)) else (each,) for each in loaded)
+    values = (*found, *(value for name, value in (named or {}).items() if name in code.co_names))
+    numbers = (value - off for value in values if type(value) is int and 1 < value < _LARGEST for off in (0, 1))
+    return list(dict.fromkeys(numbers))[:_INTEGERS]
 
 
 class _OfStep:
@@ -67,9 +83,19 @@ class _OfStep:
     def __bool__(self) -> bool:
         return self._note(bool, 0)
 
+    def _leave(self) -> Any:
+        """The value, for code that makes something of it that notes nothing: a number of its own, or an item of a set."""
+        self.noted.numbers.update(dict.fromkeys((*LATER, *integers_in(sys._getframe(2).f_code))))
+        return self.at(self.step)
+
     def __float__(self) -> float:
-        self.noted.numbers.update(dict.fromkeys(LATER))
-        return float(self.at(self.step))
+        return float(self._leave())
+
+    def __int__(self) -> int:
+        return int(self._leave())
+
+    def __hash__(self) -> int:
+        return hash(self._leave())
 
 
 def _compares(name: str) -> Any:
@@ -98,13 +124,13 @@ for _name in ("add", "sub", "mul", "mod", "floordiv", "truediv", "radd", "rsub",
 class StepNumber(_OfStep, int):
     """A step's number."""
 
-    __hash__ = int.__hash__
+    __hash__ = _OfStep.__hash__
 
 
 class _StepShare(_OfStep, float):
     """A step's number, divided."""
 
-    __hash__ = float.__hash__
+    __hash__ = _OfStep.__hash__
 
 
 def _made(kind: type[Any], value: float, step: int, noted: Noted, at: Callable[[int], Any]) -> Any:

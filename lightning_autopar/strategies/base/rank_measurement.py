@@ -24,6 +24,7 @@ from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.step.step_rollback import own_gradient
 from lightning_autopar.memory.allocation_recorder import HOST, AllocationRecorder
 from lightning_autopar.memory.storages import storage_sizes
+from lightning_autopar.memory.trace.extra_tensors import besides, in_attributes, in_callbacks
 from lightning_autopar.plans import Plan
 
 
@@ -37,11 +38,12 @@ def held_tensors(strategy: Any) -> dict[str, Iterable[Tensor]]:
     """The tensors that a step finds on a rank, by kind, for engines that keep them in the module and the optimizers."""
     module = strategy.lightning_module
     assert module is not None
+    own = besides(in_attributes(module), chain(module.parameters(), module.buffers(), strategy.held_gradients()))
     tensors: dict[str, Iterable[Tensor]] = {
         "parameters": here(module.parameters()),
         "gradients": strategy.held_gradients(),
         "optimizer": optimizer_states(strategy),
-        "buffers": here(module.buffers()),
+        "buffers": here(chain(module.buffers(), in_callbacks(module.trainer.callbacks, module), own)),
     }
     if strategy.root_device.type == "cpu":
         tensors[HOST] = strategy.held_on_host()

@@ -71,7 +71,7 @@ def whole_bytes(rank: Rank, *, buckets: bool) -> Iterator[DeviceBytes]:
         optimizer=footprint.optimizer_bytes,
         activations=int(moments.activations[place]),
         temporary=int(moments.temporary[place]),
-        buffers=footprint.buffer_bytes,
+        buffers=footprint.buffer_bytes + footprint.copied_bytes,
         input=round(footprint.input_bytes * rank.share),
         updates=not (moments.forward[place] or moments.backward[place]),
     )
@@ -81,7 +81,8 @@ def whole_bytes(rank: Rank, *, buckets: bool) -> Iterator[DeviceBytes]:
         yield DeviceBytes(parameters=footprint.parameter_bytes, buffers=footprint.buffer_bytes, communication=sent, occasion="start")
     if (runs := rank.evaluation_bytes) is not None:  # Lightning has set the gradients to None; buckets stay
         kept = footprint.gradient_bytes if buckets else 0
-        yield replace(step, gradients=kept, activations=0, temporary=runs, input=0, occasion="validation")
+        held = step.buffers + footprint.set_aside_bytes
+        yield replace(step, gradients=kept, activations=0, temporary=runs, buffers=held, input=0, occasion="validation")
 
 
 class Single(Engine):

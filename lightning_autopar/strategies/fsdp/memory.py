@@ -198,14 +198,20 @@ def fsdp_bytes(
     )
 
 
-def resident_bytes(footprint: Footprint, plan: Plan, sharding: Sharding, *, share: float) -> DeviceBytes:
-    """What a rank holds between two steps: with its part of the batch, without its gradients."""
+def resident_bytes(footprint: Footprint, plan: Plan, sharding: Sharding, *, share: float, set_aside_bytes: int = 0) -> DeviceBytes:
+    """What a rank holds between two steps: with its part of the batch, without its gradients.
+
+    Args:
+        set_aside_bytes: more copies of the whole parameters that its hooks hold shards of.
+    """
     total = sharding.total
-    optimizer = round(footprint.optimizer_bytes * total.own / max(1, total.whole))
+    optimizer, copies = (
+        round(size * total.own / max(1, total.whole)) for size in (footprint.optimizer_bytes, footprint.copied_bytes + set_aside_bytes)
+    )
     return DeviceBytes(
         parameters=0 if "parameters" in plan.offload else total.shard,
         optimizer=0 if "optimizer" in plan.offload else optimizer,
-        buffers=footprint.buffer_bytes,
+        buffers=footprint.buffer_bytes + copies,
         input=round(footprint.input_bytes * share),
     )
 
@@ -416,7 +422,7 @@ def rank_bytes(rank: Rank, widths: Widths = AS_TRACED) -> Iterator[DeviceBytes]:
         # While a block is gathered, memory holds its input, not yet its output.
         enters = round((max((block.input_bytes for block in footprint.blocks), default=0) + footprint.input_bytes) * rank.share)
         communication, temporary = max((begins, min(enters, runs)), (computes, runs), key=sum)
-        held = resident_bytes(footprint, plan, sharding, share=0)
+        held = resident_bytes(footprint, plan, sharding, share=0, set_aside_bytes=footprint.set_aside_bytes)
         yield replace(held, temporary=temporary, communication=communication, occasion="validation")
     if footprint.training:
         yield checkpoint_bytes(rank, sharding)

@@ -134,6 +134,8 @@ class FSDPPlayer(Player):
         for change in self.script.before:
             if change.kind == "buffers":
                 machine.hold(change.storage, change.size_bytes, CATEGORY[change.kind])
+        own = [(parameter.shard_bytes, parameter.whole_bytes) for unit in self.parameters.values() for parameter in unit]
+        self.hold_copies(sum(shard for shard, _ in own) / max(1, sum(whole for _, whole in own)))
 
     def keeps(self, change: TapeChange) -> bool:
         """Parameters and gradients are held by unit."""

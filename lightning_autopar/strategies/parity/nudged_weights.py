@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from inspect import isfunction
 from itertools import chain, pairwise
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from lightning_autopar.constraints import LOSS, SplitFinding
 from lightning_autopar.exact.step.kept_attributes import Place
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.trace.bare_step import BareStep
-from lightning_autopar.memory.trace.step_number import LATER, Noted, step_number
+from lightning_autopar.memory.trace.step_number import LATER, Noted, integers_in, step_number
 from lightning_autopar.strategies.parity.draw_probe import Observation
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
 from lightning_autopar.strategies.parity.kept_runs import KeptRuns, Step
@@ -104,15 +105,28 @@ def counters(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Place]]:
     """The buffers and the attributes that the code of a user's module counts up by one, in a step or in a hook, by name."""
     buffers, places = dict[str, Tensor](), dict[str, Place]()
     for prefix, child in module.named_modules():
-        classes = (each for each in type(child).__mro__ if package_of(each) not in NOT_THE_USERS)
-        functions = [function for each in classes for function in vars(each).values() if isfunction(function)]
-        for name in chain.from_iterable(map(_counted, functions)):
+        for name in chain.from_iterable(map(_counted, _functions(child))):
             if isinstance(buffer := child._buffers.get(name), Tensor):
                 buffers[f"{prefix}.{name}"] = buffer
             elif type(number := getattr(child, name, None)) is int:
                 vars(child).setdefault(name, number)  # the class's
                 places[f"{prefix}.{name}"] = vars(child), name
     return buffers, places
+
+
+def compared_with(module: nn.Module, names: Collection[str]) -> Iterator[int]:
+    """The integers that code of a user's module may compare counters with, by the functions that name one of these buffers."""
+    own = {name.rpartition(".")[2] for name in names}
+    for child in module.modules():
+        for function in _functions(child):
+            if own & set(function.__code__.co_names):
+                yield from integers_in(function.__code__, vars(child))
+
+
+def _functions(module: nn.Module) -> list[FunctionType]:
+    """The functions of a user's class, and of its bases that are no framework's."""
+    classes = (each for each in type(module).__mro__ if package_of(each) not in NOT_THE_USERS)
+    return [function for each in classes for function in vars(each).values() if isfunction(function)]
 
 
 def _counted(function: Any) -> Iterator[str]:
@@ -171,6 +185,7 @@ class LaterSteps(KeptRuns):
         #: The number of the steps that run; None for the first ones. And which other numbers decide what steps do.
         self.number: int | None = None
         self.noted = Noted()
+        self.skips = False  # whether a step returned None
         self.too_many = False  # whether there are more of them than can be tried
 
     def losses(self, batch: Any) -> list[Tensor]:
@@ -193,8 +208,9 @@ class LaterSteps(KeptRuns):
             seconds: how long all that is done with them may take.
         """
         ends_at, tried = time.monotonic() + seconds, {0}
-        if self.rehearsal.numbered or counters(self.module)[0]:
-            self.noted.numbers.update(dict.fromkeys(LATER))
+        buffers, _ = self._counters()
+        if self.rehearsal.numbered or buffers:
+            self.noted.numbers.update(dict.fromkeys((*LATER, *compared_with(self.module, buffers))))
         while (number := next((each for each in self.noted.numbers if each not in tried), None)) is not None:
             self.too_many = len(tried) > _LATER_STEPS or time.monotonic() > ends_at
             tried.add(number)
@@ -249,7 +265,7 @@ class LaterSteps(KeptRuns):
         """While open, steps are those of this number, by default the next one's; at which others they do something else is noted."""
         if self.too_many:
             raise TimeoutError("there are more numbers that the step goes by than can be tried")
-        buffers, places = counters(self.module)
+        buffers, places = self._counters()
         given = step_number(self.rehearsal.number if number is None else number, self.noted)
         self.rehearsal.give_number(given)
         try:
@@ -257,6 +273,22 @@ class LaterSteps(KeptRuns):
                 yield
         finally:
             self.rehearsal.give_number(0)
+
+    def _counters(self) -> tuple[dict[str, Tensor], dict[str, Place]]:
+        """See :func:`counters`; with the buffers of integers that a step was seen to count on."""
+        buffers, places = counters(self.module)
+        known = {id(buffer) for buffer in buffers.values()}
+        for name in self.counted:
+            owner, _, own = name.rpartition(".")
+            child = self.module.get_submodule(owner)
+            if (
+                _functions(child)
+                and (buffer := child._buffers[own]) is not None
+                and buffer.dtype == torch.int64
+                and id(buffer) not in known
+            ):
+                buffers[name] = buffer
+        return buffers, places
 
     def _from_here(self) -> AbstractContextManager[None]:
         """While open, steps begin with the buffers' present values."""

@@ -247,7 +247,7 @@ class _Probe(LaterSteps):
         if routes:
             found = self._with_routes(found)
         notes = (f"not checked: whether the step draws other random numbers once its counters have gone far (there it fails: {failed})",)
-        return replace(found, notes=found.notes + notes * bool(failed)), plan
+        return replace(found, notes=found.notes + notes * bool(failed), skips=self.skips), plan
 
     def evaluation(self, hook: str) -> SplitFinding:
         """How the values that an evaluation step logs and keeps for parts of the batch combine into the whole batch's."""
@@ -372,7 +372,7 @@ class _Probe(LaterSteps):
                         if self.backwards.touched():
                             self.part_reason = "the module's backward changes gradients, and would do so after each part of a batch"
                     elif automatic:
-                        recorded = [] if loss is None else [loss]
+                        recorded, self.skips = [] if loss is None else [loss], self.skips or loss is None
                 self.module.zero_grad()
                 losses += [loss.detach().double().mean() for loss in recorded]
                 output = loss = recorded = None  # type: ignore[assignment]  # and with them the step's graph

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lightning_autopar._lightning import BitsandbytesPrecision, Callback, Trainer
+from lightning_autopar._lightning import BitsandbytesPrecision, Trainer
 from lightning_autopar._lightning_compat import TrainerFn
-from lightning_autopar.exact.logs.logging_hooks import QUIET, reached
+from lightning_autopar.exact.logs.kept_by_hooks import names_in_callbacks
 from lightning_autopar.exact.random_state import find_generators
 from lightning_autopar.memory.fakes.fake_copies import is_compiled
 
@@ -36,8 +36,14 @@ def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
     for name in _WHOLE_CALLBACKS:
         if name in kinds and fitting:
             return f"the callback {kinds[name]} works on the whole module's weights, and a pipeline's stages each hold a part of them"
-    if fitting and (reason := _kept_weights(trainer)) is not None:
-        return reason
+    for callback, names in names_in_callbacks(trainer) if fitting else ():
+        got, copied = (next((word for word in words if word in names), None) for words in (_WEIGHTS, _COPIES))
+        if got is not None and copied is not None and "grad" not in names:  # one that names it copies or changes gradients
+            by = " and ".join(map(repr, dict.fromkeys((got, copied))))
+            return (
+                f"the callback {type(callback).__name__} copies or changes weights (its code names {by}), and a pipeline's stages hold "
+                "a part of them each"
+            )
     if any(isinstance(submodule, torch._dynamo.OptimizedModule) or is_compiled(submodule) for submodule in module.modules()):
         return "a part of the module is compiled, and a pipeline cuts the code as it was written"
     if own := sorted(find_generators(module.named_modules())):
@@ -49,23 +55,3 @@ def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
         if fitting and getattr(parameter, "_post_accumulate_grad_hooks", None):
             return f"the parameter {name!r} has a hook for when its gradient is complete, which a part of a batch would call as well"
     return None
-
-
-def _kept_weights(trainer: Trainer) -> str | None:
-    """Which callback of the user's copies or changes weights, by the names in its code. One that names ``grad`` does so with gradients."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
-        hooks = [getattr(callback, name) for name in dir(Callback) if name.startswith("on_") or name == "setup"]
-        own = [(hook, callback) for hook in hooks if not _is_quiet(hook)]
-        names = {word for _, words, _ in reached(own, trainer.lightning_module, _is_quiet) for word in words}
-        got, copied = (next((word for word in words if word in names), None) for words in (_WEIGHTS, _COPIES))
-        if got is not None and copied is not None and "grad" not in names:
-            by = " and ".join(map(repr, dict.fromkeys((got, copied))))
-            return (
-                f"the callback {type(callback).__name__} copies or changes weights (its code names {by}), and a pipeline's stages hold "
-                "a part of them each"
-            )
-    return None
-
-
-def _is_quiet(function: object) -> bool:
-    return f"{getattr(function, '__module__', '')}.".startswith(QUIET)

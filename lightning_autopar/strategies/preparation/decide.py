@@ -188,6 +188,9 @@ def _look(
         for name, sentence in finding.refusals.items():
             if sentence is not None:
                 excluded.setdefault(name, sentence)
+    if findings.split is not None and findings.split.skips:
+        words = "training_step returns None in some steps, where Lightning ends a run on several devices; return a loss in every step"
+        excluded |= {name: words for name in all_engines() if engines.named(name).splits and engines.named(name).several} | excluded
     for engine, missing in missing_packages(inventory).items():
         excluded.setdefault(engine, missing)
     if findings.several_loaders:

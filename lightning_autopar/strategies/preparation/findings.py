@@ -43,6 +43,7 @@ from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.sharing_probe import with_shared_network
 from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
+from lightning_autopar.strategies.preparation.callback_copies import with_copies
 from lightning_autopar.strategies.preparation.divisible_batch import made_of_samples, whole_of
 from lightning_autopar.strategies.preparation.engine_looks import begin_trials, looks
 from lightning_autopar.strategies.preparation.longest_footprint import Seen, at_lengths, seen_sizes, step_bytes
@@ -211,6 +212,7 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
     seen = seen_sizes(module, batch, validation)
     footprint, untraced = _looked_at(trainer, questions, batch, seen.validation)
     footprint = at_lengths(partial(run_forked, _traced, trainer, questions), batch, footprint, seen)
+    footprint = with_copies(footprint, trainer, batch)
     torch.set_num_threads(idle_threads())  # the trace counts what the run's own threads take
     if (footprint.conduct if stage == "fit" else footprint.tape) is None and not footprint.traced and not guessing:
         return None
@@ -496,7 +498,7 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
         return batches
     batch, validation, seen = batches
     footprint = _traced(trainer, questions, batch, seen.validation)
-    footprint = at_lengths(partial(_traced, trainer, questions), batch, footprint, seen)
+    footprint = with_copies(at_lengths(partial(_traced, trainer, questions), batch, footprint, seen), trainer, batch)
     first = _first_step(trainer, questions, batch=batch, validation=lambda: validation, footprint=footprint, untried=reason)
     untried = SplitFinding(
         splittable=False, probed=False, reason=f"not checked: whether the parts of a batch make up the whole, as {reason}"
@@ -583,7 +585,7 @@ def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Fa
         batch = first_batch(module, trainer, stage)
     except RAISED as error:  # as above
         return Failure.of(error)
-    footprint = guess(module, trainer, batch, stage=stage, dtype=None, reason=reason)
+    footprint = with_copies(guess(module, trainer, batch, stage=stage, dtype=None, reason=reason), trainer, batch)
     words = f"the step could not be traced: {reason}"
     first = _first_step(trainer, questions, batch=batch, validation=lambda: None, footprint=footprint, untried=words, fakes=False)
     return Findings(

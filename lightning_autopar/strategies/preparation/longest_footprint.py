@@ -127,5 +127,7 @@ def without_margin(footprint: Footprint) -> Footprint | None:
 
 def step_bytes(footprint: Footprint) -> int:
     """At most the bytes of a step on one device, without what lies around it."""
-    state = footprint.parameter_bytes + footprint.gradient_bytes + footprint.optimizer_bytes + footprint.buffer_bytes
+    state = (
+        footprint.parameter_bytes + footprint.gradient_bytes + footprint.optimizer_bytes + footprint.buffer_bytes + footprint.copied_bytes
+    )
     return state + footprint.activation_bytes + footprint.temporary_bytes + footprint.input_bytes

@@ -203,7 +203,7 @@ class _Zero:
             optimizer=(0 if moment.occasion == "start" and self.stage < 3 else held["optimizer"]) + moment.optimizer,
             activations=moment.activations,
             temporary=moment.temporary,
-            buffers=self.footprint.buffer_bytes,
+            buffers=self.footprint.buffer_bytes + self.footprint.copied_bytes,
             input=input_bytes if moment.occasion == "step" else 0,
             communication=moment.communication + (self._resident() if moment.occasion == "step" else 0),
             occasion=moment.occasion,

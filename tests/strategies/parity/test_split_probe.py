@@ -278,12 +278,39 @@ class Now(Base):
         (lambda module, index: module.seen // 10 == 2, 19),
         (lambda module, index: not (module.count - 4), 4),
         (lambda module, index: module.on, 3),
+        (lambda module, index: int(module.global_step) % 10 == 7, 7),
+        (lambda module, index: index in {15, 10}, 10),
     ],
 )
 def test_a_term_of_some_later_steps_is_found_by_what_numbers_are_compared_with(now: Callable[[Any, int], bool], step: int) -> None:
     finding, _ = probe_split(Now(now), None, first_of(samples()))
     assert finding.difference > 1e-3
     assert (finding.reason or "").endswith(f"the step goes by its number, as in step {step:,}")
+
+
+class InABuffer(Base):
+    """Counts in one, and compares samples in each sixth step, or after some."""
+
+    def __init__(self, *, in_place: bool, often: bool) -> None:
+        super().__init__()
+        self.in_place, self.often, self.warmup = in_place, often, 40
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.in_place:
+            self.steps.add_(1)
+        else:
+            self.steps += 1
+        y = self.layer(batch)
+        compares = int(self.steps) % 6 == 5 if self.often else self.steps > self.warmup
+        return F.mse_loss(y, batch) + (y.mean(0).square().sum() if compares else 0.0)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("often", [False, True])
+def test_a_term_of_later_steps_is_found_by_the_integers_that_a_count_in_a_buffer_meets(often: bool, in_place: bool) -> None:
+    finding, _ = probe_split(InABuffer(in_place=in_place, often=often), None, first_of(samples()))
+    assert finding.difference > 1e-3
 
 
 class Logs(Base):

@@ -373,6 +373,23 @@ def test_a_step_that_counts_in_a_buffer_is_not_run_in_parts(tmp_path: Path) -> N
     assert staged(Stack(), tmp_path, plan=alone, allow=("single",)).run_plan.plan == alone
 
 
+class Skipping(Stack):
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx <= self.last else None
+
+
+@pytest.mark.parametrize("last", [-1, 3])
+def test_a_step_that_returns_none_runs_on_one_device(last: int, tmp_path: Path) -> None:
+    found = staged(Skipping(last), tmp_path, allow=("single", "ddp", "fsdp"))
+    reasons = {each.plan.engine: each.reason for each in found.report.candidates if each.plan.world_size > 1}
+    words = "training_step returns None in some steps, where Lightning ends a run on several devices; return a loss in every step"
+    assert (found.run_plan.plan.engine, reasons["ddp"], reasons["fsdp"]) == ("single", words, words)
+
+
 def test_a_batch_is_not_run_again_in_parts_of_which_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the user has pinned a plan that runs it in parts, which is told what isn't known."""
     monkeypatch.setattr(fewer_blocks, "FLOPS_A_THREAD", 0)

@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning import grads as lightning_grads
 from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.absent.absent_tensor import MissingValue, lacks_memory
 from lightning_autopar.exact.logs.log_rules import recorded_logs
 from lightning_autopar.memory.fakes.fake_copies import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep
@@ -369,7 +370,10 @@ def _end(step: Step, copy: LightningModule, rehearsal: BareStep, before: Mapping
 def _values(module: LightningModule, names: Any = None) -> dict[str, Tensor]:
     """Copies of parameters and buffers, tied ones under each name; all, or those of ``names``."""
     tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
-    return {name: tensor.detach().clone() for name, tensor in tensors.items() if names is None or name in names}
+    wanted = {name: tensor for name, tensor in tensors.items() if names is None or name in names}
+    if (lost := next((name for name, tensor in wanted.items() if lacks_memory(tensor)), None)) is not None:
+        raise MissingValue(f"the data of {lost!r} is set to a tensor whose values another stage has")
+    return {name: tensor.detach().clone() for name, tensor in wanted.items()}
 
 
 def _further(value: Tensor, other: Tensor | None, theirs: Mapping[str, Tensor], name: str) -> Tensor:

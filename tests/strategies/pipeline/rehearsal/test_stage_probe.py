@@ -388,6 +388,20 @@ def test_hooks_that_look_at_parameters() -> None:
         )
 
 
+class Follows(Tells):
+    """Sets a parameter's data to what another stage's values make of it."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        first, *_, last = self.blocks.parameters()
+        last.data = last.data + first.data.sum()
+
+
+def test_a_hook_that_sets_data_to_what_another_stage_has() -> None:
+    refusal = probed(Follows()).value.refusal
+    assert refusal is not None
+    assert re.search(r"the data of 'blocks\.3\.\S+' is set to a tensor whose values another stage has", refusal)
+
+
 class Exports(Tells):
     """Saves its weights after each epoch."""
 
