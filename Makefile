@@ -111,7 +111,7 @@ check: $(INSTALLED)
 	$(RUN)/lint-imports --no-cache
 	$(RUN)/python tools/size.py
 	$(RUN)/python tools/private_patches.py
-	$(RUN)/python tools/engine_names.py 7
+	$(RUN)/python tools/engine_names.py 6
 	$(RUN)/mypy --strict
 
 # Which modules a batch, a plan and a move run through, counted by running them.

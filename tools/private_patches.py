@@ -11,7 +11,7 @@ import ast
 import sys
 from pathlib import Path
 
-CEILING = 35
+CEILING = 29
 
 
 def main() -> int:

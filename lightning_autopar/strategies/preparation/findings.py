@@ -211,8 +211,7 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
     validation = validation_batch(module, trainer) if stage == "fit" else None
     seen = seen_sizes(module, batch, validation)
     footprint, untraced = _looked_at(trainer, questions, batch, seen.validation)
-    footprint = at_lengths(partial(run_forked, _traced, trainer, questions), batch, footprint, seen)
-    footprint = with_copies(footprint, trainer, batch)
+    footprint = with_copies(at_lengths(partial(run_forked, _traced, trainer, questions), batch, footprint, seen), trainer, batch)
     torch.set_num_threads(idle_threads())  # the trace counts what the run's own threads take
     if (footprint.conduct if stage == "fit" else footprint.tape) is None and not footprint.traced and not guessing:
         return None
