@@ -283,6 +283,11 @@ class Footprint:
         """Whether a plan's ranks share the step's network, each with the whole batch."""
         return self.sharing is not None and plan.may_share_network
 
+    @property
+    def partless_buffer_bytes(self) -> int:
+        """Bytes of the buffers that no part has: tensors in the module's attributes, and what callbacks hold of their own."""
+        return max(0, self.buffer_bytes - sum(layer.buffer_bytes for layer in (*self.blocks, *self.outer)))
+
     def rows(self, plan: Plan) -> tuple[int, ...]:
         """How many samples of a batch each rank of a plan holds. Where ranks share the network, the whole batch: how much less lies in
         shared submodules isn't counted.

@@ -49,6 +49,12 @@ def test_validation_between_steps_has_no_gradients_but_ddps_buckets() -> None:
     assert found("validation", replace(known, training=False), plan("single", 1)) is None
 
 
+@pytest.mark.parametrize("engine", ["single", "ddp", "zero"])
+def test_validation_holds_the_copies_that_callbacks_set_aside(engine: str) -> None:
+    known, of = replace(FOOTPRINT, evaluation_bytes=6000, set_aside_bytes=700), plan(engine, 1 if engine == "single" else 2)
+    assert [found(occasion, known, of).buffers for occasion in ("step", "validation")] == [16, 716]
+
+
 def test_validation_of_shards_gathers_as_forward_does() -> None:
     moments = (moment("forward", held=2, gradient_bytes=2500),)
     known = sharded_footprint(*moments, evaluation_bytes=6000)

@@ -201,6 +201,9 @@ _WITHOUT_TRAINER: dict[str, Any] = {
 
 log = logging.getLogger(__name__)
 
+#: Notes of steps without a backward.
+NO_LOSS = "training_step returned no loss"
+NO_GRADIENT = "training_step returned a loss that has no gradient"
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -230,6 +233,8 @@ class BareStep:
         self.stage = stage
         self.optimizers: list[Optimizer] = []
         self.notes: dict[str, None] = {}
+        #: Whether the last step of automatic optimization had a backward.
+        self.went_back = False
         self._trainer = TrainerView(trainer)
         self._autocast_dtype = autocast_dtype
         self._default_dtype = default_dtype
@@ -319,6 +324,7 @@ class BareStep:
             last: the last one: the optimizer steps.
         """
         self._kept = None
+        self.went_back = False
         if self._hook("on_train_batch_start", batch, batch_idx) == -1:
             self.notes["on_train_batch_start returned -1; the footprint is that of a batch that isn't skipped"] = None
         if not self.module.automatic_optimization:
@@ -341,16 +347,17 @@ class BareStep:
             del output
             loss = loss if loss is None else loss / self.accumulate
             if loss is None:
-                self.notes["training_step returned no loss"] = None
+                self.notes[NO_LOSS] = None
                 return None
             if first and optimizer is not None:
                 self._hook("on_before_zero_grad", optimizer)
                 self.module.optimizer_zero_grad(0, batch_idx, optimizer)
             if not loss.requires_grad:
-                self.notes["training_step returned a loss that has no gradient"] = None
+                self.notes[NO_GRADIENT] = None
             else:
                 self._hook("on_before_backward", loss)
                 self.module.backward(loss)
+                self.went_back = True
                 self._hook("on_after_backward")
             self._enter("optimizer")
             if last and optimizer is not None:

@@ -31,7 +31,7 @@ from lightning_autopar.memory.kernels.cpu_workspace import CPU_HIDDEN, UNREAD, c
 from lightning_autopar.memory.kernels.cuda_workspace import CUDA_HIDDEN, cuda_scratch
 from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.tape import Kind, Tape
-from lightning_autopar.memory.trace.bare_step import BareStep, announced
+from lightning_autopar.memory.trace.bare_step import NO_GRADIENT, NO_LOSS, BareStep, announced
 from lightning_autopar.memory.trace.blocks import BlockWatcher, CallCounter, batch_norms, find_blocks, find_layers, tied_groups
 from lightning_autopar.memory.trace.extra_tensors import fill_history, held_by_callbacks, in_attributes, keep_searching
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch_size_of, tensors_of
@@ -365,7 +365,8 @@ class _Tracing:
         tracker: MemoryTracker,
         settle: Callable[[Callable[[], None]], None],
     ) -> int:
-        """Run training steps, first until the optimizers have their state, then counted; returns the number of counted ones.
+        """Run training steps, first until one had a backward and the optimizers have their state, then counted; returns the number of
+        counted ones. A count in which a step returned no loss begins again, with a batch's number that had one.
 
         Under manual optimization only the module knows when its optimizers step: as many batches as it takes for all of them to have done
         so are one cycle.
@@ -387,7 +388,7 @@ class _Tracing:
             index += 1
 
         settle(lambda: step(first=True, last=True))
-        while not automatic and waiting and index < _MOST_BATCHES:
+        while (not rehearsal.went_back if automatic else waiting) and index < _MOST_BATCHES:
             step(first=True, last=True)
         for hook in hooks:
             hook.remove()
@@ -403,8 +404,20 @@ class _Tracing:
         else:
             # Of an accumulation, run the first batch and the last: those between are like the last one's beginning.
             batches = min(rehearsal.accumulate, 2)
-            for position in range(batches):
-                step(first=position == 0, last=position == batches - 1)
+            tries, learning = _MOST_BATCHES if rehearsal.went_back else 1, index - 1
+            for again in range(tries):
+                if again:
+                    tracker.record()
+                went_back = list[bool]()
+                for position in range(batches):
+                    index = learning if again else index
+                    step(first=position == 0, last=position == batches - 1)
+                    went_back.append(rehearsal.went_back)
+                if all(went_back):
+                    break
+            for note in {NO_LOSS, NO_GRADIENT}.intersection(rehearsal.notes) if any(went_back) else ():
+                del rehearsal.notes[note]
+                rehearsal.notes[f"{note} for a batch; the footprint is that of a batch that has one with a gradient"] = None
         return batches
 
     def _mark_states(self, rehearsal: BareStep, tracker: MemoryTracker) -> None:

@@ -14,6 +14,7 @@ As ``torch.distributed.pipelining`` runs stages that replay the user's own ``tra
   accumulated they lie aside.
 - Replicas average a stage's gradients after its last backward, small ones in flat copies (``strategies/pipeline/run/replicas.py``).
 - Masks and the like, which are made before the first block, every stage makes for itself.
+- Tensors in the module's attributes and a callback's own networks lie whole on every rank.
 - A step without gradients takes the replica's whole part of the batch through the stages at once, and keeps nothing.
 """
 
@@ -64,6 +65,7 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
 
     stages = {stage: stage_of(starts[stage], starts[stage + 1]) for stage in range(position, plan.stages, plan.devices_per_replica)}
     held = _states(plan, stages)
+    held["buffers"] += footprint.partless_buffer_bytes
     held["input"] = round(footprint.input_bytes * rows / whole)
     if footprint.training:
         aside = sum(stage.gradients for stage in stages.values()) if footprint.tape.batches > 1 else 0

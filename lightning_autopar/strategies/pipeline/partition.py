@@ -173,7 +173,7 @@ class StageTables:
         held: between a micro-batch's forward and its backward, with what the stage received.
         peak: at the fullest moment of a forward or a backward, complete gradients not counted.
         passed: what is received and sent of a micro-batch, by the first block and the one after the last.
-        input: the batch of a replica.
+        whole: what is whole on every rank of a replica: its batch, and what belongs to no part.
         known: what :meth:`needs` has worked out, by its arguments but the first.
     """
 
@@ -184,7 +184,7 @@ class StageTables:
     held: Table
     peak: Table
     passed: Table
-    input: float
+    whole: float
     known: dict[tuple[int, bool], Table] = field(default_factory=dict)
 
     def needs(self, flight: int, shards: int = 1, *, whole: bool = False, blocks: tuple[int, int] | slice = slice(None)) -> Table:
@@ -210,7 +210,7 @@ class StageTables:
 
     def holding(self, shards: int = 1) -> Table:
         """The part of that which a stage holds between a single micro-batch's forward and its backward."""
-        found: Table = self.states / shards + self.gradients + self.buffers + self.held + self.input
+        found: Table = self.states / shards + self.gradients + self.buffers + self.held + self.whole
         return found if shards == 1 else found + self.parameters  # they stay gathered during the step
 
 
@@ -253,7 +253,7 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
         held=between(kept) + anew[:, None] + received[:, None],
         peak=peak + anew[:, None] + received[:, None],
         passed=received[:, None] + received[None, :],
-        input=round(footprint.input_bytes * rows_share),
+        whole=footprint.partless_buffer_bytes + round(footprint.input_bytes * rows_share),
     )
 
 

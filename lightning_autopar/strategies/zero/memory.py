@@ -79,7 +79,8 @@ def rank_bytes(rank: Rank, settings: ZeroSettings | None = None) -> Iterator[Dev
         # goes to the host.
         passed = footprint.largest_parameter_bytes if "optimizer" in plan.offload else 0
         held = step if plan.zero_stage == 3 else replace(step, gradients=0, communication=passed)
-        yield replace(held, activations=0, temporary=runs, input=0, occasion="validation")
+        buffers = held.buffers + footprint.set_aside_bytes
+        yield replace(held, activations=0, temporary=runs, buffers=buffers, input=0, occasion="validation")
 
 
 def zero_host_bytes(

@@ -549,6 +549,20 @@ class ReturnsNone(Classifier):
         self.loss(batch)
 
 
+@usage("returns None for every other batch", flags="no loss for a batch")
+class ReturnsNoneNowAndThen(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = self.loss(batch)
+        return None if batch_idx % 2 else loss
+
+
+@usage("returns None at first", flags="no loss for a batch")
+class ReturnsNoneAtFirst(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = self.loss(batch)
+        return loss if batch_idx else None
+
+
 @usage("returns a loss without gradient", within=None, flags="no gradient")
 class NoGradient(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -17,6 +17,7 @@ from lightning_autopar.memory.step_parts import Size, parts_of
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.pipeline.memory import pipeline_bytes
+from lightning_autopar.strategies.pipeline.partition import stage_tables
 from tests.memory.stages import MODELS, ROWS, footprint_of
 from tests.ranks import run_ranks
 from tests.work import counted
@@ -164,6 +165,16 @@ def test_stages_hold_the_whole_module_between_them(name: str, schedule: Any) -> 
     assert sum(stage.parameters for stage in found) == footprint.parameter_bytes + twice
     assert (twice > 0) == (name == "tied")
     assert sum(stage.optimizer for stage in found) == pytest.approx(footprint.optimizer_bytes + 2 * twice, rel=1e-3)
+
+
+def test_every_stage_holds_what_no_part_has() -> None:
+    alone, plan = hand_made(4), make_plan("1f1b", 2, 4, 4)
+    blocks = tuple(replace(block, buffer_bytes=3) for block in alone.blocks)
+    found = [pipeline_bytes(replace(alone, blocks=blocks, buffer_bytes=4 * 3 + 500), plan, rank) for rank in (0, 1)]
+    assert [stage.buffers for stage in found] == [2 * 3 + 500] * 2
+    tables = (stage_tables(each, 0.25, 1.0, recompute=False).holding()[0, 4] for each in (replace(alone, buffer_bytes=500), alone))
+    assert next(tables) - next(tables) == 500
+    assert [stage.allocated - 506 for stage in found] == [pipeline_bytes(alone, plan, rank).allocated for rank in (0, 1)]
 
 
 def test_a_parameter_counts_once_a_stage_however_many_of_its_parts_use_it() -> None:
