@@ -23,6 +23,7 @@ from torchmetrics import MeanMetric
 from lightning_autopar.plans import OFFLOADS
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.base.host_optimizers import on_host
+from lightning_autopar.strategies.fsdp.same_collectives import groups_of
 from lightning_autopar.strategies.fsdp.strategy import fused_on_shards, shard
 from tests.ranks import run_ranks
 from tests.strategies.fitted import BLOCKS, QUIET, Fitted, assert_same, fit, mlp, numbers, plan, tokens
@@ -70,7 +71,7 @@ class Watched(Fitted):
         self.log("outside", self.net[1](torch.ones(1, 16, dtype=weight.dtype)).sum() + float(weight.detach().norm()))
         if isinstance(weight, DTensor):
             assert weight.to_local().device == torch.device("cpu")
-            policy = self.net[1]._get_fsdp_state()._fsdp_param_groups[0].offload_policy
+            policy = groups_of(self.net[1])[0].offload_policy
             strategy: Any = self.trainer.strategy
             assert isinstance(policy, CPUOffloadPolicy) == bool(strategy.run_plan.plan.offload)
             assert not getattr(policy, "pin_memory", False)

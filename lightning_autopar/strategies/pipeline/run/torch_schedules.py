@@ -222,7 +222,8 @@ class Stage(PipelineStage):
         """A micro-batch's backward."""
         if not self.has_backward:
             return
-        self._expect(len(self._metas.get(bwd_chunk_id, ())))
+        received = len(self._metas.get(bwd_chunk_id, ()))
+        self._expect(received)
         with self._around(self, "backward", bwd_chunk_id):
             if bwd_chunk_id in self._idle:
                 self.fwd_cache.pop(bwd_chunk_id)
@@ -232,6 +233,7 @@ class Stage(PipelineStage):
             if self._after is not None:
                 self._leave_out(bwd_chunk_id)
             super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
+            self.bwd_cache[bwd_chunk_id] = self.bwd_cache[bwd_chunk_id][:received]  # torch 2.11 has keyword arguments' gradients there, too
             if loss is not None and not loss._is_view():
                 loss.detach_()  # torch keeps the output until the schedule is over, and with its graph all received tensors
 

@@ -57,8 +57,8 @@ class StageGradients:
         self._numbers = {name: number for number, (name, _) in enumerate(module.named_parameters())}
         #: The first place in the pipeline that has each parameter: there its gradient counts.
         self._homes = {name: next(place for place, names in enumerate(holders) if name in names) for name in self._numbers}
-        #: The sets of parameters for which all ranks have computed a norm together before.
-        self._asked: set[tuple[str, ...]] = set()
+        #: By the parameters for which all ranks have computed a norm together before: those that had a gradient then, and the others.
+        self._asked: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
         self._exit = ExitStack()
         for optimizer in optimizers:
             self._exit.callback(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -237,22 +237,31 @@ class StageGradients:
         """Like ``torch.nn.utils.get_total_norm`` of all stages' gradients; the same number on every rank. The host waits for the device the
         first time that the ranks compute the norm of these parameters.
         """
-        each: Tensor | None
         types = {parameter.dtype for parameter in self._module.parameters()}
-        if norm_type > 0 and len(types) == 1:  # then those without a gradient, whose norm is 0, change nothing
-            table = self._gather_norms(names, norm_type)
+        if norm_type > 0 and len(types) == 1:
+            table, dtype = self._gather_norms(names, norm_type), types.pop()
             if (key := tuple(names)) not in self._asked:
-                self._check(table)
-                self._asked.add(key)
-            every = index_of(tuple(self._numbers[name] for name in names), table.device)
-            each = table[0].index_select(0, every).to(types.pop()) if names else None
+                there = self._check(table)
+                late = [name for name in names if not there[self._numbers[name]]]
+                self._asked[key] = [name for name in names if there[self._numbers[name]]] or late, late
+
+            def total_of(some: Sequence[str]) -> tuple[Tensor, Tensor]:
+                rows = table.index_select(1, index_of(tuple(self._numbers[name] for name in some), table.device))
+                return torch.linalg.vector_norm(rows[0].to(dtype), norm_type), rows[1]
+
+            # The norm of one without a gradient, a 0 in their midst, can change the total's last bit, as torch adds them up in groups: on
+            # the ranks alone, perhaps, where its gradient is an absent tensor. So it counts where it has a gradient by now.
+            early, late = self._asked[key]
+            total, _ = total_of(early)
+            if late:
+                total = torch.where(total_of(late)[1].any(), total_of(names)[0], total)
         else:
             norms = self.norms(names, norm_type)
             found = [norms[name] for name in names if name in norms]
-            each = torch.stack(found) if found else None
-        if each is None:
-            return torch.tensor(0.0, device=like.device)
-        return self._finite(torch.linalg.vector_norm(each, norm_type), norm_type, error_if_nonfinite).to(like.device)
+            if not found:
+                return torch.tensor(0.0, device=like.device)
+            total = torch.linalg.vector_norm(torch.stack(found), norm_type)
+        return self._finite(total, norm_type, error_if_nonfinite).to(like.device)
 
     def _finite(self, total: Tensor, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         if error_if_nonfinite and not bool(total.isfinite()):

@@ -78,6 +78,35 @@ def test_norms_are_one_devices() -> None:
                 assert torch.equal(gradient, module.get_parameter(name).grad), (way, name)
 
 
+def totals(rank: int, world_size: int, scales: list[float], late: bool) -> list[Any]:
+    """Totals of gradients that were found and of parameters, with an unused parameter among them that only one rank has."""
+    found = []
+    for scale in scales:
+        module, gradients = staged(rank, scale)
+        if late:
+            clip_grad_norm_(module.parameters(), 1e9)
+            if not is_absent(module.unused):
+                module.unused.grad = torch.full((3,), scale)
+        found += [clip_grad_norm_(module.parameters(), 1e9), WAYS["total"](module)]
+        gradients.close()
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_parameter_without_a_gradient_leaves_the_total_as_it_is_and_counts_later(late: bool) -> None:
+    scales = [0.1 * number for number in range(1, 41)]
+    expected = []
+    for scale in scales:
+        module = net()
+        backward(module, scale)
+        if late:
+            module.unused.grad = torch.full((3,), scale)
+        expected += [clip_grad_norm_(module.parameters(), 1e9), WAYS["total"](module)]
+    for found in run_ranks(totals, 3, scales, late):
+        # A late one may change the last bit: the frozen ones' norms, 0 each, are among the numbers then.
+        torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=3e-7 if late else 0, atol=0)
+
+
 def refused(rank: int, world_size: int) -> list[str]:
     module, gradients = staged(rank, float("inf"))
     found = []
