@@ -498,6 +498,11 @@ def loader_source(trainer: Trainer, stage: str) -> Any:
     return _request_dataloader(source)
 
 
+def attach_loaders(trainer: Trainer, stage: str, combined: CombinedLoader) -> None:
+    """Let ``trainer.train_dataloader`` and its siblings answer, as from a run's start on (``_combined_loader``); in a child."""
+    getattr(trainer, f"{stage}_loop")._combined_loader = combined  # a fit's trainer.val_dataloaders asks validate_loop as well
+
+
 def has_own_loaders(trainer: Trainer) -> bool:
     """Whether a fit's loaders are made by the module or the DataModule, each time that they are asked for."""
     return bool(trainer.fit_loop._data_source.is_module())

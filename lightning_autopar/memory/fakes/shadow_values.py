@@ -260,6 +260,10 @@ class ShadowValues(TorchDispatchMode):
         """The result of a comparison of unknown values if they are zeros, the same everywhere; and what follows from it."""
         if not isinstance(output, Tensor) or output.dtype is not torch.bool:
             return
+        if function is aten._is_all_true.default:  # only checks ask so (torch.distributions of its arguments); the user's values pass them
+            with unset_fake_temporarily():
+                self._values[output] = torch.tensor(True)
+            return
         reduces = function in (aten.any.default, aten.all.default, aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims)
         if reduces:
             if args[0] in self._uniform:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_autopar._lightning import CombinedLoader, LightningModule, Trainer
-from lightning_autopar._lightning_compat import TrainerFn, combined_mode, loader_source, loaders_apart, transfer_batch
+from lightning_autopar._lightning_compat import TrainerFn, attach_loaders, combined_mode, loader_source, loaders_apart, transfer_batch
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +111,7 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
     loaders, shaped = loaders_apart(combined)
     if not loaders:
         raise ValueError(f"there is no loader for the stage {stage!r}: {combined.iterables!r}; give it one")
+    attach_loaders(trainer, stage, combined)
     with _calls_of(module) as called:
         if combined_mode(combined) == "sequential" or combined.iterables is loaders[0]:
             first = _draw(loaders[0])

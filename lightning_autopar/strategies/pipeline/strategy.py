@@ -130,6 +130,10 @@ class _StagedStrategy(StagedState, ParallelStrategy):
         """Reduce over all ranks."""
         return reduce_over_ranks(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
 
+    def all_gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As on one device: all ranks have the batch, and a function of a step may run on one of them alone."""
+        return tensor
+
     def teardown(self) -> None:
         """Leave module and optimizers where they are. Lightning would move them to the CPU, where NCCL can't gather what is sharded."""
         assert self.accelerator is not None

@@ -650,3 +650,13 @@ class Matching(Classifier):
         cost = torch.cdist(scores, F.one_hot(batch[1], 10).float())
         columns = cost.detach().cpu().numpy().argmin(1)
         return cost[torch.arange(len(cost)), torch.as_tensor(columns)].mean()
+
+
+@usage("distributions")
+class Distributions(Classifier):
+    """torch checks their arguments: that each element is a number, or positive."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.net[:4](batch[0])
+        drawn = torch.distributions.Normal(hidden, hidden.exp()).rsample()
+        return -torch.distributions.Categorical(logits=self.net[4](drawn)).log_prob(batch[1]).mean()

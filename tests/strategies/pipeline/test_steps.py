@@ -53,6 +53,21 @@ def test_a_step_without_any_loss_trains_nothing() -> None:
     same(Never, numbers(3), UNDER, batch_size=1)
 
 
+class Gathering(Fitted):
+    """Gathers all ranks' outputs, in a step and in a hook: one device has them."""
+
+    def loss(self, batch: Any) -> Tensor:
+        outputs: Any = self.all_gather(self.net(batch[0]), sync_grads=True)
+        return torch.nn.functional.mse_loss(outputs, batch[1])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        assert self.all_gather(torch.ones(3)).shape == (3,)
+
+
+def test_what_one_device_has_is_not_gathered() -> None:
+    same(Gathering, numbers(6), UNDER)
+
+
 def test_batches_of_one_sample() -> None:
     same(Fitted, numbers(5), pipeline(("net.2", "net.3"), schedule="1f1b", micro_batches=3), batch_size=1)
     same(Fitted, numbers(5), pipeline(("net.1", "net.2", "net.3"), schedule="interleaved_1f1b", micro_batches=4, ranks=2), batch_size=4)

@@ -122,6 +122,39 @@ def test_what_nobody_knows_is_unknown(
     assert found(Net(automatic=automatic), data(), tmp_path, monkeypatch, **options) is None
 
 
+class Annealing(Net):
+    """Weighs a term by the batch's share of the trainer's data."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out, loader = self.layer(batch[0]), self.trainer.train_dataloader
+        return out.square().mean() + len(batch[0]) / len(loader.dataset) * out.mean()  # type: ignore[union-attr]
+
+
+def _found_out(module: Net, root: Path, monkeypatch: pytest.MonkeyPatch, target: Any = "cpu") -> SplitFinding:
+    """What is found out of a split of its batch before the run, which then doesn't happen."""
+    seen: list[Findings] = []
+
+    class Enough(Exception):
+        pass
+
+    def stop(trainer: Any, *args: Any, **kwargs: Any) -> Prospect:
+        seen.append(find_out(trainer, Questions(split=True, target=target)))
+        raise Enough
+
+    monkeypatch.setattr("lightning_autopar.strategies.launcher.find_prospect", stop)
+    strategy = AutoParallelStrategy(devices="2xcpu:1GiB", calibrate="off")
+    with pytest.raises(Enough):
+        pl.Trainer(strategy=strategy, default_root_dir=root, **QUICK).fit(module, loader(2))  # type: ignore[arg-type]
+    assert seen[0].split is not None
+    return seen[0].split
+
+
+def test_a_step_that_asks_the_trainer_for_its_loaders_is_tried_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = _found_out(Annealing(), tmp_path, monkeypatch)
+    assert split.probed
+    assert split.differs
+
+
 class Drawing(Net):
     """Attention with dropout, or a recurrent layer with or without, or numbers that are drawn until they fit."""
 
@@ -156,21 +189,7 @@ class Drawing(Net):
 def test_draws_that_no_rank_can_make_as_one_device_would_are_named(
     what: str, target: Any, apart: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Findings] = []
-
-    class Enough(Exception):
-        pass
-
-    def stop(trainer: Any, *args: Any, **kwargs: Any) -> Prospect:
-        seen.append(find_out(trainer, Questions(split=True, target=target)))
-        raise Enough
-
-    monkeypatch.setattr("lightning_autopar.strategies.launcher.find_prospect", stop)
-    strategy = AutoParallelStrategy(devices="2xcpu:1GiB", calibrate="off")
-    with pytest.raises(Enough):
-        pl.Trainer(strategy=strategy, default_root_dir=tmp_path, **QUICK).fit(Drawing(what), loader(2))  # type: ignore[arg-type]
-    assert seen[0].split is not None
-    assert seen[0].split.drawn_apart == apart
+    assert _found_out(Drawing(what), tmp_path, monkeypatch, target).drawn_apart == apart
 
 
 def _batch(collate: Any) -> FirstBatch:
