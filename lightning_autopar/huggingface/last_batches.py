@@ -52,7 +52,8 @@ def shared_out(trainer: Any) -> None:
     def get_train_dataloader() -> Any:
         loader = original()
         shard: Any = getattr(loader, "batch_sampler", None)
-        batches, processes = getattr(shard, "batch_sampler", None), getattr(shard, "num_processes", 1)
+        batches: Any = getattr(shard, "batch_sampler", None)
+        processes = getattr(shard, "num_processes", 1)
         ordinary = type(batches) is BatchSampler and not batches.drop_last and isinstance(batches.sampler, Sized)
         if ordinary and processes > 1 and len(batches.sampler) % (batches.batch_size * processes) >= processes:
             shard.batch_sampler, shard.even_batches = SharedOut(batches, processes), False
