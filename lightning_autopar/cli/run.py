@@ -146,7 +146,8 @@ def _start_planned(asked: Mapping[str, Any], options: argparse.Namespace, what: 
     if catalogue := [device.id for device in planned.report.inventory.devices if device.kind == "catalogue"]:
         raise ValueError(f"devices {', '.join(catalogue)} can be planned for, not run on; give devices that are here, such as 2xcpu:4GiB")
     print(planned.report, file=sys.stderr)
-    print("\n".join(settings.lines(planned.said)), file=sys.stderr, flush=True)
+    left_out = [f"  otherwise than in the script: {words}; --exact leaves such plans out" for words in planned.differs]
+    print("\n".join([*settings.lines(planned.said), *left_out]), file=sys.stderr, flush=True)
     if options.picture is not None:
         planned.report.save_picture(options.picture)
     words = option_words(options) + ([f"--json={Path(options.summary).resolve()}"] if options.summary is not None else [])

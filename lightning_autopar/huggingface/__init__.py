@@ -6,6 +6,7 @@ Modules, in reading order:
 
     settings            Settings: the plan as TrainingArguments, handed to the processes that run it
     training_arguments  each TrainingArguments that the script makes
+    last_batches        an epoch's last batch, shared out among the processes
     train_calls         the script's calls of ``train``
     trainer_step        a training step of its Trainer as a LightningModule's, and its footprint
     planning            every plan that it can run, as a report

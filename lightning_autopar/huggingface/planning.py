@@ -63,12 +63,14 @@ class Planned:
         settings: of the best one; None where nothing fits.
         steps: the optimizer's steps of the run; None where nobody knows.
         said: the values, in the script, of the arguments that plans change.
+        differs: what the best plan takes otherwise than the script does, a sentence each.
     """
 
     report: Report
     settings: Settings | None
     steps: int | None
     said: Mapping[str, Any]
+    differs: tuple[str, ...]
 
 
 def plan_for(trainer: Any, asked: Asked) -> Planned:
@@ -127,6 +129,7 @@ def plan_for(trainer: Any, asked: Asked) -> Planned:
         settings=None if best is None else _settings(trainer, best, found, batch, on_cpu=on_cpu),
         steps=optimizer_steps(trainer, batch),
         said=said_of(trainer.args),
+        differs=() if best is None else tuple(space.told(best.plan)),
     )
 
 
@@ -223,7 +226,7 @@ class _Space:
         """The plan without and with recomputation, if its samples are the script's."""
         if last_batch(self._trainer, plan, self._batch, self._samples)[1]:
             return
-        if self._question.constraints.exact and self._told(plan):
+        if self._question.constraints.exact and self.told(plan):
             return
         yield plan
         if self._layers and "recompute" not in self._question.constraints.excluded:
@@ -253,11 +256,12 @@ class _Space:
             notes = tuple(words for words in notes if words not in split_notes(self._question.constraints))
             if parts > 1 and (words := undivided(self._trainer, self._found, "parts")) is not None:
                 notes += (f"the script's own gradient_accumulation_steps={parts}: {words}",)
-        return replace(candidate, notes=(*notes, *self._told(plan)))
+        return replace(candidate, notes=(*notes, *self.told(plan)))
 
-    def _told(self, plan: Plan) -> list[str]:
+    def told(self, plan: Plan) -> list[str]:
+        """What the plan takes otherwise than the script does, a sentence each."""
         last = last_batch(self._trainer, plan, self._batch, self._samples)[0]
-        return [words for words in (last, grouped(self._trainer, plan)) if words is not None]
+        return [words for words in (last, grouped(self._trainer, plan), last_evaluated(self._trainer, plan)) if words is not None]
 
 
 def _settings(trainer: Any, best: Candidate, found: Look, batch: Batch, *, on_cpu: bool) -> Settings:
@@ -328,6 +332,8 @@ def excluded(trainer: Any, found_out: Look, *, on_cpu: bool) -> dict[str, str]:
         found["multi"] = found["micro_batches"] = f"{type(trainer).__name__} {words}"
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         found["multi"] = "train_sampling_strategy='batch_rebalance' makes other batches for several processes"
+    if getattr(getattr(args, "accelerator_config", None), "split_batches", False):
+        found["multi"] = "accelerator_config's split_batches=True makes per_device_train_batch_size the batch of all devices"
     for key, of in (("multi", "devices"), ("micro_batches", "parts")):
         if (words := undivided(trainer, found_out, of)) is not None:
             found.setdefault(key, words)
@@ -409,12 +415,23 @@ def last_batch(trainer: Any, plan: Plan, batch: Batch, samples: int | None) -> t
                 True,
             )
         return None, False
-    if plan.world_size > 1 and (missing := -samples % at_once):
-        return (
-            f"accelerate fills up an epoch's last batch with {missing} of its first samples, to share it among {plan.world_size} devices",
-            False,
-        )
+    left, devices, loaders = samples % at_once, plan.world_size, getattr(trainer.args, "accelerator_config", None)
+    if devices > 1 and left and (left < devices or getattr(loaders, "dispatch_batches", None)):
+        words = f"accelerate fills up an epoch's last batch with {at_once - left} of its first samples, to share it among {devices} devices"
+        return words, not getattr(loaders, "even_batches", True)  # not filled up, some devices would have no batch
     return None, False
+
+
+def last_evaluated(trainer: Any, plan: Plan) -> str | None:
+    """What several processes change in an evaluation's last batch, as a sentence; None where nothing."""
+    data, at_once = trainer.eval_dataset, trainer.args.per_device_eval_batch_size * plan.world_size
+    every = data.values() if isinstance(data, dict) else () if data is None else (data,)
+    if plan.world_size == 1 or all(hasattr(each, "__len__") and len(each) % at_once == 0 for each in every):
+        return None
+    return (
+        f"where {plan.world_size} devices can't share an evaluation's last batch evenly, accelerate fills it up with the first samples, so "
+        "that they count again in eval_loss"
+    )
 
 
 def grouped(trainer: Any, plan: Plan) -> str | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_autopar.cli import main
+from lightning_autopar.cli import main, run
 
 pytest.importorskip("transformers")
 
@@ -144,7 +145,7 @@ def test_an_evaluations_batches_are_not_split_over_devices(tmp_path: Path, capsy
     [
         ("Own(model=lm(), args=arguments(), train_dataset=texts()).train()", "Own has a training_step of its own: the prediction is of"),
         ("Trainer(model=lm(), args=arguments(neftune_noise_alpha=5), train_dataset=texts()).train()", "neftune_noise_alpha=5: the noise"),
-        ("Trainer(model=lm(), args=arguments(), train_dataset=texts(23)).train()", "fills up an epoch's last batch with 1 of its first"),
+        ("Trainer(model=lm(), args=arguments(), train_dataset=texts(25)).train()", "fills up an epoch's last batch with 7 of its first"),
         ("Trainer(model=lm(), args=arguments(), train_dataset=Iterable()).train()", "the dataset doesn't say its length"),
         ("Trainer(model=Linear(), args=arguments(), train_dataset=pairs()).train()", "transformers takes the mean over the parts"),
     ],
@@ -155,11 +156,43 @@ def test_what_a_reader_should_know_stands_beside_the_plans(
     assert says in " ".join(_fitting(_plan(tmp_path, body, capsys))["ddp", 1, False]["notes"])
 
 
-def test_under_exact_such_plans_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fitting = _fitting(_plan(tmp_path, "Trainer(model=lm(), args=arguments(), train_dataset=texts(23)).train()", capsys, "--exact"))
-    assert {engine for engine, _, _ in fitting} == {"single"}
-    fitting = _fitting(_plan(tmp_path, "Trainer(model=lm(), args=arguments(), train_dataset=texts(24)).train()", capsys, "--exact"))
-    assert {engine for engine, _, _ in fitting} == {"single", "ddp"}
+@pytest.mark.parametrize(
+    ("samples", "more", "engines"),
+    [
+        (25, "", {"single"}),
+        (23, "", {"single", "ddp"}),
+        (24, "", {"single", "ddp"}),
+        (24, ", eval_dataset=texts(7)", {"single"}),
+        (24, ", eval_dataset=texts(16)", {"single", "ddp"}),
+    ],
+)
+def test_under_exact_such_plans_are_left_out(
+    samples: int, more: str, engines: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = f"Trainer(model=lm(), args=arguments(), train_dataset=texts({samples}){more}).train()"
+    assert {engine for engine, _, _ in _fitting(_plan(tmp_path, body, capsys, "--exact"))} == engines
+
+
+def test_run_says_with_its_settings_what_the_plan_takes_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood in a note of the report alone that an epoch's last batch has other samples."""
+    monkeypatch.setattr(run, "relaunch", lambda *_: sys.exit(0))
+    path = tmp_path / "train.py"
+    path.write_text(f"{_SCRIPT}\nTrainer(model=lm(), args=arguments(), train_dataset=texts(25)).train()\n", "utf-8")
+    assert main(["run", "--devices", "2xcpu:2GiB", "--allow", "ddp", str(path)]) == 0
+    settings = capsys.readouterr().err.split("its TrainingArguments are changed:")[1]
+    assert "  otherwise than in the script: accelerate fills up an epoch's last batch with 7 of its first samples" in settings
+    assert "; --exact leaves such plans out" in settings
+
+
+@pytest.mark.parametrize(("config", "samples"), [("{'split_batches': True}", 24), ("{'even_batches': False}", 25)])
+def test_loaders_that_several_devices_cannot_share_stay_on_one(
+    config: str, samples: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each device would take a part of what is meant for one; or one device would have no last batch, and the others wait for it."""
+    body = f"Trainer(model=lm(), args=arguments(accelerator_config={config}), train_dataset=texts({samples})).train()"
+    assert {engine for engine, _, _ in _fitting(_plan(tmp_path, body, capsys))} == {"single"}
 
 
 def test_a_model_that_ignores_the_number_of_items_is_neither_split_nor_accumulated(

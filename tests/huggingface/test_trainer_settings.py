@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lightning_autopar.huggingface.last_batches import shared_out
 from lightning_autopar.huggingface.relaunch import command_of, environment_of
 from lightning_autopar.huggingface.settings import VARIABLE, Batch, Settings, handed_over
 from lightning_autopar.huggingface.train_calls import _check
@@ -148,3 +150,33 @@ def test_epochs_are_counted_as_the_script_counts_them() -> None:
         state = SimpleNamespace(epoch=ours)
         callbacks[0].on_step_end(args, state, None, train_dataloader=range(19))
         assert state.epoch == pytest.approx(scripts)
+
+
+def _dealt(samples: int, devices: int, per_device: int) -> list[list[list[int]]]:
+    """The batches of each process, by accelerate's own loaders."""
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler, DataLoader
+
+    found = []
+    for rank in range(devices):
+        batches = BatchSampler(range(samples), per_device, drop_last=False)
+        loader = DataLoader(range(samples), batch_sampler=BatchSamplerShard(batches, devices, rank))
+        trainer = SimpleNamespace(get_train_dataloader=lambda loader=loader: loader)
+        shared_out(trainer)
+        found.append(list(trainer.get_train_dataloader().batch_sampler))
+        assert len(loader) == len(found[-1])
+    return found
+
+
+@pytest.mark.parametrize(("samples", "devices", "per_device"), [(38, 2, 4), (34, 2, 4), (39, 2, 4), (40, 2, 4), (7, 2, 4), (23, 3, 2)])
+def test_an_epochs_last_batch_is_shared_out_and_not_filled_up(samples: int, devices: int, per_device: int) -> None:
+    """38 samples were 40 on two devices, the last batch with two of the epoch's first."""
+    pytest.importorskip("accelerate")
+    dealt = _dealt(samples, devices, per_device)
+    steps = [sorted(chain(*step)) for step in zip(*dealt, strict=True)]
+    assert steps == [list(range(first, min(first + devices * per_device, samples))) for first in range(0, samples, devices * per_device)]
+
+
+def test_a_last_batch_with_fewer_samples_than_devices_stays_filled_up() -> None:
+    pytest.importorskip("accelerate")
+    assert _dealt(33, 2, 4)[1][-1] == [3, 4, 5, 6]
