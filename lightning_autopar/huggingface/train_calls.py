@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning_autopar._autoload import when_executed
-from lightning_autopar.huggingface.last_batches import shared_out
 from lightning_autopar.huggingface.settings import Batch, Settings
 from lightning_autopar.huggingface.training_arguments import told_by, watch_arguments
 
@@ -134,6 +133,8 @@ def _check(trainer: Any, settings: Settings) -> None:
     if trainer.accelerator.ddp_handler is not None:  # which only DDP reads
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
     if settings.plan.world_size > 1:
+        from lightning_autopar.huggingface.last_batches import shared_out  # imports torch, which the command line starts without
+
         shared_out(trainer)
     if settings.batch.accumulation != settings.plan.micro_batches and (samples := _samples(trainer.train_dataset)) is not None:
         trainer.callback_handler.callbacks.insert(0, _epochs_counted(settings.batch, samples, drop_last=args.dataloader_drop_last))

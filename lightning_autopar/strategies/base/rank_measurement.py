@@ -38,12 +38,14 @@ def held_tensors(strategy: Any) -> dict[str, Iterable[Tensor]]:
     """The tensors that a step finds on a rank, by kind, for engines that keep them in the module and the optimizers."""
     module = strategy.lightning_module
     assert module is not None
-    own = besides(in_attributes(module), chain(module.parameters(), module.buffers(), strategy.held_gradients()))
+    with torch._C.DisableTorchFunctionSubclass():  # an engine may watch uses of parameters, and this isn't one
+        own = besides(in_attributes(module), chain(module.parameters(), module.buffers(), strategy.held_gradients()))
+        copies = in_callbacks(module.trainer.callbacks, module)
     tensors: dict[str, Iterable[Tensor]] = {
         "parameters": here(module.parameters()),
         "gradients": strategy.held_gradients(),
         "optimizer": optimizer_states(strategy),
-        "buffers": here(chain(module.buffers(), in_callbacks(module.trainer.callbacks, module), own)),
+        "buffers": here(chain(module.buffers(), copies, own)),
     }
     if strategy.root_device.type == "cpu":
         tensors[HOST] = strategy.held_on_host()
