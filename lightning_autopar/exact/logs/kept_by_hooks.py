@@ -52,7 +52,7 @@ def names_in_callbacks(trainer: Trainer) -> Iterator[tuple[Callback, set[str]]]:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
         hooks = [getattr(callback, name) for name in dir(Callback) if name.startswith("on_") or name == "setup"]
         own = [(hook, callback) for hook in hooks if not _is_quiet(hook)]
-        yield callback, {word for _, words, _ in reached(own, trainer.lightning_module, _is_quiet) for word in words}
+        yield callback, {word for _, words, _ in reached(own, trainer.lightning_module, _is_quiet, makes=True) for word in words}
 
 
 def _is_quiet(function: object) -> bool:

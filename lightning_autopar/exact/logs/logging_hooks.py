@@ -113,13 +113,14 @@ def mentions(functions: Iterable[Any], module: LightningModule, wanted: Callable
 
 
 def reached(
-    pairs: Iterable[tuple[Any, Any]], module: LightningModule, passes_over: Callable[[Any], bool]
+    pairs: Iterable[tuple[Any, Any]], module: LightningModule, passes_over: Callable[[Any], bool], *, makes: bool = False
 ) -> Iterator[tuple[types.CodeType | None, set[str], Any]]:
     """The code of functions, and of those that their code may call: each with its names and the object whose attributes it sees.
 
     Args:
         pairs: the functions, each with that object.
         passes_over: whether a function isn't looked into.
+        makes: whether the ``__init__`` of classes that the code names counts as well.
 
     Yields:
         None in place of the code where a function has none, as one that is written in C.
@@ -135,10 +136,12 @@ def reached(
             seen.add(code)
             names = set(_names(code))
             yield code, names, owner
-            left += _mentioned(function, names, owner, module)
+            left += _mentioned(function, names, owner, module, makes=makes)
 
 
-def _mentioned(function: types.FunctionType, names: set[str], owner: Any, module: LightningModule) -> Iterator[tuple[Any, Any]]:
+def _mentioned(
+    function: types.FunctionType, names: set[str], owner: Any, module: LightningModule, *, makes: bool
+) -> Iterator[tuple[Any, Any]]:
     """The functions that a function's code may call by these names, each with the object whose attributes it sees."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     spaces = [getattr(owner, "__dict__", {}), vars(module), function.__globals__, {name: _content(cell) for name, cell in cells}]
@@ -156,7 +159,7 @@ def _mentioned(function: types.FunctionType, names: set[str], owner: Any, module
         home = kind.__name__ if isinstance(kind, types.ModuleType) else kind.__module__
         if home.partition(".")[0] in sys.stdlib_module_names or f"{home}.".startswith(QUIET):
             continue
-        for name in (*names, "__call__", *(("__init__",) if kind is each else ())):
+        for name in (*names, "__call__", *(("__init__",) if makes and kind is each else ())):
             found = inspect.getattr_static(kind, name, None)
             found = getattr(found, "__func__", found)
             if inspect.isfunction(found):

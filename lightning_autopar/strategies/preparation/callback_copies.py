@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_autopar._lightning import Callback, Trainer
+from lightning_autopar._lightning import Callback, Trainer, callbacks
 from lightning_autopar._root import FRAMEWORK, package_of
 from lightning_autopar.exact.logs.kept_by_hooks import names_in_callbacks
 from lightning_autopar.memory.fakes.fake_copies import as_if_real, drawing_nothing, fake_copy, fake_mode
@@ -41,7 +41,8 @@ def with_copies(footprint: Footprint, trainer: Trainer, first: FirstBatch) -> Fo
     """
     if not footprint.training:
         return footprint
-    copying = {type(each) for each, names in names_in_callbacks(trainer) if any(map(_COPYING.search, names))}
+    named = (each for each, names in names_in_callbacks(trainer) if any(map(_COPYING.search, names)))
+    copying = {type(each) for each in named if not isinstance(each, callbacks.ProgressBar)}  # whose libraries copy lines, not weights
     held = [each for each in trainer.callbacks if package_of(type(each)) not in FRAMEWORK]  # type: ignore[attr-defined]  # set by a connector
     if not copying and not any(True for _ in in_callbacks(held, trainer.lightning_module)):
         return footprint
