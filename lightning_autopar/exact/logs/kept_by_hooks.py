@@ -18,7 +18,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import Callback, LightningModule, Trainer
 from lightning_autopar._root import FRAMEWORK, package_of
-from lightning_autopar.exact.logs.logging_hooks import QUIET, overridden, reached
+from lightning_autopar.exact.logs.logging_hooks import is_quiet, overridden, reached
 
 _HOOKS = tuple(f"on_{stage}_batch_{point}" for stage in ("train", "validation", "test") for point in ("start", "end"))
 #: Of a prediction, which returns what it finds: nobody has tried what it keeps.
@@ -51,12 +51,8 @@ def names_in_callbacks(trainer: Trainer) -> Iterator[tuple[Callback, set[str]]]:
     """The callbacks with the names in their hooks' code, and in what of the user's that calls."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
         hooks = [getattr(callback, name) for name in dir(Callback) if name.startswith("on_") or name == "setup"]
-        own = [(hook, callback) for hook in hooks if not _is_quiet(hook)]
-        yield callback, {word for _, words, _ in reached(own, trainer.lightning_module, _is_quiet, makes=True) for word in words}
-
-
-def _is_quiet(function: object) -> bool:
-    return f"{getattr(function, '__module__', '')}.".startswith(QUIET)
+        own = [(hook, callback) for hook in hooks if not is_quiet(hook)]
+        yield callback, {word for _, words, _ in reached(own, trainer.lightning_module, is_quiet, makes=True) for word in words}
 
 
 def _title(owner: Any) -> str:

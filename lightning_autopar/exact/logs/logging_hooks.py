@@ -108,8 +108,12 @@ def mentions(functions: Iterable[Any], module: LightningModule, wanted: Callable
     what its code names. A function that can't be looked into counts as if it had.
     """
     pairs = [(function, getattr(function, "__self__", module)) for function in functions]
-    told = reached(pairs, module, lambda function: f"{getattr(function, '__module__', '')}.".startswith(QUIET))
-    return any(code is None or any(wanted(name) for name in names) for code, names, _ in told)
+    return any(code is None or any(wanted(name) for name in names) for code, names, _ in reached(pairs, module, is_quiet))
+
+
+def is_quiet(function: object) -> bool:
+    """Whether a function is of a package whose code isn't looked into."""
+    return f"{getattr(function, '__module__', '')}.".startswith(QUIET)
 
 
 def reached(

@@ -21,7 +21,7 @@ from lightning_autopar.memory.storages import storages
 
 #: Attributes of modules whose tensors are counted elsewhere, or don't belong to the module.
 _OTHERS = ("_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_hparams", "_hparams_initial")
-#: What of a user's own classes holds no copies of weights.
+#: Objects of these classes hold no copies of weights, whoever wrote the class.
 _UNRELATED = (Optimizer, Dataset, DataLoader)
 
 

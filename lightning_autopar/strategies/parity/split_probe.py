@@ -185,7 +185,7 @@ class _Probe(LaterSteps):
         self.buffers: dict[str, Tensor] = {}
         self._prepared = False
         self.logs: list[dict[str, Logged]] = []
-        #: What a training step has logged in double precision, and of which batch; by the step's number and the split.
+        #: For a step's number and a split: the batch, and the values that the step logged of it in double precision.
         self.logs_in_double: dict[tuple[int | None, Dealing], tuple[FirstBatch, list[dict[str, Logged]]]] = {}
         self.moved: list[dict[str, Tensor]] = []
         self.norms = NormRuns({})
