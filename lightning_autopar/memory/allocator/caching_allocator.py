@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
 
 from lightning_autopar.memory.allocator.options import MIB, AllocatorOptions
+
+Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "input", "communication", "workspace"]
 
 #: A free block's key is its size, then so many bits of its address: numbers compare faster than pairs.
 _ADDRESS_BITS = 64
@@ -169,6 +172,7 @@ class CachingAllocator:
         peak_allocated_bytes: the most that was allocated.
         retries: how often all unused segments had to be released to go on, as ``num_alloc_retries`` counts it.
         released: how many segments were given back to the device, and ranges of expandable ones.
+        fullest: bytes by category when most was allocated by orders, as torch counts them.
     """
 
     def __init__(self, *, limit_bytes: int | None = None, options: AllocatorOptions | None = None) -> None:
@@ -179,12 +183,16 @@ class CachingAllocator:
         self.peak_reserved_bytes = 0
         self.peak_allocated_bytes = 0
         self.retries = self.released = 0
+        self.fullest: dict[Category, int] = {}
         self._small = Pool(is_small=True)
         self._large = Pool(is_small=False)
         self._address = 0
         self._collects = limit_bytes is not None and self.options.garbage_collection_threshold > 0
         self._rounds_by_power = any(number > 1 for number in self.options.roundup_power2_divisions)
-        self._plain = not self._collects and not self.options.expandable_segments and self.options.max_split_bytes is None
+        #: By number, what orders have taken, with its category.
+        self._live: dict[int, tuple[Block, Category]] = {}
+        self._settled = 0
+        self._by_category: dict[Category, int] = dict.fromkeys(get_args(Category), 0)
 
     # -- what the caller does --------------------------------------------------------------------------------------------------------------
 
@@ -201,24 +209,8 @@ class CachingAllocator:
         assert size_bytes > 0, "an empty tensor has no block"
         size = self.rounded(size_bytes) if self._rounds_by_power else (size_bytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
         pool = self._small if size <= SMALL_BYTES else self._large
-        if self._plain:  # _take_free, _split and Pool.insert, inlined: planning spends most of its time here
-            free, blocks = pool.free[stream], pool.blocks
-            place = bisect_left(free, size << _ADDRESS_BITS)
-            try:
-                key = free[place]
-            except IndexError:
-                block = self._from_device(pool, size, stream)
-            else:
-                block = blocks[key]
-                del free[place], blocks[key]
-            if block.size_bytes - size > (0 if pool.is_small else SMALL_BYTES):
-                rest = block.cut(size)
-                key = rest.size_bytes << _ADDRESS_BITS | rest.address
-                blocks[key] = rest
-                insort(free, key)
-        else:
-            block = self._take_free(pool, size, stream) or self._from_device(pool, size, stream)
-            self._split(block, size)
+        block = self._take_free(pool, size, stream) or self._from_device(pool, size, stream)
+        self._split(block, size)
         block.allocated = True
         allocated = self.allocated_bytes = self.allocated_bytes + block.size_bytes
         if allocated > self.peak_allocated_bytes:
@@ -251,11 +243,47 @@ class CachingAllocator:
             block.merge(before)
         if after is not None and not after.allocated:
             block.merge(after)
-        pool = block.pool  # Pool.insert, inlined as above
-        block.searches = pool.searches
-        key = block.size_bytes << _ADDRESS_BITS | block.address
-        pool.blocks[key] = block
-        insort(pool.free[block.stream], key)
+        block.pool.insert(block)
+
+    def play(self, orders: Sequence[int], labels: Sequence[Category]) -> None:
+        """Carry out orders, one after the other.
+
+        Args:
+            orders: a number above 0 allocates so many bytes; one below 0 frees the allocation with that number's negative, by the order in
+                which they came, from 1 on. A 0 before a number from 0 on enters a stream; before one below 0, that allocation gets another
+                category. Each call begins in the computation's stream, 0.
+            labels: the categories of the allocations and changes, in order.
+
+        Raises:
+            OutOfDeviceMemory: if there is no room.
+        """
+        by_category, stream, peak_bytes = self._by_category, 0, self.peak_allocated_bytes
+        numbers, label = iter(orders), iter(labels)
+        try:
+            for number in numbers:
+                if number > 0:
+                    block, category = self.allocate(number, stream), next(label)
+                    self._settled += 1
+                    self._live[self._settled] = block, category
+                    by_category[category] += block.size_bytes
+                    continue
+                if self.peak_allocated_bytes > peak_bytes:  # looked at before it becomes less
+                    peak_bytes = self.peak_allocated_bytes
+                    self.fullest = by_category.copy()
+                if number < 0:
+                    block, category = self._live.pop(-number)
+                    by_category[category] -= block.size_bytes
+                    self.free(block)
+                elif (changed := next(numbers)) < 0:
+                    block, before = self._live[-changed]
+                    self._live[-changed] = block, (category := next(label))
+                    by_category[before] -= block.size_bytes
+                    by_category[category] += block.size_bytes
+                else:
+                    stream = changed
+        finally:
+            if self.peak_allocated_bytes > peak_bytes:
+                self.fullest = by_category.copy()
 
     def release_cached(self) -> None:
         """Give every unused segment back to the device (``torch.cuda.empty_cache``); of expandable ones every unused page."""

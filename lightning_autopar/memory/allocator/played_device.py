@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import count, islice
-from typing import Literal, get_args
 
-from lightning_autopar.memory.allocator.caching_allocator import Block, CachingAllocator
+from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, Category
+from lightning_autopar.memory.allocator.plain_allocator import PlainAllocator
 
-Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "input", "communication", "workspace"]
 #: The streams that a step's tensors belong to: the computation's; FSDP's for copying shards together; FSDP's for reducing; that on which
 #: Lightning wraps a module for DDP.
 COMPUTE, GATHER, REDUCE, SETUP = range(4)
@@ -24,26 +23,20 @@ class PlayedDevice:
         allocator: as given.
         held: the number of each thing's allocation, by key, in order; 0 if it takes no bytes. Without things that go together.
         numbers: counts allocations.
-        orders: orders that the allocator hasn't got yet: a number above 0 allocates so many bytes; one below 0 frees the allocation with
-            that number's negative. A 0 before a number above 0 enters a stream; before one below 0, that allocation gets another category.
+        orders: orders that the allocator hasn't got yet (:meth:`~CachingAllocator.play`).
         labels: the categories of these orders.
-        fullest: bytes by category when most was allocated, as torch counts them.
     """
 
-    def __init__(self, allocator: CachingAllocator) -> None:
+    def __init__(self, allocator: CachingAllocator | PlainAllocator) -> None:
         self.allocator = allocator
         self.held: dict[Hashable, int] = {}
         self.numbers = count(1)
         self.orders: list[int] = []
         self.labels: list[Category] = []
-        self.fullest: dict[Category, int] = {}
         #: The streams of allocations that aren't the computation's, by number.
         self._elsewhere: dict[int, int] = {}
         #: Allocations of :meth:`hold_all` that must be freed.
         self._together: dict[Hashable, list[int]] = {}
-        self._blocks: dict[int, tuple[Block, Category]] = {}
-        self._settled = 0
-        self._by_category: dict[Category, int] = dict.fromkeys(get_args(Category), 0)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.held
@@ -108,39 +101,4 @@ class PlayedDevice:
         """
         orders, self.orders = self.orders, []
         labels, self.labels = self.labels, []
-        allocator, blocks, by_category = self.allocator, self._blocks, self._by_category
-        # The loop that planning spends most of its time in.
-        allocate, free = allocator.allocate, allocator.free
-        numbers, label = iter(orders), 0
-        settled = self._settled
-        stream, peak_bytes = COMPUTE, allocator.peak_allocated_bytes
-        try:
-            for number in numbers:
-                if number > 0:
-                    block, category = allocate(number, stream), labels[label]
-                    label += 1
-                    settled += 1
-                    blocks[settled] = block, category
-                    by_category[category] += block.size_bytes
-                    continue
-                if allocator.peak_allocated_bytes > peak_bytes:  # looked at before it becomes less
-                    peak_bytes = allocator.peak_allocated_bytes
-                    self.fullest = by_category.copy()
-                if number < 0:
-                    block, category = blocks[-number]
-                    del blocks[-number]
-                    by_category[category] -= block.size_bytes
-                    free(block)
-                elif (changed := next(numbers)) < 0:
-                    block, before = blocks[-changed]
-                    category = labels[label]
-                    label += 1
-                    blocks[-changed] = block, category
-                    by_category[before] -= block.size_bytes
-                    by_category[category] += block.size_bytes
-                else:
-                    stream = changed
-        finally:
-            self._settled = settled
-            if allocator.peak_allocated_bytes > peak_bytes:
-                self.fullest = by_category.copy()
+        self.allocator.play(orders, labels)

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, OutOfDeviceMemory
+from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, Category, OutOfDeviceMemory
 from lightning_autopar.memory.allocator.options import AllocatorOptions
-from lightning_autopar.memory.allocator.played_device import Category, PlayedDevice
+from lightning_autopar.memory.allocator.plain_allocator import PlainAllocator
+from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_player import Player
 
 #: The most steps to play. The first finds no optimizer state, and scattered free blocks may force a later step to reserve one more segment.
-#: So steps are played until one leaves the allocator as it found it.
+#: So steps are played until two after each other leave as much reserved and give as much back, or until three gave nothing back: what comes
+#: then changed 1 of 488 replays of random plans, by a segment of 2 MiB.
 _MOST_STEPS = 4
 
 
@@ -57,27 +59,28 @@ def played(
         options: the allocator's settings; torch's defaults unless given.
         workspaces: the bytes that libraries take from the allocator outside of the tape: in forward's thread, then in backward's.
     """
-    allocator = CachingAllocator(limit_bytes=limit_bytes, options=options)
+    options = options or AllocatorOptions()
+    allocator = (PlainAllocator if PlainAllocator.serves(options) else CachingAllocator)(limit_bytes=limit_bytes, options=options)
     machine = PlayedDevice(allocator)
     player = make_player(machine)
     player.workspaces = workspaces
     missing = released = 0
     try:
         player.start()
-        layout: object = None
-        for _ in range(_MOST_STEPS):
+        left: object = None
+        for number in range(_MOST_STEPS):
             released = -allocator.released
             player.step()
             released += allocator.released
-            before, layout = layout, allocator.layout()
-            if layout == before:
+            before, left = left, (allocator.reserved_bytes, released)
+            if left == before or (number == 2 and not allocator.released):
                 break
     except OutOfDeviceMemory as error:
         missing = max(1, error.reserved_bytes + error.requested_bytes - error.limit_bytes)
     return Replayed(
         allocated_peak_bytes=allocator.peak_allocated_bytes,
         reserved_peak_bytes=allocator.peak_reserved_bytes,
-        by_category=machine.fullest,
+        by_category=allocator.fullest,
         fits=not missing,
         released=0 if missing else released,
         missing_bytes=missing,

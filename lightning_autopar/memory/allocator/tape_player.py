@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
 
+from lightning_autopar.memory.allocator.caching_allocator import Category
 from lightning_autopar.memory.allocator.options import MIB
-from lightning_autopar.memory.allocator.played_device import SETUP, Category, PlayedDevice
+from lightning_autopar.memory.allocator.played_device import SETUP, PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.moments import drawn_bytes, part_draws

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, OutOfDeviceMemory
+from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, Category, OutOfDeviceMemory
 from lightning_autopar.memory.allocator.options import AllocatorOptions, options_from_environment, parse_options
+from lightning_autopar.memory.allocator.plain_allocator import PlainAllocator
 from tests.work import counted
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -477,6 +480,59 @@ def test_as_the_plain_reimplementation(options: AllocatorOptions, limit: int, st
             live.append((block, place))
         assert (allocator.allocated_bytes, allocator.reserved_bytes) == (plain.allocated, plain.reserved)
         _check(allocator, limit)
+
+
+ACTIONS = ["allocate", "allocate", "free", "change", "enter"]
+
+
+def _orders(steps: list[tuple[str, int, int]]) -> Iterator[tuple[list[int], list[Category]]]:
+    """Orders that allocate, free, change a category or enter a stream, ten at a time."""
+    live: list[int] = []
+    made = 0
+    for ten in (steps[at : at + 10] for at in range(0, len(steps), 10)):
+        orders: list[int] = []
+        labels: list[Category] = []
+        for action, size, which in ten:
+            if action == "enter":
+                orders += 0, which % 3
+            elif action == "free" and live:
+                orders.append(-live.pop(which % len(live)))
+            elif action == "change" and live:
+                orders += 0, -live[which % len(live)]
+                labels.append(get_args(Category)[which % 3])
+            else:
+                made += 1
+                live.append(made)
+                orders.append(size)
+                labels.append(get_args(Category)[which % 3])
+        yield orders, labels
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    limit=st.sampled_from([None, 40 * MIB, 100 * MIB + 100, 4096 * MIB]),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["allocate", "allocate", "free", "change", "enter"]), SIZES, st.integers(0, 10**6)), max_size=120
+    ),
+)
+def test_the_fast_one_plays_orders_alike(limit: int | None, steps: list[tuple[str, int, int]]) -> None:
+    found = []
+    for make in (CachingAllocator, PlainAllocator):
+        allocator, layouts, refused = make(limit_bytes=limit), [], None
+        try:
+            for orders, labels in _orders(steps):
+                allocator.play(orders, labels)
+                layouts.append(sorted(tuple((size, used) for _, size, used in blocks) for blocks in _in_bytes(allocator)))
+        except OutOfDeviceMemory as error:
+            refused = error.requested_bytes, error.allocated_bytes, error.reserved_bytes, error.limit_bytes
+        sizes = allocator.allocated_bytes, allocator.reserved_bytes, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+        found.append((sizes, refused, layouts, allocator.released, {one: size for one, size in allocator.fullest.items() if size}))
+    assert found[0] == found[1]
+
+
+def _in_bytes(allocator: CachingAllocator | PlainAllocator) -> list[list[tuple[int, int, bool]]]:
+    unit = 512 if isinstance(allocator, PlainAllocator) else 1
+    return [[(stream, size * unit, used) for stream, size, used in blocks] for blocks in allocator.layout()]
 
 
 def _check(allocator: CachingAllocator, limit: int) -> None:

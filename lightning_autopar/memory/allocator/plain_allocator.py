@@ -1,0 +1,225 @@
+"""The model of torch's allocator for torch's own settings, made to play a step's hundred thousand orders in a tenth of a second.
+
+It hands out the same blocks as :class:`~lightning_autopar.memory.allocator.caching_allocator.CachingAllocator`, which serves all settings
+and is what to read first: a test compares the two. Here everything is one loop over numbers and lists, as planning spends most of its time
+in it. Sizes and addresses are counted in units of 512 bytes, to which torch rounds them. So a size and an address fit into a number that
+Python compares fast. Knows neither torch nor plans.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from lightning_autopar.memory.allocator.caching_allocator import (
+    LARGE_ROUNDING_BYTES,
+    MIN_BLOCK_BYTES,
+    MIN_LARGE_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    Category,
+    OutOfDeviceMemory,
+)
+from lightning_autopar.memory.allocator.options import AllocatorOptions
+
+_UNIT = MIN_BLOCK_BYTES.bit_length() - 1
+_SMALL, _SMALL_SEGMENT, _MIN_LARGE, _LARGE_ROUNDING = (
+    size >> _UNIT for size in (SMALL_BYTES, SMALL_SEGMENT_BYTES, MIN_LARGE_BYTES, LARGE_ROUNDING_BYTES)
+)
+#: A free block's key is its size, then so many bits of its address: with 512 TiB of addresses none is used twice.
+_ADDRESS_BITS = 40
+#: What a block is made of: a list, as Python makes no object sooner. Its address, its size, whether it is handed out, its neighbours in its
+#: segment, the free blocks that it goes back to, and its category.
+_ADDRESS, _SIZE, _ALLOCATED, _PREV, _NEXT, _CACHE, _CATEGORY = range(7)
+
+
+class PlainAllocator:
+    """One device's allocator.
+
+    Args:
+        limit_bytes: the most that may be reserved; None: no limit.
+        options: settings that :meth:`serves`.
+
+    Attributes:
+        allocated_bytes: see :class:`~lightning_autopar.memory.allocator.caching_allocator.CachingAllocator`, as for all attributes.
+    """
+
+    def __init__(self, *, limit_bytes: int | None = None, options: AllocatorOptions | None = None) -> None:
+        assert self.serves(options or AllocatorOptions()), "settings of torch's own"
+        self.limit_bytes = limit_bytes
+        self._limit = sys.maxsize if limit_bytes is None else limit_bytes >> _UNIT
+        self._large_segment = (options or AllocatorOptions()).large_segment_bytes >> _UNIT
+        self.released = 0
+        self._fullest: dict[Category, int] = {}
+        self._allocated = self._reserved = self._peak_allocated = self._peak_reserved = 0
+        self._by_category: dict[Category, int] = dict.fromkeys(get_args(Category), 0)
+        self._address = 0
+        #: By number, what is handed out.
+        self._live: dict[int, list[Any]] = {}
+        self._settled = 0
+        #: The first block of each segment, by address.
+        self._heads: dict[int, list[Any]] = {}
+        #: Of small and of large requests, by stream, the free blocks: their keys in order, and themselves by key.
+        self._small: dict[int, tuple[list[int], dict[int, list[Any]]]] = {}
+        self._large: dict[int, tuple[list[int], dict[int, list[Any]]]] = {}
+
+    @staticmethod
+    def serves(options: AllocatorOptions) -> bool:
+        """Whether nothing is set that changes which block is handed out."""
+        return options == AllocatorOptions(large_segment_bytes=options.large_segment_bytes, memory_fraction=options.memory_fraction)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Handed out, rounded."""
+        return self._allocated << _UNIT
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Held from the device."""
+        return self._reserved << _UNIT
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """The most that was handed out."""
+        return self._peak_allocated << _UNIT
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most that was held."""
+        return self._peak_reserved << _UNIT
+
+    @property
+    def fullest(self) -> dict[Category, int]:
+        """By category when most was handed out."""
+        return {category: size << _UNIT for category, size in self._fullest.items()}
+
+    def play(self, orders: Sequence[int], labels: Sequence[Category]) -> None:
+        """See :meth:`~lightning_autopar.memory.allocator.caching_allocator.CachingAllocator.play`."""
+        live, by_category = self._live, self._by_category
+        settled, allocated, peak, peaked = self._settled, self._allocated, self._peak_allocated, False
+        small, large = self._caches(0)
+        label, numbers = iter(labels), iter(orders)
+        try:
+            for number in numbers:
+                if number > 0:
+                    size = (number + (MIN_BLOCK_BYTES - 1)) >> _UNIT
+                    if size <= _SMALL:
+                        cache, spare = small, 0
+                    else:
+                        cache, spare = large, _SMALL
+                    keys, blocks = cache
+                    place = bisect_left(keys, size << _ADDRESS_BITS)
+                    if place < len(keys):
+                        block = blocks.pop(keys[place])
+                        del keys[place]
+                        block[_ALLOCATED] = True
+                    else:
+                        self._allocated = allocated
+                        block = self._new_block(size, cache)
+                    got = block[_SIZE]
+                    if got - size > spare:
+                        following = block[_NEXT]
+                        rest = [block[_ADDRESS] + size, got - size, False, block, following, cache, None]
+                        if following is not None:
+                            following[_PREV] = rest
+                        block[_NEXT] = rest
+                        block[_SIZE] = got = size
+                        key = rest[_SIZE] << _ADDRESS_BITS | rest[_ADDRESS]
+                        blocks[key] = rest
+                        insort(keys, key)
+                    settled += 1
+                    live[settled] = block
+                    block[_CATEGORY] = category = next(label)
+                    by_category[category] += got
+                    allocated += got
+                    if allocated > peak:
+                        peak, peaked = allocated, True
+                    continue
+                if peaked:  # looked at before it becomes less
+                    self._fullest, peaked = by_category.copy(), False
+                if number < 0:
+                    block = live.pop(-number)
+                    size = block[_SIZE]
+                    by_category[block[_CATEGORY]] -= size
+                    allocated -= size
+                    block[_ALLOCATED] = False
+                    keys, blocks = block[_CACHE]
+                    other = block[_NEXT]
+                    if other is not None and not other[_ALLOCATED]:
+                        key = other[_SIZE] << _ADDRESS_BITS | other[_ADDRESS]
+                        del blocks[key], keys[bisect_left(keys, key)]
+                        size += other[_SIZE]
+                        following = block[_NEXT] = other[_NEXT]
+                        if following is not None:
+                            following[_PREV] = block
+                    other = block[_PREV]
+                    if other is not None and not other[_ALLOCATED]:  # it grows, so that a segment's first block stays the first
+                        key = other[_SIZE] << _ADDRESS_BITS | other[_ADDRESS]
+                        del blocks[key], keys[bisect_left(keys, key)]
+                        size += other[_SIZE]
+                        following = other[_NEXT] = block[_NEXT]
+                        if following is not None:
+                            following[_PREV] = other
+                        block = other
+                    block[_SIZE] = size
+                    key = size << _ADDRESS_BITS | block[_ADDRESS]
+                    blocks[key] = block
+                    insort(keys, key)
+                elif (changed := next(numbers)) < 0:
+                    block = live[-changed]
+                    by_category[block[_CATEGORY]] -= block[_SIZE]
+                    block[_CATEGORY] = category = next(label)
+                    by_category[category] += block[_SIZE]
+                else:
+                    small, large = self._caches(changed)
+        finally:
+            self._settled, self._allocated, self._peak_allocated = settled, allocated, peak
+            if peaked:
+                self._fullest = by_category.copy()
+
+    def layout(self) -> list[list[tuple[int, int, bool]]]:
+        """See :meth:`~lightning_autopar.memory.allocator.caching_allocator.CachingAllocator.layout`; all segments in order of addresses."""
+        found: list[list[tuple[int, int, bool]]] = []
+        caches = {id(cache): number for number, cache in enumerate((*self._small.values(), *self._large.values()))}
+        for head in self._heads.values():
+            blocks: list[tuple[int, int, bool]] = []
+            block = head
+            while block is not None:
+                blocks.append((caches[id(block[_CACHE])], block[_SIZE], block[_ALLOCATED]))
+                block = block[_NEXT]
+            found.append(blocks)
+        return found
+
+    def _new_block(self, size: int, cache: tuple[list[int], dict[int, list[Any]]]) -> list[Any]:
+        """A segment of new memory, if need be after giving back those that are unused."""
+        if size <= _SMALL:
+            segment = _SMALL_SEGMENT
+        elif size < _MIN_LARGE:
+            segment = self._large_segment
+        else:
+            segment = (size + _LARGE_ROUNDING - 1) & -_LARGE_ROUNDING
+        if self._reserved + segment > self._limit:
+            self._release_unused()
+            if self._reserved + segment > self._limit:
+                assert self.limit_bytes is not None, "without a limit there is always room"
+                raise OutOfDeviceMemory(size << _UNIT, self.allocated_bytes, self.reserved_bytes, self.limit_bytes)
+        block = [self._address, segment, True, None, None, cache, None]
+        self._heads[self._address] = block
+        self._address += segment
+        self._reserved += segment
+        self._peak_reserved = max(self._peak_reserved, self._reserved)
+        return block
+
+    def _release_unused(self) -> None:
+        for keys, blocks in (*self._large.values(), *self._small.values()):
+            for key in [key for key in keys if blocks[key][_PREV] is None and blocks[key][_NEXT] is None]:
+                block = blocks.pop(key)
+                del keys[bisect_left(keys, key)], self._heads[block[_ADDRESS]]
+                self._reserved -= block[_SIZE]
+                self.released += 1
+
+    def _caches(self, stream: int) -> tuple[tuple[list[int], dict[int, list[Any]]], tuple[list[int], dict[int, list[Any]]]]:
+        """The free blocks of a stream, for small and for large requests."""
+        return self._small.setdefault(stream, ([], {})), self._large.setdefault(stream, ([], {}))
