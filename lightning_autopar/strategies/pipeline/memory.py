@@ -188,12 +188,13 @@ class _Stage:
         passing += sum(one.size.at(share) for one in crossing if one.made >= begin and not one.kept)
         forward = 0
         samples = round(share * footprint.batch_size)
-        draws = [drawn_bytes(size, samples, footprint.batch_size, on_cpu=kept_random > 0) for size in part_draws(footprint)]
+        whole_draws = part_draws(footprint)[begin:end]
+        draws = [drawn_bytes(size, samples, footprint.batch_size, on_cpu=kept_random > 0) for size in whole_draws]
         before: list[int] = []
         kept_until = dict.fromkeys(range(begin, len(parts)), 0)
         for number in range(begin, end):
             part = parts[number]
-            forward = max(forward, held + (part.forward if number == begin else part.forward_given).at(share) + draws[number])
+            forward = max(forward, held + (part.forward if number == begin else part.forward_given).at(share) + draws[number - begin])
             lent = {until: size.at(share) for until, size in part.lent.items()}
             for until, size in lent.items():
                 kept_until[max(until, begin)] += size
@@ -220,7 +221,7 @@ class _Stage:
             most_first = (part.first_again if again else part.first)[given, lent_too].at(share)
             if again:
                 kept = before[number - begin]
-                running = kept + kept_random + part.again.at(share) + draws[number] + (inside if given else 0)
+                running = kept + kept_random + part.again.at(share) + draws[number - begin] + (inside if given else 0)
                 most, most_first = max(most + kept, running), max(most_first + kept, running)
             waiting = passing + below + sum([size_bytes for low, high, size_bytes in twice if low <= number < high])
             backward = max(backward, waiting + most)

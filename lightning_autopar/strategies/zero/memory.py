@@ -173,7 +173,7 @@ class _Zero:
         self.reused = next((index for index, elements in enumerate(after[1:]) if 2 * elements < settings.max_reuse_elements), len(after))
         sizes = [elements for layer in self.layers for elements in layer.gradients]
         self.largest = max(sizes, default=0)
-        self.reduced = _most_owned(sizes, -(-self.trainable // self.ranks))
+        self.reduced = _most_owned(sizes, -(-self.trainable // self.ranks)) if self.stage < 3 else 0
         traced = max(1, footprint.gradient_bytes)
         self.state = round(footprint.optimizer_bytes / traced * self.part(self.stepped))
         self.shrink = self.element * footprint.parameters / max(1, footprint.parameter_bytes)
