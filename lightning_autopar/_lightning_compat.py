@@ -498,9 +498,13 @@ def loader_source(trainer: Trainer, stage: str) -> Any:
     return _request_dataloader(source)
 
 
-def attach_loaders(trainer: Trainer, stage: str, combined: CombinedLoader) -> None:
-    """Let ``trainer.train_dataloader`` and its siblings answer, as from a run's start on (``_combined_loader``); in a child."""
+def attach_loaders(trainer: Trainer, stage: str, combined: CombinedLoader, epoch_batches: int | None) -> None:
+    """Let ``trainer.train_dataloader`` and its siblings (``_combined_loader``) answer as from a run's start on, and
+    ``trainer.num_training_batches`` (``max_batches``); in a child.
+    """
     getattr(trainer, f"{stage}_loop")._combined_loader = combined  # a fit's trainer.val_dataloaders asks validate_loop as well
+    if stage == "fit" and epoch_batches:
+        trainer.fit_loop.max_batches = epoch_batches
 
 
 def has_own_loaders(trainer: Trainer) -> bool:

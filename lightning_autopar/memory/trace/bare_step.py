@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +28,7 @@ from lightning_autopar.memory.trace.first_batch import RAISED
 from lightning_autopar.memory.trace.no_writes import Written, no_writes
 from lightning_autopar.text import error_line
 
-#: The value of ``trainer.estimated_stepping_batches`` where the true number needs the loaders; it changes schedules, never memory.
+#: The value of ``trainer.num_training_batches`` where nobody knows it, and of ``trainer.estimated_stepping_batches`` without an end.
 _SOME_STEPS = 10_000
 
 
@@ -83,7 +84,7 @@ class TrainerView:
 
     @property
     def num_training_batches(self) -> int | float:
-        """The true number if it is known, else some number: the loaders aren't set up."""
+        """The true number if it is known, else some number: of a stream, and where there are no loaders."""
         known = getattr(self._real, "num_training_batches", 0)
         return known if 0 < known < float("inf") else _SOME_STEPS
 
@@ -112,9 +113,11 @@ class TrainerView:
 
     @property
     def estimated_stepping_batches(self) -> int:
-        """``max_steps``, or some number; the true one would set the loaders up."""
-        steps = getattr(self._real, "max_steps", -1)
-        return steps if steps > 0 else _SOME_STEPS
+        """As Lightning's, of :attr:`num_training_batches`."""
+        steps, epochs = getattr(self._real, "max_steps", -1), getattr(self._real, "max_epochs", None) or -1
+        together = getattr(self._real, "accumulate_grad_batches", 1)
+        total = math.ceil(self.num_training_batches / together) * epochs if epochs > 0 else _SOME_STEPS
+        return min(steps, total) if steps > 0 else total
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Saves nothing."""

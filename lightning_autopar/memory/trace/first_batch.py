@@ -111,9 +111,11 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
     loaders, shaped = loaders_apart(combined)
     if not loaders:
         raise ValueError(f"there is no loader for the stage {stage!r}: {combined.iterables!r}; give it one")
-    attach_loaders(trainer, stage, combined)
+    mode = combined_mode(combined)
+    batches = _epoch_batches(loaders, mode, getattr(trainer, _LIMITS[stage])) if stage in _LIMITS else None
+    attach_loaders(trainer, stage, combined, batches)
     with _calls_of(module) as called:
-        if combined_mode(combined) == "sequential" or combined.iterables is loaders[0]:
+        if mode == "sequential" or combined.iterables is loaders[0]:
             first = _draw(loaders[0])
         else:
             parts = [_draw(each) for each in loaders]
@@ -121,8 +123,6 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
             first = FirstBatch(batch=shaped([part.batch for part in parts]), batch_size=min(sizes, default=0), kind="combined")
     batch = transfer_batch(module, first.batch)
     size = first.batch_size or batch_size_of(batch)
-    mode = combined_mode(combined)
-    batches = _epoch_batches(loaders, mode, getattr(trainer, _LIMITS[stage])) if stage in _LIMITS else None
     together = _together(loaders, mode, batches) if first.kind == "combined" and batches else ()
     epoch_batches = batches if stage == "fit" else None
     found = replace(first, batch=batch, batch_size=size, epoch_batches=epoch_batches, loaders=tuple(loaders), together=together)

@@ -130,7 +130,7 @@ class Annealing(Net):
         return out.square().mean() + len(batch[0]) / len(loader.dataset) * out.mean()  # type: ignore[union-attr]
 
 
-def _found_out(module: Net, root: Path, monkeypatch: pytest.MonkeyPatch, target: Any = "cpu") -> SplitFinding:
+def _found_out(module: Net, root: Path, monkeypatch: pytest.MonkeyPatch, target: Any = "cpu", **options: Any) -> SplitFinding:
     """What is found out of a split of its batch before the run, which then doesn't happen."""
     seen: list[Findings] = []
 
@@ -144,7 +144,7 @@ def _found_out(module: Net, root: Path, monkeypatch: pytest.MonkeyPatch, target:
     monkeypatch.setattr("lightning_autopar.strategies.launcher.find_prospect", stop)
     strategy = AutoParallelStrategy(devices="2xcpu:1GiB", calibrate="off")
     with pytest.raises(Enough):
-        pl.Trainer(strategy=strategy, default_root_dir=root, **QUICK).fit(module, loader(2))  # type: ignore[arg-type]
+        pl.Trainer(strategy=strategy, default_root_dir=root, **{**QUICK, **options}).fit(module, loader(2))  # type: ignore[arg-type]
     assert seen[0].split is not None
     return seen[0].split
 
@@ -153,6 +153,19 @@ def test_a_step_that_asks_the_trainer_for_its_loaders_is_tried_with_them(tmp_pat
     split = _found_out(Annealing(), tmp_path, monkeypatch)
     assert split.probed
     assert split.differs
+
+
+class Counted(Net):
+    """A sum over the samples, where the run has as many batches as it has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.layer(batch[0])
+        counts = self.trainer.num_training_batches, self.trainer.estimated_stepping_batches
+        return out.sum() if counts == (len(self.trainer.train_dataloader), 2 * len(self.trainer.train_dataloader)) else out.mean()  # type: ignore[arg-type]
+
+
+def test_a_step_that_asks_how_long_the_run_is_is_tried_with_the_true_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _found_out(Counted(), tmp_path, monkeypatch, max_epochs=2).log_rules == {("training_step", ""): ("sum",)}
 
 
 class Drawing(Net):
