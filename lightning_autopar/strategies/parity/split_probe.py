@@ -438,7 +438,7 @@ class _Probe(LaterSteps):
         elif self.batches.random:
             reason = "making the batch draws random numbers, which each rank draws for its part"
         elif uneven:
-            reason = "samples are padded to the longest one of their part"
+            reason = "a part's samples are collated into other shapes than in the whole batch, as where they are padded to the longest one"
         elif draws.seeded:
             reason = "the shapes of its random draws depend on the data"
         elif self.drawn_apart:

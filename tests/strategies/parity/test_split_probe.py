@@ -817,7 +817,10 @@ def test_padding_to_the_longest_sample_is_noticed() -> None:
     pad = lambda parts: nn.utils.rnn.pad_sequence(parts, batch_first=True)  # noqa: E731
     finding, plan = probe_split(Padded(), None, first_of([torch.ones(length) for length in lengths], pad))
     assert plan.seeded
-    assert finding.reason == "samples are padded to the longest one of their part"
+    assert (
+        finding.reason
+        == "a part's samples are collated into other shapes than in the whole batch, as where they are padded to the longest one"
+    )
 
 
 def test_random_collating_is_named() -> None:
