@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from lightning_autopar.memory.length_spread import Lengths
@@ -283,7 +284,7 @@ class Footprint:
         """Whether a plan's ranks share the step's network, each with the whole batch."""
         return self.sharing is not None and plan.may_share_network
 
-    @property
+    @cached_property
     def partless_buffer_bytes(self) -> int:
         """Bytes of the buffers that no part has: tensors in the module's attributes, and what callbacks hold of their own."""
         return max(0, self.buffer_bytes - sum(layer.buffer_bytes for layer in (*self.blocks, *self.outer)))

@@ -102,6 +102,8 @@ class Search:
         self._decided: dict[tuple[object, ...], float] = {}
         self._computing: dict[tuple[tuple[str, ...], int, bool], float] = {}
         self._around: set[int] = set()
+        #: By engine that searches by itself, the seconds below which it found nothing more.
+        self._searched_below: dict[str, float] = {}
         self._splits = 0
         self._shown: Counter[tuple[object, ...]] = Counter()
 
@@ -453,6 +455,8 @@ class Search:
         if engine_refusal(engine.name, self.appraiser.question) is not None:
             return
         by_speed = self.constraints.objective == "speed"
+        if by_speed and self.best_seconds <= self._searched_below.get(engine.name, -1.0):
+            return
         search = self._lent(self._limit if by_speed else lambda: math.inf)
         samples = self.footprint.batch_size if engine.splits else len(self.inventory.devices)
         sets = device_sets(samples, self.inventory, self.constraints, self.speed)
@@ -471,6 +475,7 @@ class Search:
             near = min(own, key=self.appraiser.batch_seconds).plan.world_size
             looked = {len(devices) for devices in coarse}
             look(devices for devices in reversed(sets) if abs(len(devices) - near) < _SOME and len(devices) not in looked)
+        self._searched_below[engine.name] = self.best_seconds
 
     def _lent(self, limit: Callable[[], float]) -> Searching:
         return Searching(appraiser=self.appraiser, speed=self.speed, rates=self.rates, limit=limit)

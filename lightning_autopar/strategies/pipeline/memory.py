@@ -20,6 +20,7 @@ As ``torch.distributed.pipelining`` runs stages that replay the user's own ``tra
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -46,16 +47,35 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
     Raises:
         ValueError: if the plan cuts at something that is none of the footprint's blocks, or not in their order, or there is no tape.
     """
-    assert plan.schedule is not None
     if footprint.tape is None or not footprint.outer:
         raise ValueError("the stages of a pipeline can't be predicted, as the step wasn't traced; choose another engine")
     starts = _starts(footprint, plan)
     position, replica = rank % plan.devices_per_replica, rank // plan.devices_per_replica
     rows = max(1, -(-(footprint.batch_size - replica) // plan.replicas))
+    own = {stage: (starts[stage], starts[stage + 1]) for stage in range(position, plan.stages, plan.devices_per_replica)}
+    again = frozenset(2 * index + 1 for index in _indices(footprint, plan.recompute))
+    again = again.intersection(itertools.chain.from_iterable(itertools.starmap(range, own.values())))
+    how = plan.schedule, plan.stages, plan.devices_per_replica, plan.micro_batches, plan.replicas, plan.shard
+    key = how, position, rows, tuple(own.values()), again, on_cpu
+    return _RANKS.get(footprint, key, lambda: _rank_bytes(footprint, plan, position, rows, own, again, on_cpu))
+
+
+def _rank_bytes(
+    footprint: Footprint,
+    plan: Plan,
+    position: int,
+    rows: int,
+    own: dict[int, tuple[int, int]],
+    recomputed: frozenset[int],
+    on_cpu: bool,
+) -> DeviceBytes:
+    """The same for so many of the batch's samples, by the rank's own stages: where each begins and ends; and which of their parts are
+    recomputed.
+    """
+    assert footprint.tape is not None, "asked before"
     whole = max(1, footprint.batch_size)
     share = -(-rows // (plan.micro_batches if footprint.training else 1)) / whole
     parts = parts_of(footprint.tape, len(footprint.blocks))
-    recomputed = frozenset(2 * index + 1 for index in _indices(footprint, plan.recompute))
     random_bytes = RNG_STATE_BYTES if on_cpu else 0
 
     def stage_of(begin: int, end: int) -> _Stage:
@@ -63,7 +83,7 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
         key = begin, end, share, again, random_bytes
         return _STAGES.get(footprint, key, lambda: _Stage.of(footprint, parts, begin, end, share, again, random_bytes))
 
-    stages = {stage: stage_of(starts[stage], starts[stage + 1]) for stage in range(position, plan.stages, plan.devices_per_replica)}
+    stages = {stage: stage_of(*ends) for stage, ends in own.items()}
     held = _states(plan, stages)
     held["buffers"] += footprint.partless_buffer_bytes
     held["input"] = round(footprint.input_bytes * rows / whole)
@@ -118,13 +138,17 @@ def pipeline_evaluation(footprint: Footprint, plan: Plan, rank: int, share: floa
 
 
 def _indices(footprint: Footprint, fqns: tuple[str, ...]) -> list[int]:
-    known = {block.fqn: index for index, block in enumerate(footprint.blocks)}
+    known = _PLACES.get(footprint, None, lambda: {block.fqn: index for index, block in enumerate(footprint.blocks)})
     for fqn in fqns:
         if fqn not in known:
             raise ValueError(
                 f"the plan names the block {fqn!r}, but the footprint has {', '.join(known) or 'no blocks'}; plan again for this module"
             )
     return [known[fqn] for fqn in fqns]
+
+
+#: The number of each block, by its FQN.
+_PLACES: FootprintCache[dict[str, int]] = FootprintCache(4)
 
 
 def _starts(footprint: Footprint, plan: Plan) -> list[int]:
@@ -188,7 +212,7 @@ class _Stage:
         passing += sum(one.size.at(share) for one in crossing if one.made >= begin and not one.kept)
         forward = 0
         samples = round(share * footprint.batch_size)
-        whole_draws = part_draws(footprint)[begin:end]
+        whole_draws = _DRAWS.get(footprint, None, lambda: part_draws(footprint))[begin:end]
         draws = [drawn_bytes(size, samples, footprint.batch_size, on_cpu=kept_random > 0) for size in whole_draws]
         before: list[int] = []
         kept_until = dict.fromkeys(range(begin, len(parts)), 0)
@@ -249,8 +273,10 @@ class _Stage:
         )
 
 
-#: Plans of one search have most of their stages in common.
+#: Plans of one search have most of their stages in common, and plans whose cuts are moved most of their ranks.
 _STAGES: FootprintCache[_Stage] = FootprintCache(2048)
+_RANKS: FootprintCache[DeviceBytes] = FootprintCache(2048)
+_DRAWS: FootprintCache[list[int]] = FootprintCache(4)
 
 
 def _twice(footprint: Footprint, begin: int, end: int) -> list[tuple[int, int, int]]:
