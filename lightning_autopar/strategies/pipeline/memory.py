@@ -56,7 +56,7 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
     again = frozenset(2 * index + 1 for index in _indices(footprint, plan.recompute))
     again = again.intersection(itertools.chain.from_iterable(itertools.starmap(range, own.values())))
     how = plan.schedule, plan.stages, plan.devices_per_replica, plan.micro_batches, plan.replicas, plan.shard
-    key = how, position, rows, tuple(own.values()), again, on_cpu
+    key = how, position, rows, tuple(own.values()), again, on_cpu, RNG_STATE_BYTES
     return _RANKS.get(footprint, key, lambda: _rank_bytes(footprint, plan, position, rows, own, again, on_cpu))
 
 
