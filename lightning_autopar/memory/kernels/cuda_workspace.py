@@ -371,7 +371,7 @@ def reduction(tensor: Tensor, dims: Sequence[int]) -> KernelBytes:
     if blocks < 2:
         return KernelBytes(0)
     size = max(4, tensor.element_size()) * outputs * blocks * (1 if along_input else block_width * vector)
-    return KernelBytes(0, size) if by_grid < by_values and blocks == by_grid else KernelBytes(size)
+    return KernelBytes(0, size, size * by_values // by_grid) if by_grid < by_values and blocks == by_grid else KernelBytes(size)
 
 
 def _merged(tensor: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:

@@ -28,6 +28,7 @@ from lightning_autopar.memory.allocator.tape_parts import TapePart, read_script
 from lightning_autopar.memory.allocator.tape_player import BUCKET_BYTES, FIRST_BUCKET_BYTES, Player, bucket_sizes, parts_of
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.moments import DRAWN_ROWS, DRAWN_SHARE, drawn_bytes
+from lightning_autopar.memory.step_parts import parts_of as step_parts
 from lightning_autopar.memory.tape import Action, Kind, Tape
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.plan_bytes import predict, replay
@@ -503,6 +504,25 @@ def test_stages_as_predicted_by_their_parts(deep: Footprint, schedule: Any, rank
     for rank in range(ranks):
         predicted = pipeline_bytes(deep, of, rank).allocated
         assert replay(deep, of, rank, options=options, engine=PLAYED["pipeline"]).allocated_peak_bytes == pytest.approx(predicted, rel=0.01)
+
+
+def test_sums_over_a_part_of_the_rows_take_less() -> None:
+    """The buffer of a wide bias's gradient: over many rows it is as large as the multiprocessors make it, over few as the rows do."""
+
+    def traced(samples: int) -> Footprint:
+        module = Module(nn.Sequential(nn.Linear(8, 3072), nn.Linear(3072, 8)), optimizer=torch.optim.SGD)
+        return trace(module, None, (torch.randn(samples, 197, 8), torch.zeros(samples, 197, dtype=torch.long)), target="cuda")
+
+    whole, part = traced(32), traced(8)
+    assert whole.tape is not None
+    assert part.tape is not None
+    of = plan(micro_batches=4)
+    expected = predict(part, plan(), INVENTORY)["cuda:0"].allocated - part.input_bytes
+    assert predict(whole, of, INVENTORY)["cuda:0"].allocated - whole.input_bytes == pytest.approx(expected, rel=0.01)
+    played = [replay(*each, 0).allocated_peak_bytes for each in ((whole, of), (part, plan()))]
+    assert played[0] - whole.input_bytes == pytest.approx(played[1] - part.input_bytes, rel=0.01)
+    backward = [step_parts(tape, len(whole.blocks))[-1].backward[True, True] for tape in (whole.tape, part.tape)]
+    assert backward[0].at(0.25) == pytest.approx(backward[1].at(1.0), rel=0.01)
 
 
 def test_expandable_segments_lose_less(traced: Footprint) -> None:
