@@ -123,7 +123,12 @@ def _times(footprint: Footprint, share: Fraction) -> Footprint:
     counted = any(layer.work for layer in layers)
     moved_after = sum(layer.moved_bytes + layer.backward_moved_bytes for layer in layers)
     moments = tuple(
-        replace(moment, activation_bytes=part(moment.activation_bytes), temporary_bytes=part(moment.temporary_bytes))
+        replace(
+            moment,
+            activation_bytes=part(moment.activation_bytes),
+            temporary_bytes=part(moment.temporary_bytes),
+            slope_bytes=part(moment.slope_bytes),
+        )
         for moment in footprint.moments
     )
     return replace(
@@ -191,4 +196,5 @@ def _tape(tape: Tape, share: Fraction) -> Tape:
     sizes, kinds = np.array(tape.sizes, dtype=np.int64), np.array(tape.kinds, dtype=np.int8)
     growing = np.isin(kinds, _GROWING)
     sizes[growing] = -(-sizes[growing] * share.numerator // share.denominator)
-    return replace(tape, sizes=array("q", sizes.tobytes()))
+    slopes = {storage: -(-slope * share.numerator // share.denominator) for storage, slope in tape.slopes.items()}
+    return replace(tape, sizes=array("q", sizes.tobytes()), slopes=slopes)

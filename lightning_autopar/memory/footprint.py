@@ -138,6 +138,8 @@ class Moment:
         activation_bytes: tensors that forward made.
         temporary_bytes: tensors that backward made.
         fixed_bytes: tensors whose size doesn't depend on the batch: gradients in the making, casts of parameters, the optimizer's scratch.
+        sloping_bytes: of those, what a kernel takes less of at a small share of the batch.
+        slope_bytes: what the whole batch would take in proportion to that share.
     """
 
     phase: str
@@ -148,6 +150,8 @@ class Moment:
     activation_bytes: int = 0
     temporary_bytes: int = 0
     fixed_bytes: int = 0
+    sloping_bytes: int = 0
+    slope_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:

@@ -64,6 +64,8 @@ class _Columns:
 
     moments: Moments
     fixed: Column
+    sloping: Column
+    slope: Column
     block_scaled: Column
     block_fixed: Column
     block_extra: Column
@@ -91,7 +93,7 @@ def moments_of(footprint: Footprint, recomputed: Collection[int], share: float, 
     columns = _columns_of(footprint)
     whole = columns.moments
     states = np.zeros_like(whole.held)
-    scaled, fixed = whole.activations, columns.fixed
+    scaled, fixed = whole.activations, columns.fixed - np.maximum(columns.sloping - np.rint(columns.slope * share).astype(np.int64), 0)
     again = np.zeros(0, dtype=np.intp)
     if recomputed:
         chosen = np.zeros(len(footprint.blocks), dtype=np.int64)
@@ -209,6 +211,8 @@ def _make(footprint: Footprint) -> _Columns:
     return _Columns(
         moments=whole,
         fixed=column([moment.fixed_bytes for moment in moments]),
+        sloping=column([moment.sloping_bytes for moment in moments]),
+        slope=column([moment.slope_bytes for moment in moments]),
         block_scaled=column([block.activation_bytes - block.fixed_bytes for block in blocks]),
         block_fixed=column([block.fixed_bytes for block in blocks]),
         block_extra=column([block.input_extra_bytes for block in blocks]),

@@ -19,20 +19,36 @@ _TURNS = ("backward", "return", "optimizer")
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of tensors: those that grow with the batch (at the whole one), and those that don't."""
+    """Bytes of tensors: those that grow with the batch (at the whole one), and those that don't; of the latter, what a kernel takes less of
+    at a small share of the batch, and what the whole batch would take in proportion to it.
+    """
 
     scaled: int = 0
     fixed: int = 0
+    sloping: int = 0
+    slope: int = 0
 
     def at(self, share: float) -> int:
         """Bytes at a share of the batch."""
-        return round(self.scaled * share) + self.fixed
+        return round(self.scaled * share) + self.fixed_at(share)
+
+    def fixed_at(self, share: float) -> int:
+        """Those that don't grow, at a share of the batch."""
+        return self.fixed - max(0, self.sloping - round(self.slope * share))
+
+    def covers(self, other: Size) -> bool:
+        """Whether it is surely as large as another at any share."""
+        if self.scaled < other.scaled or self.fixed < other.fixed:
+            return False
+        return not self.sloping or (
+            self.fixed - self.sloping >= other.fixed - other.sloping and self.scaled + self.slope >= other.scaled + other.slope
+        )
 
     def __add__(self, other: Size) -> Size:
-        return Size(self.scaled + other.scaled, self.fixed + other.fixed)
+        return Size(self.scaled + other.scaled, self.fixed + other.fixed, self.sloping + other.sloping, self.slope + other.slope)
 
     def __sub__(self, other: Size) -> Size:
-        return Size(self.scaled - other.scaled, self.fixed - other.fixed)
+        return Size(self.scaled - other.scaled, self.fixed - other.fixed, self.sloping - other.sloping, self.slope - other.slope)
 
 
 _NOTHING = Size()
@@ -47,9 +63,9 @@ class Peaks:
 
     def see(self, size: Size) -> None:
         """Keep a moment unless a fuller one is known."""
-        if any(one.scaled >= size.scaled and one.fixed >= size.fixed for one in self.sizes):
+        if any(one.covers(size) for one in self.sizes):
             return
-        self.sizes = [one for one in self.sizes if one.scaled > size.scaled or one.fixed > size.fixed]
+        self.sizes = [one for one in self.sizes if not size.covers(one)]
         self.sizes.append(size)
         self._at.clear()
 
@@ -159,6 +175,7 @@ class _Reader:
         begin = max((index for index, event in enumerate(events) if event.action == "leave" and event.storage == -1), default=len(events))
         turn = next((index for index in range(begin, len(events)) if events[index].action in _TURNS), len(events))
         end = next((index for index in range(turn, len(events)) if events[index].action == "optimizer"), len(events))
+        self._slopes = tape.slopes
         self._before = {event.storage for event in events[:begin] if event.action == "allocate"}
         self._storages: dict[int, _Storage] = {}
         self._peaks: dict[tuple[tuple[int, ...], ...], list[Peaks]] = {}
@@ -219,7 +236,8 @@ class _Reader:
                 own, own_fixed = own + scaled, own_fixed + fixed
                 if one.freed is None:
                     loose, loose_fixed = loose + scaled, loose_fixed + fixed
-                seen.append((own, own_fixed, given, given_fixed))
+                slope = self._slopes.get(storage, 0)
+                seen.append((own, own_fixed, given, given_fixed, fixed if slope else 0, slope))
                 if one.freed == part:
                     wanted = len(seen)
             elif action == "free" and storage in alive:
@@ -248,11 +266,11 @@ class _Reader:
         known = self._peaks.get(key := ((wanted,), *seen))
         if known is None:  # most parts are alike
             known = self._peaks[key] = [Peaks(), Peaks(), Peaks()]
-            for number, (own, own_fixed, given, given_fixed) in enumerate(seen):
-                known[0].see(Size(own, own_fixed))
-                known[1].see(Size(own + given, own_fixed + given_fixed))
+            for number, (own, own_fixed, given, given_fixed, *sloping) in enumerate(seen):
+                known[0].see(Size(own, own_fixed, *sloping))
+                known[1].see(Size(own + given, own_fixed + given_fixed, *sloping))
                 if number < wanted:
-                    known[2].see(Size(own, own_fixed))
+                    known[2].see(Size(own, own_fixed, *sloping))
         one = self.parts[part]
         peaks = (one.forward, one.forward_given, one.again)
         one.forward, one.forward_given, one.again = (_both(before, more) for before, more in zip(peaks, known, strict=True))
@@ -265,11 +283,11 @@ class _Reader:
         known = self._peaks.get(key := tuple(seen))
         if known is None:
             known = self._peaks[key] = [Peaks() for _ in range(4 * len(ways))]
-            for own, own_fixed, given, given_fixed, lent, lent_fixed, done, done_fixed, read, read_fixed in seen:
+            for own, own_fixed, given, given_fixed, lent, lent_fixed, done, done_fixed, read, read_fixed, *sloping in seen:
                 for number, (with_given, with_lent) in enumerate(ways):
                     scaled = own + (given if with_given else 0) + (lent if with_lent else 0)
                     fixed = own_fixed + (given_fixed if with_given else 0) + (lent_fixed if with_lent else 0)
-                    sizes = Size(scaled, fixed), Size(scaled + done, fixed + done_fixed)
+                    sizes = Size(scaled, fixed, *sloping), Size(scaled + done, fixed + done_fixed, *sloping)
                     gone = Size(read, read_fixed)
                     for place, size in enumerate((*sizes, *(size - gone for size in sizes))):
                         known[place * len(ways) + number].see(size)
@@ -303,7 +321,7 @@ class _Reader:
                 given, given_fixed = sum(one[0] for one in made.values()), sum(one[1] for one in made.values())
                 own, own_fixed = self.parts[part].inner.scaled, self.parts[part].inner.fixed
                 lent, lent_fixed = lent_to[part].scaled, lent_to[part].fixed
-                seen.append((own, own_fixed, given, given_fixed, lent, lent_fixed, 0, 0, 0, 0))
+                seen.append((own, own_fixed, given, given_fixed, lent, lent_fixed, 0, 0, 0, 0, 0, 0))
             elif action == "allocate" and (kind in _MADE or kind == "gradients"):
                 scaled, fixed = (0, 0) if storage in sums else (size_bytes, 0) if kind in _SCALED else (0, size_bytes)
                 if kind == "gradients":
@@ -313,7 +331,9 @@ class _Reader:
                     running, running_fixed = running + scaled, running_fixed + fixed
                 self.parts[part].active = True
                 held, held_fixed = own + running, own_fixed + running_fixed
-                seen.append((held, held_fixed, given, given_fixed, lent, lent_fixed, done, done_fixed, read, read_fixed))
+                slope = self._slopes.get(storage, 0)
+                sloping = fixed if slope else 0
+                seen.append((held, held_fixed, given, given_fixed, lent, lent_fixed, done, done_fixed, read, read_fixed, sloping, slope))
                 if storage in pending:
                     del made[storage]
                     running, running_fixed = running - scaled, running_fixed - fixed

@@ -92,6 +92,8 @@ class Tape:
 
     Args:
         batches: how many batches the step takes: 1, or 2 where gradients accumulate (one that isn't the last, then the last).
+        slopes: of what kernels take, by storage, where a small share of the batch takes less than the fixed size on the tape: what the
+            whole batch would take in proportion to it. The smaller one counts.
     """
 
     actions: array[int] = field(default_factory=lambda: array("b"))
@@ -99,6 +101,7 @@ class Tape:
     sizes: array[int] = field(default_factory=lambda: array("q"))
     kinds: array[int] = field(default_factory=lambda: array("b"))
     batches: int = 1
+    slopes: dict[int, int] = field(default_factory=dict)
 
     def add(self, action: Action, storage: int, size_bytes: int = 0, kind: Kind | None = None) -> None:
         """Append an event."""

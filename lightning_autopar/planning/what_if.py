@@ -57,7 +57,7 @@ def eight_bit(footprint: Footprint) -> Footprint | None:
         also_uses=tuple((*use[:4], less(use[4])) for use in footprint.also_uses),
     )
     if changed.tape is not None:
-        tape = Tape(batches=changed.tape.batches)
+        tape = Tape(batches=changed.tape.batches, slopes=changed.tape.slopes)
         for action, storage, size, kind in changed.tape.rows():
             tape.add(action, storage, less(size) if kind == "optimizer" else size, kind)
         changed = replace(changed, tape=tape)
@@ -139,7 +139,7 @@ def _without_scratch(tape: Tape) -> Tape:
     touched = {row[1] for row in itertools.islice(rows, begins, None) if row[0] in ("become", "resize")}
     freed = {row[1] for row in rows[begins:] if row[0] == "free"}
     scratch = (made & freed) - touched
-    found = Tape(batches=tape.batches)
+    found = Tape(batches=tape.batches, slopes=tape.slopes)
     for action, storage, size, kind in rows:
         if action not in ("allocate", "free") or storage not in scratch:
             found.add(action, storage, size, kind)

@@ -205,7 +205,7 @@ class AutoLauncher(Launcher):
         leases = self._strategy.leases
         while (short := leases.take(decision.run_plan.needed_bytes, self._strategy.devices_now)) is not None:
             rank_zero_info(f"autopar: planned again, as another run took the memory first: {words(short)}")
-            decision = decide_again(trainer, decision, inventory()[0], elastic=elastic)
+            decision = decide_again(trainer, decision, inventory()[0], elastic=elastic, begun=False)
         leases.expect(decision.expected_seconds)
         return decision
 

@@ -69,6 +69,7 @@ class Player:
         #: Cached sizes: of storages that grow, by micro-batch, and of the optimizer's.
         self._shares: list[dict[int, int]] = [{} for _ in rows]
         self._updated: dict[int, int] = {}
+        self._slopes = {} if footprint.tape is None else footprint.tape.slopes
         self._lasting: list[TapeChange] | None = None
         self._lives_on: frozenset[int] | None = None
 
@@ -260,7 +261,7 @@ class Player:
         # PlayedDevice.hold and .drop, inlined: they run tens of thousands of times.
         held, order = machine.held, machine.orders.append
         numbers, label = machine.numbers, machine.labels.append
-        shares, offset = self._shares[self.micro], self.micro * self.script.storages
+        shares, offset, slopes = self._shares[self.micro], self.micro * self.script.storages, self._slopes
         size: int | None
         for change in changes:
             action, storage, size_bytes, kind, grows = change
@@ -268,6 +269,8 @@ class Player:
             if action == "allocate":
                 if updating:
                     size = self._updated_size(change)
+                elif storage in slopes:
+                    size = min(size_bytes, self.share(slopes[storage], self.rows[self.micro]))
                 elif not grows:
                     size = size_bytes
                 elif kind == "input":

@@ -161,11 +161,17 @@ def _embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: A
     number = indices.numel()
     if number <= _FEW_INDICES:
         return None
-    segments = min(number, output.size(0))
-    partial = number // _ROWS_A_THREAD + segments
-    index = indices.element_size()
-    blocks = [*[KernelBytes(number * index)] * 3, *[KernelBytes(segments * index)] * 2, KernelBytes(partial * index)]
-    return Rounds([[*blocks, KernelBytes(partial * gradient.size(-1) * _FLOAT)]])
+    index, width = indices.element_size(), gradient.size(-1) * _FLOAT
+
+    def partial(of_indices: int, of_segments: int) -> KernelBytes:
+        """Bytes for each index, and for each run, of which there are as many as the table has rows, or as there are indices."""
+        if number <= output.size(0):
+            return KernelBytes(number * of_segments + of_indices)
+        return KernelBytes(of_indices, output.size(0) * of_segments, number * of_segments)
+
+    parts = number // _ROWS_A_THREAD
+    blocks = [*[KernelBytes(number * index)] * 3, *[partial(0, index)] * 2, partial(parts * index, index)]
+    return Rounds([[*blocks, partial(parts * width, width)]])
 
 
 def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds | None:
@@ -371,7 +377,10 @@ def reduction(tensor: Tensor, dims: Sequence[int]) -> KernelBytes:
     if blocks < 2:
         return KernelBytes(0)
     size = max(4, tensor.element_size()) * outputs * blocks * (1 if along_input else block_width * vector)
-    return KernelBytes(0, size) if by_grid < by_values and blocks == by_grid else KernelBytes(size)
+    if by_grid >= by_values:
+        return KernelBytes(size)
+    fixed = size * by_grid // blocks  # of fewer rows, as many blocks
+    return KernelBytes(size - fixed, fixed, fixed * by_values // by_grid)
 
 
 def _merged(tensor: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:

@@ -46,10 +46,12 @@ class KernelBytes(NamedTuple):
     Args:
         scaled_bytes: the part that grows with the batch.
         fixed_bytes: the part that doesn't.
+        slope_bytes: where a small share of the batch takes less than ``fixed_bytes``: what the whole batch would take in proportion to it.
     """
 
     scaled_bytes: int
     fixed_bytes: int = 0
+    slope_bytes: int = 0
 
 
 class Rounds(list[list[KernelBytes]]):

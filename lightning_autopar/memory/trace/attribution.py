@@ -48,7 +48,7 @@ class Places:
             let_go: positions at which the code of blocks dropped what it had made, by the storage's number, in that order.
             reads: positions at which nodes of backward had read for the last time what blocks saved for them, by the storage's number.
         """
-        result = Tape(batches=tape.batches)
+        result = Tape(batches=tape.batches, slopes=tape.slopes)
         last: tuple[Action, int] | None = None
         inside = False
         unsaved = self._unsaved(tape, last_uses, let_go or {})
@@ -156,28 +156,16 @@ class _Segment:
     phase: str
     held: int
     running: bool
-    top_bytes: int = -1
-    top: tuple[int, ...] = ()
-    top_scaled_bytes: int = -1
-    top_scaled: tuple[int, ...] = ()
-    top_fixed_bytes: tuple[int, int] = (-1, -1)
-    top_fixed: tuple[int, ...] = ()
-    top_rest_bytes: int = -1
-    top_rest: tuple[int, ...] = ()
     start: tuple[int, ...] = ()
+    #: What is the most by each measure, and what is alive then, by kind, with the size of what a small share takes less of, and its slope.
+    tops: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
 
     def moments(self) -> list[Moment]:
         """The moments, each once, in no order."""
         found: dict[Moment, None] = {}
-        for live, boundary in (
-            (self.start, True),
-            (self.top, False),
-            (self.top_scaled, False),
-            (self.top_fixed, False),
-            (self.top_rest, False),
-        ):
+        for live, boundary in ((self.start, True), *((top, False) for _, top in self.tops.values())):
             if live:
-                by_kind = dict(zip(KINDS, live, strict=True))
+                by_kind = dict(zip((*KINDS, "sloping", "slope"), live, strict=True))
                 moment = Moment(
                     phase=self.phase,
                     held=self.held,
@@ -187,6 +175,8 @@ class _Segment:
                     activation_bytes=by_kind["activations"],
                     temporary_bytes=by_kind["temporary"],
                     fixed_bytes=by_kind["fixed"],
+                    sloping_bytes=by_kind["sloping"],
+                    slope_bytes=by_kind["slope"],
                 )
                 found[moment] = None
         return list(found)
@@ -218,7 +208,7 @@ def account(tape: Tape, blocks: int) -> Account:
     for action, storage, size_bytes, kind in tape:
         if action == "allocate":
             assert kind is not None
-            reader.allocate(storage, size_bytes, kind)
+            reader.allocate(storage, size_bytes, kind, tape.slopes.get(storage, 0))
         elif action == "free":
             reader.free(storage)
         elif action == "become" or action == "resize":
@@ -274,12 +264,12 @@ class _Reader:
 
     # -- changes ---------------------------------------------------------------------------------------------------------------------------
 
-    def allocate(self, number: int, size_bytes: int, kind: Kind) -> None:
+    def allocate(self, number: int, size_bytes: int, kind: Kind, slope_bytes: int) -> None:
         self._storages[number] = _Storage(size_bytes, kind, self._part if self._forward else None)
         self._live[_INDEX[kind]] += size_bytes
         self._total += size_bytes
         self._grow(number, size_bytes)
-        self._look()
+        self._look(size_bytes if slope_bytes else 0, slope_bytes)
 
     def free(self, number: int) -> None:
         storage = self._storages.pop(number)
@@ -313,26 +303,19 @@ class _Reader:
         if number not in self._let_go:
             self._unsaved_bytes -= size_bytes
 
-    def _look(self) -> None:
-        """Keep this moment if it is fuller than those kept."""
+    def _look(self, sloping_bytes: int = 0, slope_bytes: int = 0) -> None:
+        """Keep this moment if it is fuller than those kept; beside them, one with something that a small share takes less of."""
         segment = self._segment
         if segment is None:
             return
-        if self._total > segment.top_bytes:
-            segment.top_bytes = self._total
-            segment.top = tuple(self._live)
-        scaled_bytes = self._live[_ACTIVATIONS] + self._live[_TEMPORARY]
-        if scaled_bytes > segment.top_scaled_bytes:
-            segment.top_scaled_bytes = scaled_bytes
-            segment.top_scaled = tuple(self._live)
-        fixed_bytes = self._live[_GRADIENTS] + self._live[_FIXED], self._total
-        if fixed_bytes > segment.top_fixed_bytes:
-            segment.top_fixed_bytes = fixed_bytes
-            segment.top_fixed = tuple(self._live)
-        rest_bytes = scaled_bytes + self._live[_FIXED]  # replicas hold all gradients at any moment
-        if rest_bytes > segment.top_rest_bytes:
-            segment.top_rest_bytes = rest_bytes
-            segment.top_rest = tuple(self._live)
+        live = self._live
+        scaled = live[_ACTIVATIONS] + live[_TEMPORARY]
+        fixed = live[_GRADIENTS] + live[_FIXED], self._total
+        rest = scaled + live[_FIXED]  # replicas hold all gradients at any moment
+        for place, measure in enumerate(((self._total, 0), (scaled, 0), fixed, (rest, 0)), 4 if slope_bytes else 0):
+            known = segment.tops.get(place)
+            if known is None or measure > known[0]:
+                segment.tops[place] = measure, (*live, sloping_bytes, slope_bytes)
 
     # -- notes and marks -------------------------------------------------------------------------------------------------------------------
 
@@ -365,7 +348,7 @@ class _Reader:
         self._forward = forward
         self._part = None if action == "optimizer" else 2 * held + running
         phase = "optimizer" if action == "optimizer" else "forward" if forward else "backward"
-        self._segment = _Segment(phase, held, running, start=() if action == "optimizer" else tuple(self._live))
+        self._segment = _Segment(phase, held, running, start=() if action == "optimizer" else (*self._live, 0, 0))
         self._look()
 
     def end(self) -> None:

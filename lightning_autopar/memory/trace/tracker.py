@@ -553,10 +553,13 @@ class MemoryTracker(TorchDispatchMode):
         if scratch is None:
             return
         for blocks in scratch if isinstance(scratch, Rounds) else [[scratch]]:
-            taken = [(self._count_up(), size, kind) for block in blocks for size, kind in zip(block, _SCRATCH_KINDS, strict=True) if size]
-            for number, size, kind in taken:
+            sizes = [(size, kind, block.slope_bytes) for block in blocks for size, kind in zip(block, _SCRATCH_KINDS, strict=False) if size]
+            taken = [(self._count_up(), *each) for each in sizes]
+            for number, size, kind, slope in taken:
                 self._write("allocate", number, size, kind)
-            for number, _, kind in reversed(taken):
+                if slope and kind == "fixed" and self.tape is not None:
+                    self.tape.slopes[number] = slope
+            for number, _, kind, _ in reversed(taken):
                 self._write("free", number, 0, kind)
 
     def __enter__(self) -> MemoryTracker:

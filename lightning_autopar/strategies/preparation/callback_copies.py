@@ -64,6 +64,13 @@ def with_copies(footprint: Footprint, trainer: Trainer, first: FirstBatch) -> Fo
     )
 
 
+def handed_over(footprint: Footprint) -> Footprint:
+    """The footprint of a run that other processes go on with: to each of them, copies come whole."""
+    if not footprint.copied_bytes:
+        return footprint
+    return replace(footprint, buffer_bytes=footprint.buffer_bytes + footprint.copied_bytes, copied_bytes=0)
+
+
 def _bytes(
     trainer: Trainer, held: Sequence[Callback], copying: Collection[type], batch: Any, failed: dict[str, str]
 ) -> tuple[list[int], set[str]]:

@@ -33,6 +33,7 @@ from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.state.snapshot_folder import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.calibration.calibration import calibrate, calibrated, is_calibrated, things_of
+from lightning_autopar.strategies.preparation.callback_copies import handed_over
 from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
 from lightning_autopar.strategies.preparation.findings import Findings, Questions, drawn_by_rank, find_out
@@ -102,7 +103,9 @@ def find_prospect(
     return Prospect(trainer, look, batch=settings.batch, from_snapshot=from_snapshot, weights_only=weights_only, elastic=elastic)
 
 
-def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, plan: Plan | None = None, elastic: bool = True) -> Decision:
+def decide_again(
+    trainer: Trainer, decision: Decision, inventory: Inventory, *, plan: Plan | None = None, elastic: bool = True, begun: bool = True
+) -> Decision:
     """The best plan for the same run on the devices as they are now; what was found out about the module still counts.
 
     Args:
@@ -111,13 +114,17 @@ def decide_again(trainer: Trainer, decision: Decision, inventory: Inventory, *, 
         inventory: the devices to choose from now.
         plan: if given, the only one that is considered.
         elastic: as :func:`decide`'s.
+        begun: whether the run has, so that its callbacks' copies of weights are handed over.
 
     Raises:
         NothingFits: if no plan fits.
         ValueError: if ``plan`` can't be run on these devices, or its engine wasn't asked for when the run began.
     """
     assert decision.look is not None, "it was made here"
-    look = replace(decision.look, inventory=inventory)
+    findings = decision.look.findings
+    if begun:
+        findings = replace(findings, footprint=handed_over(findings.footprint))
+    look = replace(decision.look, inventory=inventory, findings=findings)
     if plan is not None:
         asked = {*look.findings.engines, *look.findings.later, *look.constraints.excluded}
         if plan.engine not in asked and type(engines.of(plan)).look is not engines.Engine.look:

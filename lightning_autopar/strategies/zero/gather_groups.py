@@ -153,7 +153,7 @@ def _course(
     passing = [0 if casts else _cast_bytes(footprint, number) for number in range(len(parts))]
 
     def at(size: Size, number: int) -> int:
-        return round(size.scaled * share) + max(0, size.fixed - passing[number])
+        return round(size.scaled * share) + max(0, size.fixed_at(share) - passing[number])
 
     held = 0
     inner: list[int] = []
@@ -178,7 +178,8 @@ def _course(
         # Without kept casts, the bytes of fixed size are at least the gradient being made and the cast that it needs.
         less = min(part.inner.fixed, passing[number])
         making = _making(footprint, number)
-        most = max(round(size.scaled * share + max(size.fixed - less, min(size.fixed, making)) * shrink) for size in sizes)
+        fixed = [size.fixed_at(share) for size in sizes]
+        most = max(round(size.scaled * share + max(own - less, min(own, making)) * shrink) for size, own in zip(sizes, fixed, strict=True))
         without = max(round(size.scaled * share) for size in sizes)
         if number in recomputed:
             again = held + until[number] + inner[number] + random_bytes + given

@@ -28,6 +28,7 @@ from lightning_autopar.memory.allocator.tape_parts import TapePart, read_script
 from lightning_autopar.memory.allocator.tape_player import BUCKET_BYTES, FIRST_BUCKET_BYTES, Player, bucket_sizes, parts_of
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.moments import DRAWN_ROWS, DRAWN_SHARE, drawn_bytes
+from lightning_autopar.memory.step_parts import parts_of as step_parts
 from lightning_autopar.memory.tape import Action, Kind, Tape
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.plan_bytes import predict, replay
@@ -503,6 +504,36 @@ def test_stages_as_predicted_by_their_parts(deep: Footprint, schedule: Any, rank
     for rank in range(ranks):
         predicted = pipeline_bytes(deep, of, rank).allocated
         assert replay(deep, of, rank, options=options, engine=PLAYED["pipeline"]).allocated_peak_bytes == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "samples", "parts"),
+    [
+        (lambda: nn.Sequential(nn.Linear(8, 3072), nn.Linear(3072, 8)), lambda count: torch.randn(count, 197, 8), 4),
+        (lambda: nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 8)), lambda count: torch.randn(count, 2048, 8), 32),
+        (lambda: nn.Sequential(nn.Embedding(4000, 1024), nn.Linear(1024, 8)), lambda count: torch.zeros(count, 512, dtype=torch.long), 4),
+    ],
+    ids=["bias", "bias, most rows", "embedding"],
+)
+def test_kernels_that_take_less_of_fewer_rows(make: Callable[[], nn.Module], samples: Callable[[int], Tensor], parts: int) -> None:
+    """The buffer of a wide bias's gradient: over many rows it is as large as the multiprocessors make it, over few as the rows do. An
+    embedding's: it has no more runs of equal indices than rows.
+    """
+
+    def traced(count: int) -> Footprint:
+        batch = samples(count), torch.zeros(samples(count).shape[:2], dtype=torch.long)
+        return trace(Module(make(), optimizer=torch.optim.SGD), None, batch, target="cuda")
+
+    whole, part = traced(64), traced(64 // parts)
+    assert whole.tape is not None
+    assert part.tape is not None
+    of, more = plan(micro_batches=parts), whole.input_bytes - part.input_bytes + whole.gradient_bytes  # those of the micro-batch before
+    expected = predict(part, plan(), INVENTORY)["cuda:0"].allocated + more
+    assert predict(whole, of, INVENTORY)["cuda:0"].allocated == pytest.approx(expected, rel=0.02)
+    played = [replay(*each, 0).allocated_peak_bytes for each in ((whole, of), (part, plan()))]
+    assert played[0] == pytest.approx(played[1] + more, rel=0.02)
+    backward = [step_parts(tape, len(whole.blocks))[0].backward[True, True] for tape in (whole.tape, part.tape)]
+    assert backward[0].at(1 / parts) == pytest.approx(backward[1].at(1.0), rel=0.02)
 
 
 def test_expandable_segments_lose_less(traced: Footprint) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_autopar.memory.kernels.cuda_workspace import CUDA_HIDDEN, CUDA_SCRATCH, cuda_scratch, reduction
-from lightning_autopar.memory.kernels.measured_workspace import Rounds
+from lightning_autopar.memory.kernels.measured_workspace import KernelBytes, Rounds
 from tests.memory.cuda import BF16, FLOAT, Seen, aten, attend, on_cuda
 
 
@@ -22,7 +22,7 @@ def scratch_of(operation: Any, seen: Seen) -> Any:
 
 def blocks_of(scratch: Any) -> list[list[int]]:
     """Bytes of the blocks of each round."""
-    return [[sum(block) for block in blocks] for blocks in scratch]
+    return [[sum(block[:2]) for block in blocks] for blocks in scratch]
 
 
 def test_flash_backward_takes_the_querys_gradient_in_float32() -> None:
@@ -46,7 +46,7 @@ def test_cudnns_backward_takes_no_more_for_grouped_heads() -> None:
 def test_wide_heads_are_summed_in_float32(dtype: torch.dtype, width: int, expected: int | None) -> None:
     _, seen = attend(width, dtype, mask=((40, 40), dtype))
     taken = scratch_of(aten._scaled_dot_product_efficient_attention.default, seen)
-    assert taken == (None if expected is None else (expected, 0))
+    assert taken == (None if expected is None else KernelBytes(expected))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_efficient_backward_works_in_whole_blocks(dtype: torch.dtype, heads: int
 )
 def test_sums_over_many_rows_take_a_buffer(shape: Any, strides: Any, dims: list[int], taken: int) -> None:
     """A bias's gradient, above all. The sizes are those that torch's own code asked its allocator for, on a stub GPU."""
-    assert sum(reduction(torch.empty_strided(shape, strides, device="meta"), dims)) == taken
+    assert sum(reduction(torch.empty_strided(shape, strides, device="meta"), dims)[:2]) == taken
 
 
 def test_sums_of_booleans_are_cast_first() -> None:
@@ -108,7 +108,7 @@ def test_embeddings_sort_many_indices() -> None:
 @pytest.mark.parametrize(
     ("kernel", "groups", "channels_last", "expected"),
     [
-        (3, 1, False, (2 * (8 + 16) * 36 * 4, 8 * 16 * 9 * 4)),
+        (3, 1, False, KernelBytes(2 * (8 + 16) * 36 * 4, 8 * 16 * 9 * 4)),
         (3, 1, True, None),
         (3, 8, False, None),
         (1, 1, False, None),
@@ -134,7 +134,7 @@ def test_fourier_transforms_are_told_to_be_estimates() -> None:
     with on_cuda() as seen:
         torch.fft.rfft(torch.ones(4, 30))
     func, args, output = next(call for call in seen.calls if call[0] is aten._fft_r2c.default)
-    assert table[func](args, {}, output) == (4 * 16 * 8, 0)
+    assert table[func](args, {}, output) == KernelBytes(4 * 16 * 8)
     assert any("cuFFT" in note for note in notes)
 
 

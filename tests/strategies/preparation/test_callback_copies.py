@@ -13,13 +13,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.plan_bytes import replay
 from lightning_autopar.strategies.preparation.callback_copies import with_copies
+from lightning_autopar.strategies.preparation.decide import decide_again
 from tests.strategies.fitted import Fitted, numbers, plan
 from tests.strategies.modules import QUIET
+from tests.strategies.preparation.test_decide import plan as decided
+from tests.strategies.preparation.test_decide import trainer_for
 
 
 class Average(pl.Callback):
@@ -118,6 +122,19 @@ def test_the_replay_holds_them(engine: Any, share: float) -> None:
     found, ranks = bytes_with(Average()), 1 if engine == "single" else 2
     kept = [replay(each, plan(engine, ranks=ranks), 0).by_category.get("buffers", 0) for each in (found, replace(found, copied_bytes=0))]
     assert kept[0] - kept[1] == pytest.approx(share * found.copied_bytes, abs=600)
+
+
+def test_what_a_run_hands_over_to_other_processes_is_whole(tmp_path: Any) -> None:
+    """A rank's shards of a copy are made whole to be handed over, and stay so: a generation's memory isn't that of the first one."""
+    loader = DataLoader(numbers(), batch_size=8)
+    trainer = trainer_for(Fitted(), loader, tmp_path, callbacks=[Average()])
+    decision = decided(trainer, allow=("fsdp",), elastic=True)
+    moved = decide_again(trainer, decision, parse_spec("2xcpu:1GiB"))
+    promised = decide_again(trainer, decision, parse_spec("2xcpu:1GiB"), begun=False)
+    held = [each.candidate.bytes["cpu:0"].buffers for each in (decision, promised, moved)]
+    whole = decision.report.footprint.copied_bytes
+    assert held[0] == held[1] == pytest.approx(0.5 * whole, rel=0.05)
+    assert held[2] == whole > 0
 
 
 @pytest.mark.parametrize("engine", ["single", "ddp", "fsdp"])
