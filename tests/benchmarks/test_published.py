@@ -127,19 +127,20 @@ def events(tape):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("vocab", "changes"),
     [
-        {},  # the optimizer goes over all parameters at once
-        {"optimizer": "AdamW (torch 1.13)", "framework": "torch 1.13", "precision": {"params": "fp32", "compute": "fp16 autocast"}},
-        {"activation_checkpointing": "full", "framework": "fsdp_qlora", "precision": {"params": "bf16", "compute": "bf16"}},
+        (512, {}),  # the optimizer goes over all parameters at once
+        (512, {"optimizer": "AdamW (torch 1.13)", "framework": "torch 1.13", "precision": {"params": "fp32", "compute": "fp16 autocast"}}),
+        # Embedding and head are larger than three blocks.
+        (2048, {"activation_checkpointing": "full", "framework": "fsdp_qlora", "precision": {"params": "bf16", "compute": "bf16"}}),
     ],
 )
-def test_a_taller_model_is_what_its_trace_gives(rows, changes):
+def test_a_taller_model_is_what_its_trace_gives(rows, vocab, changes):
     from rows.question import question
     from rows.tracing import Footprints
 
     row = small(one(rows, "gpt2h100-b8"), **changes)
-    row["arch"]["n_layers"] = 12
+    row["arch"] |= {"n_layers": 12, "vocab": vocab, "tied_embeddings": vocab == 512}
     asked = question(Fields(row))
     footprints = Footprints(None, "")
     extended, traced = footprints.of(asked, whole=False), footprints.of(asked, whole=True)
