@@ -11,6 +11,7 @@ from memory.play_stages import PlayedPipeline
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.batch_scaling import scaled
+from lightning_autopar.memory.cuda_overhead import context_bytes
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
 from lightning_autopar.memory.work.work import Work
@@ -122,6 +123,8 @@ def foresee_bytes(footprint: Footprint, asked: Question, laid: Layout, inventory
     kept = _held_by_graph(asked) if laid.holds_loss else 0
     if kept:
         fullest = replace(fullest, activations=fullest.activations + kept)
+    if laid.whole_stages:  # GPipe's stages are one process's, which copies from device to device (torchgpipe's ``copy.py``): no NCCL
+        fullest = replace(fullest, context=context_bytes(inventory.devices[0].name))
     if laid.all_kernels:
         model = known_model(inventory.devices[0])
         ampere = model is not None and model.generation == "ampere"

@@ -205,6 +205,8 @@ def _act(fields: Fields) -> str:
     for word, act in (("swiglu", "swiglu"), ("silu", "swiglu"), ("geglu", "geglu"), ("relu", "relu"), ("gelu", "gelu")):
         if word in said:
             # ``activation_function`` in the configuration of every GPT-2 is "gelu_new"; MLP blocks of BERT and ViT call torch's own.
+            if act == "gelu" and "bingbert" in fields.text("framework"):  # its own, scripted (turing/nvidia_modeling.py, ``bias_gelu``)
+                return "erf gelu"
             return "new gelu" if act == "gelu" and _is_gpt2(fields) and fields.family == "hf" else act
     rms = "rms" in str(fields.arch.get("norm") or "").casefold()
     act = "swiglu" if rms else "relu" if fields.kind == "encoder-decoder" else "gelu"
@@ -224,7 +226,7 @@ def _positions(said: str, kind: str, act: str) -> str:
 def _norm_style(fields: Fields, compiled: bool) -> str:
     """How a library computes the root mean square norm."""
     family, version = fields.family, fields.torch_version
-    if compiled or family in ("nanotron", "automodel"):
+    if compiled or family in ("nanotron", "automodel") or "fused" in str(fields.arch.get("norm")):
         return "fused"
     # torchtitan had its own, which comes back to 16 bits before the weight, and has torch's since March 2025 (3b39d7ab0); that is one
     # kernel since torch 2.8.

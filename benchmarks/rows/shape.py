@@ -13,7 +13,8 @@ class Shape:
         kind: ``"decoder"``, ``"encoder"``, ``"vit"`` or ``"encoder-decoder"``.
         layers: of the stack; of an encoder-decoder those of its decoder.
         encoder_layers: of an encoder-decoder.
-        act: ``"gelu"``, ``"new gelu"`` (the approximation by tanh, written out), ``"relu"``, ``"swiglu"``, ``"geglu"``.
+        act: ``"gelu"``, ``"new gelu"`` (the approximation by tanh, written out), ``"erf gelu"`` (the exact one, written out), ``"relu"``,
+            ``"swiglu"``, ``"geglu"``.
         positions: ``"learned"``, ``"rope"``, ``"alibi"``, ``"none"``.
         rotary_share: the part of each head that is rotated.
         norm: ``"layernorm"``, or a style of :class:`rows.layers.RMSNorm`.

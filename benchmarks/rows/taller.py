@@ -15,8 +15,8 @@ from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.work.work import Work
 from rows.tapes import taller_tape
 
-#: How many blocks the two models have.
-FEW, FEWER = 4, 3
+#: The fewest blocks that the smaller of the two models may have.
+FEWER = 3
 
 _TOTALS = (
     "parameters",
@@ -38,16 +38,17 @@ def taller(few: Footprint, fewer: Footprint, layers: int) -> Footprint:
     """The footprint of so many blocks.
 
     Args:
-        few: of :data:`FEW` blocks.
-        fewer: of :data:`FEWER`.
-        layers: more than that.
+        few: of one block more than ``fewer``, nothing else of which may be a place for a cut.
+        fewer: of at least :data:`FEWER`.
+        layers: at least those of ``few``.
 
     Raises:
         ValueError: if the two aren't of one model, block for block.
     """
-    if (len(few.blocks), len(fewer.blocks)) != (FEW, FEWER) or layers < FEW:
-        raise ValueError(f"the models have {len(few.blocks)} and {len(fewer.blocks)} blocks, not {FEW} and {FEWER}; trace the whole one")
-    more = layers - FEW
+    counts = len(few.blocks), len(fewer.blocks)
+    if not FEWER <= counts[1] < counts[0] == counts[1] + 1 <= layers or not all(block.repeated for block in (*few.blocks, *fewer.blocks)):
+        raise ValueError(f"two models of {counts[0]} and {counts[1]} parts don't tell what {layers} blocks take; trace the whole one")
+    more = layers - counts[0]
     totals = {name: getattr(few, name) + more * (getattr(few, name) - getattr(fewer, name)) for name in _TOTALS}
     name, first = few.blocks[0].fqn.rsplit(".", 1)
 
@@ -67,12 +68,22 @@ def taller(few: Footprint, fewer: Footprint, layers: int) -> Footprint:
     )
 
 
+def fewest(small: Footprint) -> int:
+    """How many blocks a model of this one's kind must have to be traced into blocks alone, told by one of :data:`FEWER` blocks.
+
+    Where blocks are the smaller part of a model, a pipeline may be cut at its embedding and head too, so the trace has them as well.
+    """
+    own = sum(block.parameters for block in small.blocks if block.repeated)
+    alone = own > 0 and all(block.repeated for block in small.blocks)
+    return FEWER if alone else max(FEWER, -(-FEWER * (small.parameters - own) // max(1, own)))
+
+
 def _tape(few: Footprint, fewer: Footprint, layers: int) -> Tape | None:
     """The tape, where blocks are enough alike for it."""
     if few.tape is None or fewer.tape is None:
         return None
     try:
-        return taller_tape(few.tape, fewer.tape, FEW, layers)
+        return taller_tape(few.tape, fewer.tape, len(few.blocks), layers)
     except ValueError:
         return None
 

@@ -14,7 +14,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.trace import trace
 from rows.question import Question
 from rows.shape import Shape
-from rows.taller import FEW, FEWER, taller
+from rows.taller import FEWER, fewest, taller
 
 #: Models of at most so many blocks are traced whole.
 _LOW = 8
@@ -81,7 +81,10 @@ class Footprints:
     def _made(self, asked: Question, whole: bool) -> Footprint:
         if whole or not isinstance(asked.shape, Shape):
             return self._traced(asked)
-        return taller(self._traced(asked.with_layers(FEW)), self._traced(asked.with_layers(FEWER)), asked.shape.layers)
+        count = fewest(self._traced(asked.with_layers(FEWER)))
+        if count + 1 >= asked.shape.layers:
+            return self._traced(asked)
+        return taller(self._traced(asked.with_layers(count + 1)), self._traced(asked.with_layers(count)), asked.shape.layers)
 
     def _traced(self, asked: Question) -> Footprint:
         """A trace, kept on disk."""

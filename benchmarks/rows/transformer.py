@@ -99,6 +99,11 @@ def _new_gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
+def _erf_gelu(x: Tensor) -> Tensor:
+    """BingBertSquad's ``bias_gelu``, operation by operation: backward needs three of its tensors, also where a fuser merges the kernels."""
+    return x * 0.5 * (1.0 + torch.erf(x / 1.41421))
+
+
 class MLP(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -115,8 +120,8 @@ class MLP(nn.Module):
             return self.down(fused(lambda gate, up: act(gate) * up, self.gate(x), self.up(x)))
         if self.gated:
             return self.down(act(self.gate(x)) * self.up(x))
-        if self.shape.act == "new gelu" and not self.shape.fused:
-            act = _new_gelu
+        if not self.shape.fused:
+            act = {"new gelu": _new_gelu, "erf gelu": _erf_gelu}.get(self.shape.act, act)
         return self.down(fused(act, self.up(x)) if self.shape.fused else act(self.up(x)))
 
 

@@ -537,9 +537,10 @@ def _no_recomputation(footprint: Footprint) -> list[Advice]:
     if not footprint.training or recomputable_order(footprint):
         return []
     why = "the blocks keep nothing for backward but their inputs"
-    if not any(block.repeated for block in footprint.blocks):
+    repeated = [block for block in footprint.blocks if block.repeated]
+    if not repeated:
         why = "the module has no repeated blocks"
-    elif barred := [block.fqn for block in footprint.blocks if not block.recomputable]:
+    elif barred := [block.fqn for block in repeated if not block.recomputable]:
         why = f"running a block's forward twice would change the run: {barred[0]} changes a buffer, or an object that it is given"
         why += " (such as a cache of transformers', which use_cache=False in the model's configuration turns off)"
     return [Advice(kind="module", text=f"recomputation can't help, as {why}")]

@@ -80,7 +80,8 @@ def with_recompute(plan: Plan, footprint: Footprint, blocks: Collection[str]) ->
         return plan
     chosen = frozenset(blocks)
     whole = "all that can be" if len(chosen) == len(recomputable(footprint)) else "as few as fit"
-    reason = f"activations of {len(chosen)} of {len(footprint.blocks)} blocks are recomputed in backward ({whole}), for memory"
+    repeated = sum(block.repeated for block in footprint.blocks)
+    reason = f"activations of {len(chosen)} of {repeated} blocks are recomputed in backward ({whole}), for memory"
     recompute = tuple([block.fqn for block in footprint.blocks if block.fqn in chosen])
     return replace(plan, recompute=recompute, reasons=(*plan.reasons, reason))
 

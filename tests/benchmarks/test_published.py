@@ -11,6 +11,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import published  # noqa: E402
+from rows.foretold import _ALL_KERNELS_BYTES  # noqa: E402
 from rows.hardware import host_slowness, inventory  # noqa: E402
 from rows.pictures import picture  # noqa: E402
 from rows.planned import has_first_flash, host_waits, narrow_products  # noqa: E402
@@ -19,6 +20,7 @@ from rows.row import Fields, NotBuilt, number, whole  # noqa: E402
 from rows.score import kendall, summarise  # noqa: E402
 from rows.whole_stages import stage_activations  # noqa: E402
 
+from lightning_autopar.memory.cuda_overhead import context_bytes  # noqa: E402
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint  # noqa: E402
 from lightning_autopar.memory.tape import MARKS  # noqa: E402
 from lightning_autopar.plans import Plan  # noqa: E402
@@ -127,19 +129,20 @@ def events(tape):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("vocab", "changes"),
     [
-        {},  # the optimizer goes over all parameters at once
-        {"optimizer": "AdamW (torch 1.13)", "framework": "torch 1.13", "precision": {"params": "fp32", "compute": "fp16 autocast"}},
-        {"activation_checkpointing": "full", "framework": "fsdp_qlora", "precision": {"params": "bf16", "compute": "bf16"}},
+        (512, {}),  # the optimizer goes over all parameters at once
+        (512, {"optimizer": "AdamW (torch 1.13)", "framework": "torch 1.13", "precision": {"params": "fp32", "compute": "fp16 autocast"}}),
+        # Embedding and head are larger than three blocks.
+        (2048, {"activation_checkpointing": "full", "framework": "fsdp_qlora", "precision": {"params": "bf16", "compute": "bf16"}}),
     ],
 )
-def test_a_taller_model_is_what_its_trace_gives(rows, changes):
+def test_a_taller_model_is_what_its_trace_gives(rows, vocab, changes):
     from rows.question import question
     from rows.tracing import Footprints
 
     row = small(one(rows, "gpt2h100-b8"), **changes)
-    row["arch"]["n_layers"] = 12
+    row["arch"] |= {"n_layers": 12, "vocab": vocab, "tied_embeddings": vocab == 512}
     asked = question(Fields(row))
     footprints = Footprints(None, "")
     extended, traced = footprints.of(asked, whole=False), footprints.of(asked, whole=True)
@@ -309,6 +312,21 @@ def test_gpt2_has_its_own_gelu_in_transformers(rows):
     assert published.run([small(gpt2)])[0]["built"]
 
 
+def test_bingberts_gelu_keeps_three_tensors(rows):
+    from rows.question import question
+    from rows.tracing import Footprints
+
+    scripted = small(one(rows, "ds-squad-32-32-pt"))
+    asked = [question(Fields(scripted | {"framework": name})) for name in (scripted["framework"], "apex-style PyTorch")]
+    ours, torchs = (Footprints(None, "").of(each, whole=True).blocks[0].activation_bytes for each in asked)
+    assert ours - torchs == 2 * 32 * 64 * 256 * 2  # two more
+
+
+def test_a_norm_in_one_kernel_is_read_off_the_row(rows):
+    assert transformer(Fields(one(rows, "torchtitan-old-07"))).norm == "fused"
+    assert transformer(Fields(one(rows, "torchtitan-old-06"))).norm == "hf"
+
+
 def test_under_apex_each_backward_is_followed_by_passes_over_the_masters_gradients(rows):
     apex = one(rows, "ds-squad-16-4-pt")
     assert apex["grad_accum"] > 1
@@ -368,6 +386,7 @@ def test_stages_that_are_checkpointed_whole_keep_inputs_of_all_micro_batches_and
 def test_gpipes_stages_hold_less_than_blocks_that_no_stage_recomputes(rows):
     (result,) = published.run([one(rows, "torchgpipe-unet-speed-pipeline-8")])
     assert result["predicted"]["fits"]
+    assert result["predicted"]["bytes"]["context"] == context_bytes("P40") + _ALL_KERNELS_BYTES  # one process, without NCCL
 
 
 def test_what_is_saved_outside_of_recomputed_blocks_goes_to_the_host_too(rows):

@@ -157,6 +157,9 @@ def test_why_recomputation_does_not_help() -> None:
     step, here = footprint(), inventory(cpu(0, GIB // 8))
     words = "recomputation can't help, as running a block's forward twice would change the run: net.0 changes a buffer, or an object"
     assert starting(nothing_fits(fixed(step), here), words)
+    first, *others = fixed(step).blocks
+    embedded = (replace(first, fqn="embed", repeated=False), *others)  # a layer that a stage may begin with is no block
+    assert starting(nothing_fits(replace(step, blocks=embedded), here), words.replace("net.0", "net.1"))
     assert starting(nothing_fits(replace(step, blocks=()), here), "recomputation can't help, as the module has no repeated blocks")
     assert not starting(nothing_fits(step, here), "recomputation")
 
