@@ -113,6 +113,8 @@ class GlobalDraws:
         self.on_generator: Callable[[torch.Generator], None] = _ignore
         #: The step's place in the plan: the next draw is the one there.
         self.place = 0
+        #: Whether the step has drawn something, or goes on from somewhere else than its beginning.
+        self.moved = False
         self._paused = False
         self._warned = False
         self._chosen: dict[tuple[object, ...], Choice] = {}
@@ -150,7 +152,7 @@ class GlobalDraws:
             chosen: the decisions on the part's draws, which its backward may need; new ones are added.
             place: the next draw is the one at this place of the plan.
         """
-        self.place, self._chosen = place, chosen
+        self.place, self._chosen, self.moved = place, chosen, place > 0 or bool(chosen)
 
     def fingerprint(self) -> int:
         """A number that is the same on all ranks as long as their generators are in step (63 bits)."""
@@ -214,6 +216,7 @@ class GlobalDraws:
         else:
             choice = self._plan.draws[found].choice
         self._chosen[by_shape] = self._chosen[by_state] = choice
+        self.moved = True
         return choice
 
     @contextmanager

@@ -198,7 +198,7 @@ class EngineMixin(ResumedStrategy):
 
     def batch_arrives(self) -> None:
         """The batch's share is known, and its transfer begins: random draws in the transfer's hooks belong to the batch."""
-        if self._share is not None and self._draws is not None:
+        if self._share is not None and self._draws is not None and self._draws.moved:
             self._draws.begin()
 
     # -- the step ----------------------------------------------------------------------------------------------------------------------
