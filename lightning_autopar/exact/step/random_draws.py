@@ -23,7 +23,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -121,25 +120,19 @@ class GlobalDraws:
         self._places: dict[int, dict[tuple[str, tuple[int, ...]], list[int]]] = {}
         self._uninstall: Callable[[], None] | None = None
 
-    def install(self) -> None:
+    def __enter__(self) -> GlobalDraws:
         """Replace the random operators' kernels in this process; one instance at a time."""
         from lightning_autopar.exact.step.random_operators import override
 
         assert self._uninstall is None, "already installed"
         self._uninstall = override(self)
+        return self
 
-    def uninstall(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Put the operators' own kernels back."""
         if self._uninstall is not None:
             self._uninstall()
             self._uninstall = None
-
-    def __enter__(self) -> GlobalDraws:
-        self.install()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.uninstall()
 
     def begin(self, place: int = 0) -> None:
         """A forward of the step, or of a part of it, begins: the next draw is the one at this place of the plan."""

@@ -54,42 +54,10 @@ class Resumption:
     counters: dict[str, Any] | None = None
 
 
-def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_boundary: bool = False, cleared: bool = False) -> None:
-    """Add to a checkpoint what it takes to go on exactly; every rank calls it.
-
-    Args:
-        trainer: the one that has just dumped the checkpoint.
-        splits: whether the ranks share each batch.
-        at_boundary: whether this is between two batches, before the next one is fetched, rather than in a hook; a batch whose step was
-            left has not begun.
-        cleared: whether gradients were cleared in that step.
-    """
-    set_loader_states_aside(checkpoint)
-    if KEY not in checkpoint:
-        return  # no training is going on
-    extra = checkpoint[KEY]
-    loop = trainer.fit_loop.epoch_loop
-    batches: Any = loop.batch_progress
-    if at_boundary:
-        extra["position"] = loop_position(trainer)
-        _rewind(checkpoint["loops"]["fit_loop"], cleared=cleared)
-    elif batches.total.completed == batches.total.processed - 1 and batches.total.ready == batches.total.processed:
-        fetcher = trainer.fit_loop._data_fetcher
-        assert fetcher is not None
-        extra["boundary"] = {"due": bool(loop._should_check_val_fx(fetcher)), "last": bool(loop._num_ready_batches_reached())}
-    metrics = {name: value.detach() for name, value in trainer.callback_metrics.items()}
-    # In a snapshot each tensor stays on its device; a checkpoint file may be read where there is no GPU.
-    extra["callback_metrics"] = metrics if at_boundary else {name: value.cpu() for name, value in metrics.items()}
-    epochs: Any = trainer.fit_loop.epoch_progress.total
-    if epochs.processed < epochs.started:  # otherwise the logged values have been read, and are about to be reset
-        extra["results"] = _plain_results(loop._results)
-        # In a pipeline, only one stage may call a metric.
-        extra["metrics"] = dict(_metric_states(trainer.lightning_module, splits or getattr(trainer.strategy, "holders", 1) > 1))
-        extra["parts_per_batch"] = _parts_per_batch(trainer)
-
-
 def _rewind(loops: dict[str, Any], *, cleared: bool) -> None:
-    """Count a batch whose step was left as not begun; between two batches this changes nothing."""
+    """Count a batch whose step was left as not begun; between two batches this changes nothing. ``cleared`` says whether gradients were
+    cleared in that step.
+    """
     optimizer = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     for scope in ("total", "current"):
         batches, steps, zeroed = loops["epoch_loop.batch_progress"][scope], optimizer["step"][scope], optimizer["zero_grad"][scope]
@@ -178,14 +146,6 @@ def _leave_at_once(epoch_loop: Any) -> None:
     epoch_loop.reset = reset
 
 
-def validated(trainer: Trainer, resumption: Resumption) -> None:
-    """The due validation is over: the loaders go on after its random draws."""
-    if resumption.due and not resumption.last:
-        now = rng.to_plain(rng.capture({}))
-        for loader, state in zip(_train_loaders(trainer), resumption.loaders, strict=False):
-            loader.load_state_dict({**state, "rng": {**state["rng"], **now}})
-
-
 class ResumedStrategy(Strategy):
     """A strategy that resumes from a snapshot, or from a checkpoint of Lightning's, and saves either."""
 
@@ -229,9 +189,29 @@ class ResumedStrategy(Strategy):
         return checkpoint
 
     def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to Lightning's dictionary what it takes to go on exactly; every rank calls it."""
-        cleared = self.running.place == BACKWARD
-        lay_aside(self._trainer, checkpoint, splits=self.splits, at_boundary=self.at_boundary, cleared=cleared)
+        """Add to Lightning's dictionary, which was just dumped, what it takes to go on exactly; every rank calls it."""
+        set_loader_states_aside(checkpoint)
+        if KEY not in checkpoint:
+            return  # no training is going on
+        extra, trainer = checkpoint[KEY], self._trainer
+        loop = trainer.fit_loop.epoch_loop
+        batches: Any = loop.batch_progress
+        if self.at_boundary:
+            extra["position"] = loop_position(trainer)
+            _rewind(checkpoint["loops"]["fit_loop"], cleared=self.running.place == BACKWARD)
+        elif batches.total.completed == batches.total.processed - 1 and batches.total.ready == batches.total.processed:
+            fetcher = trainer.fit_loop._data_fetcher
+            assert fetcher is not None
+            extra["boundary"] = {"due": bool(loop._should_check_val_fx(fetcher)), "last": bool(loop._num_ready_batches_reached())}
+        metrics = {name: value.detach() for name, value in trainer.callback_metrics.items()}
+        # In a snapshot each tensor stays on its device; a checkpoint file may be read where there is no GPU.
+        extra["callback_metrics"] = metrics if self.at_boundary else {name: value.cpu() for name, value in metrics.items()}
+        epochs: Any = trainer.fit_loop.epoch_progress.total
+        if epochs.processed < epochs.started:  # otherwise the logged values have been read, and are about to be reset
+            extra["results"] = _plain_results(loop._results)
+            # In a pipeline, only one stage may call a metric.
+            extra["metrics"] = dict(_metric_states(trainer.lightning_module, self.splits or getattr(self, "holders", 1) > 1))
+            extra["parts_per_batch"] = _parts_per_batch(trainer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write one ordinary ``.ckpt``; what it takes to go on exactly is stored where plain Lightning doesn't look. The user's hooks got
@@ -260,9 +240,15 @@ class ResumedStrategy(Strategy):
         super().on_train_start()
 
     def on_validation_end(self) -> None:
-        """Called after a validation; a resumed run's first one may have been due when the checkpoint was saved."""
-        if self._resumption is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            validated(self._trainer, self._resumption)
+        """Called after a validation. A resumed run's first one may have been due when the checkpoint was saved: the loaders go on after its
+        random draws.
+        """
+        resumption = self._resumption
+        if resumption is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            if resumption.due and not resumption.last:
+                now = rng.to_plain(rng.capture({}))
+                for loader, state in zip(_train_loaders(self._trainer), resumption.loaders, strict=False):
+                    loader.load_state_dict({**state, "rng": {**state["rng"], **now}})
             self._resumption = None
         super().on_validation_end()
 
