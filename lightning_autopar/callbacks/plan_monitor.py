@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_autopar._lightning import Callback, CSVLogger, Logger, TensorBoardLogger, pl, rank_zero_info, rank_zero_warn
 from lightning_autopar.report.predicted_and_measured import Comparison, compare, metrics, table, warnings
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
-from lightning_autopar.strategies.base.plan_log import Arrival, PlanChanges, predictions
+from lightning_autopar.strategies.base.plan_changes import Arrival, PlanChanges
 
 
 class PlanMonitor(Callback):
@@ -48,7 +48,7 @@ class PlanMonitor(Callback):
         if self._logged == before or not trainer.is_global_zero:
             return
         logged = before[1] if before is not None and before[0] == self._logged[0] else 0
-        now = {"autopar/world_size": float(engine.run_plan.plan.world_size), **predictions(engine.run_plan.candidate)}
+        now = {"autopar/world_size": float(engine.run_plan.plan.world_size), **engine.run_plan.predictions}
         latest = changes.arrive(trainer.global_step) if changes.changes else None
         for logger in _loggers(trainer):
             # A CSV file was cut back to the snapshot from which this plan goes on: later values are logged anew.

@@ -91,7 +91,7 @@ class _Change:
         return _Change(kind=self.kind, said=said, made=made, sizes=both, searched=self.searched or other.searched)
 
 
-def advise(asked: Question, candidates: Sequence[Candidate], ask: Ask) -> tuple[Advice, ...]:
+def advise(asked: Question, candidates: Sequence[Candidate], asking: Callable[[], Ask]) -> tuple[Advice, ...]:
     """What would make a plan fit where none does, the least change first; else what would make the run much faster, the fastest first.
 
     Where something fits, the whole search is asked again at most ten times, no more once four seconds are over; where nothing does, sixty
@@ -100,10 +100,11 @@ def advise(asked: Question, candidates: Sequence[Candidate], ask: Ask) -> tuple[
     Args:
         asked: what was planned for.
         candidates: what it found, in order.
+        asking: makes the search, whose questions share what they predict; it is forgotten afterwards, as a report may be kept for long.
     """
     if not candidates:
         return ()
-    question = _Adviser(asked, candidates, ask)
+    question = _Adviser(asked, candidates, asking())
     if not candidates[0].fits:
         return question.least_changes()
     if asked.constraints.objective == "memory":

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable
 
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory, idle_share
-from lightning_autopar.engines import Engine
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
 from lightning_autopar.timing.data_sheet import DATA_SHEET
 from lightning_autopar.timing.rates import Phase, Rates, slowed
 from lightning_autopar.timing.roofline import layout_of, part_load
-from lightning_autopar.timing.step_seconds import Seconds, Step
+from lightning_autopar.timing.step_seconds import Seconds
 
 
 def predict_seconds(
@@ -26,7 +25,6 @@ def predict_seconds(
     *,
     precision: str = "32-true",
     rates: Rates | None = None,
-    engine: Engine | None = None,
 ) -> Seconds:
     """Seconds of one step of the traced batch under a plan; the slowest rank decides.
 
@@ -36,25 +34,11 @@ def predict_seconds(
         inventory: the devices and the links between them.
         precision: Lightning's name of the precision, where the footprint's operations aren't known.
         rates: of single operations and collectives; by data sheet, unless given.
-        engine: what runs the plan; ours of that name, unless given.
 
     Raises:
         ValueError: if a device of the plan isn't in the inventory, or the plan names blocks that the footprint hasn't.
     """
-    return step_of(footprint, plan, inventory, precision=precision, rates=rates, engine=engine).seconds()
-
-
-def step_of(
-    footprint: Footprint,
-    plan: Plan,
-    inventory: Inventory,
-    *,
-    precision: str,
-    rates: Rates | None,
-    engine: Engine | None = None,
-) -> Step:
-    """The step of a plan; the arguments are those of :func:`predict_seconds`."""
-    return (engine or engines.of(plan)).step(footprint, plan, inventory, precision, rates or DATA_SHEET)
+    return engines.of(plan).step(footprint, plan, inventory, precision, rates or DATA_SHEET).seconds()
 
 
 def part_seconds(

@@ -34,7 +34,7 @@ from lightning_autopar.planning.refusals import (
 from lightning_autopar.planning.replayed_candidates import Finalists
 from lightning_autopar.planning.search import Search
 from lightning_autopar.plans import Plan
-from lightning_autopar.report.report import Advice, Candidate, NothingFits, Report
+from lightning_autopar.report.report import Candidate, NothingFits, Report
 from lightning_autopar.text import format_bytes, format_seconds
 from lightning_autopar.timing.rates import Rates
 
@@ -192,7 +192,7 @@ def make_report(
         footprint=footprint,
         candidates=tuple(candidates),
         best_index=best,
-        adviser=partial(_advise, asked, tuple(candidates), ask),
+        adviser=partial(advise, asked, tuple(candidates), lambda: _Ask(predict, rates, Predictions())),
         precision=constraints.precision,
         rates=rates,
         budgets={device.id: constraints.budget_bytes(device) for device in inventory.devices},
@@ -260,11 +260,6 @@ def _lengths_that_fit(asked: Question, best: Candidate, ask: _Ask, *, reruns: bo
         told.append(f"where memory runs out it is run again in {parts}")
     told.append("a longer one doesn't fit")
     return "; ".join(told)
-
-
-def _advise(asked: Question, candidates: Sequence[Candidate], ask: _Ask) -> tuple[Advice, ...]:
-    """Advice. Its questions share what they predict, which is forgotten afterwards, as a report may be kept for long."""
-    return advise(asked, candidates, _Ask(ask.predict, ask.rates, Predictions()))
 
 
 class _Ask:

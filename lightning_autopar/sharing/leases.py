@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from lightning_autopar._lightning import rank_zero_warn
+from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.sharing.lease_files import Lease, LeaseFile
 from lightning_autopar.sharing.ledger import (
@@ -98,6 +98,18 @@ class Leases:
             self.release()
         self._held = held
         return None
+
+    def take_for_run(self, wants: Mapping[str, int], probe: Callable[[], Inventory], seconds: float | None) -> bool:
+        """Get the memory of a run's plan promised, see :meth:`take`; if others were promised too much meanwhile, it is to be planned again.
+
+        Args:
+            seconds: as for :meth:`expect`.
+        """
+        if (short := self.take(wants, probe)) is not None:
+            rank_zero_info(f"autopar: planned again, as another run took the memory first: {words(short)}")
+            return False
+        self.expect(seconds)
+        return True
 
     def prepare(self, wants: Mapping[str, int], probe: Callable[[], Inventory]) -> LeaseFile | Shortage | None:
         """Get the next plan's memory promised, while this run keeps what it has; None where there are no leases. The caller passes the

@@ -24,7 +24,7 @@ from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.lease_files import Lease
-from lightning_autopar.sharing.leases import Leases, words
+from lightning_autopar.sharing.leases import Leases
 from lightning_autopar.sharing.ledger import LEDGER_VARIABLE, is_leased
 from lightning_autopar.sharing.queue import Place, PlaceFile
 from lightning_autopar.sharing.queue_order import Asking, Need, Reservation, ahead, idle, left_for_later, may_ask, quantum_seconds, reserve
@@ -138,7 +138,7 @@ class Waiting(Generic[D]):
                 if self._wait_seconds == 0 or not self._is_shared():
                     raise
                 break
-            if self._promised(decision):
+            if self._leases.take_for_run(decision.run_plan.needed_bytes, self._devices, decision.expected_seconds):
                 return decision
             view = self._look_around()
         if self._prospect.need(view.inventory) is None and self._prospect.need(idle(view.inventory, view.leases)) is None:
@@ -260,19 +260,11 @@ class Waiting(Generic[D]):
         except NothingFits:  # the plan that was predicted to fit failed its trial
             self._fits_since_ns = None
             return None
-        if self._look_around().delays_nobody(decision.need) and self._promised(decision):
+        needed = decision.run_plan.needed_bytes
+        if self._look_around().delays_nobody(decision.need) and self._leases.take_for_run(needed, self._devices, decision.expected_seconds):
             return decision
         self._fits_since_ns = None
         return None
-
-    def _promised(self, decision: D) -> bool:
-        """Get a decision's memory promised."""
-        short = self._leases.take(decision.run_plan.needed_bytes, self._devices)
-        if short is not None:
-            rank_zero_info(f"autopar: planned again, as another run took the memory first: {words(short)}")
-            return False
-        self._leases.expect(decision.expected_seconds)
-        return True
 
     def _reserve(self, view: View) -> None:
         made = reserve(

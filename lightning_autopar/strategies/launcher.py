@@ -37,6 +37,7 @@ from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.sharing.waiting import Waiting
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import gpu_limit_for
+from lightning_autopar.strategies.base.out_of_memory.running_step import explain
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.trainer_loaders import put_together
 from lightning_autopar.strategies.base.users_traceback import users_part
@@ -202,11 +203,9 @@ class AutoLauncher(Launcher):
         Raises:
             NothingFits: if others were promised too much meanwhile.
         """
-        leases = self._strategy.leases
-        while (short := leases.take(decision.run_plan.needed_bytes, self._strategy.devices_now)) is not None:
-            rank_zero_info(f"autopar: planned again, as another run took the memory first: {words(short)}")
+        leases, devices = self._strategy.leases, self._strategy.devices_now
+        while not leases.take_for_run(decision.run_plan.needed_bytes, devices, decision.expected_seconds):
             decision = decide_again(trainer, decision, inventory()[0], elastic=elastic, begun=False)
-        leases.expect(decision.expected_seconds)
         return decision
 
     def _run(
@@ -268,7 +267,7 @@ class AutoLauncher(Launcher):
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            engine.running.explain(error)
+            explain(engine, error)
             learn_shortage(self._strategy.report, error)
             if not isinstance(error, TunerExit):
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():

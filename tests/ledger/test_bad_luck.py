@@ -29,6 +29,7 @@ from lightning_autopar.sharing.lease_files import LeaseFile, live_leases
 from lightning_autopar.sharing.ledger import Ledger, Room, Shortage
 from lightning_autopar.sharing.queue import Place, PlaceFile, live_places
 from lightning_autopar.sharing.queue_order import SILENT_SECONDS, ahead
+from tests.ledger.test_ledger import child
 from tests.strategies.modules import QUIET, Regression, loader
 
 
@@ -70,12 +71,7 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 @contextmanager
 def process(body: Callable[[], None]) -> Iterator[int]:
     """A forked process; killed at the end, whatever it does."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            body()
-        finally:
-            os._exit(0)
+    pid = child(body)
     try:
         yield pid
     finally:

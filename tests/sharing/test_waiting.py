@@ -180,8 +180,9 @@ def test_where_nothing_is_leased_nobody_queues(folder: Path, monkeypatch: pytest
     monkeypatch.setattr("lightning_autopar.sharing.waiting.is_leased", lambda device: False)
     idle = lambda: parse_spec(TWO)  # noqa: E731
     shown = RunDisplay(None, dict)
-    made = Waiting(Some(GIB), Leases(), inventory=idle, devices=idle, wait_seconds=30, shown=shown)  # type: ignore[arg-type]
-    made._promised = lambda decision: True  # type: ignore[method-assign]
+    leases = Leases()
+    leases.take = lambda wants, probe: None  # type: ignore[method-assign]
+    made = Waiting(Some(GIB), leases, inventory=idle, devices=idle, wait_seconds=30, shown=shown)  # type: ignore[arg-type]
     assert made.start().need.bytes == {"cpu:0": GIB}
     made = Waiting(Some(1 << 60), Leases(), inventory=idle, devices=idle, wait_seconds=30, shown=shown)  # type: ignore[arg-type]
     with pytest.raises(NothingFits) as caught:

@@ -194,6 +194,8 @@ class BatchCounts:
         for (hook, _), rule in rules.items():
             if isinstance(rule, Count) and rule not in self._counts.setdefault(hook, []):
                 self._counts[hook].append(rule)
+        #: Whether something is counted, or the loss is a sum; else nobody has to call this.
+        self.needed = bool(self._counts) or self._by != "mean"
         self._gather, self._replicated = gather, 1 if gather is None else replicated
         self._tallies: dict[Count, Tally] = {}
         self._now: Rule = "mean"

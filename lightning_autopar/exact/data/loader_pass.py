@@ -52,16 +52,14 @@ def without_group() -> Iterator[None]:
     # Python's copy alone: while the C library's changes, no other thread may read it, and NCCL's threads do.
     variables: Any = os.environ._data  # type: ignore[attr-defined]
     known = {name: variables.pop(name) for name in _TOLD if name in variables}
-    grouped = dist.is_available() and dist.is_initialized()
-    group = dist.group.WORLD if grouped else None
-    if grouped:
-        dist.group.WORLD = None
+    torchs: Any = dist.distributed_c10d._world  # what ``dist.group.WORLD`` reads
+    group, torchs.default_pg = torchs.default_pg, None
     try:
         yield
     finally:
         variables.update(known)
-        if grouped:
-            dist.group.WORLD = group
+        if group is not None:
+            torchs.default_pg = group
 
 
 def alone(call: Callable[..., _T], *args: Any) -> _T:

@@ -110,6 +110,8 @@ class Exchange:
         self._room = _NUMBERS
         #: The group for values on the host; None is the default group.
         self.host_group: dist.ProcessGroup | None = None
+        #: The same, where the default group was asked for once; torch would look for it at each exchange.
+        self._ranks: dist.ProcessGroup | None = None
         #: The group, on the host, of the ranks that run the same stage of other replicas; None if that is this rank alone, or all ranks.
         self.peers: dist.ProcessGroup | None = None
 
@@ -120,6 +122,7 @@ class Exchange:
             # kernels.
             self.host_group = dist.new_group(backend="gloo")
             self._open.append(self.host_group)
+        self._ranks = self.host_group or dist.group.WORLD
         world_size, stages = dist.get_world_size(), self._ranks_per_replica
         if 1 < stages < world_size:
             for first in range(stages):
@@ -132,7 +135,7 @@ class Exchange:
     def open_again(self) -> None:
         """The same after all groups were given up."""
         self._open.clear()
-        self.host_group = self.peers = None
+        self.host_group = self._ranks = self.peers = None
         if dist.get_world_size() > 1:
             self.open()
 
@@ -140,7 +143,7 @@ class Exchange:
         """Undo :meth:`open`."""
         while self._open:
             dist.destroy_process_group(self._open.pop())
-        self.host_group = self.peers = None
+        self.host_group = self._ranks = self.peers = None
 
     @property
     def staged(self) -> bool:
@@ -333,8 +336,9 @@ class Exchange:
         """Every rank's numbers, ``size`` of each."""
         mine = torch.zeros(size, dtype=torch.float64)
         mine[: len(numbers)] = numbers[:size]
-        gathered = torch.empty(dist.get_world_size(), size, dtype=torch.float64)
-        dist.all_gather(list(gathered.unbind()), mine, group=self.host_group)
+        assert self._ranks is not None, "it is open"
+        gathered = torch.empty(self._ranks.size(), size, dtype=torch.float64)
+        dist.all_gather(list(gathered.unbind()), mine, group=self._ranks)
         return gathered
 
     def _gather_values(self, entries: list[Entry], most: int, most_states: int) -> Tensor:

@@ -23,7 +23,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -113,31 +112,27 @@ class GlobalDraws:
         self.on_generator: Callable[[torch.Generator], None] = _ignore
         #: The step's place in the plan: the next draw is the one there.
         self.place = 0
+        #: Whether the step has drawn something, or goes on from somewhere else than its beginning.
+        self.moved = False
         self._paused = False
         self._warned = False
         self._chosen: dict[tuple[object, ...], Choice] = {}
         self._places: dict[int, dict[tuple[str, tuple[int, ...]], list[int]]] = {}
         self._uninstall: Callable[[], None] | None = None
 
-    def install(self) -> None:
+    def __enter__(self) -> GlobalDraws:
         """Replace the random operators' kernels in this process; one instance at a time."""
         from lightning_autopar.exact.step.random_operators import override
 
         assert self._uninstall is None, "already installed"
         self._uninstall = override(self)
+        return self
 
-    def uninstall(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Put the operators' own kernels back."""
         if self._uninstall is not None:
             self._uninstall()
             self._uninstall = None
-
-    def __enter__(self) -> GlobalDraws:
-        self.install()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.uninstall()
 
     def begin(self, place: int = 0) -> None:
         """A forward of the step, or of a part of it, begins: the next draw is the one at this place of the plan."""
@@ -150,7 +145,7 @@ class GlobalDraws:
             chosen: the decisions on the part's draws, which its backward may need; new ones are added.
             place: the next draw is the one at this place of the plan.
         """
-        self.place, self._chosen = place, chosen
+        self.place, self._chosen, self.moved = place, chosen, place > 0 or bool(chosen)
 
     def fingerprint(self) -> int:
         """A number that is the same on all ranks as long as their generators are in step (63 bits)."""
@@ -214,6 +209,7 @@ class GlobalDraws:
         else:
             choice = self._plan.draws[found].choice
         self._chosen[by_shape] = self._chosen[by_state] = choice
+        self.moved = True
         return choice
 
     @contextmanager

@@ -188,13 +188,12 @@ class SharedNetwork(SharingSteps):
 
     Args:
         shared: what a trial found.
-        group: the ranks that run the same step; all, if None.
     """
 
-    def __init__(self, module: nn.Module, shared: SharedModules, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, module: nn.Module, shared: SharedModules) -> None:
         super().__init__(module, shared)
-        self._shared, self._group = shared, group
-        self._rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._shared = shared
+        self._rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._dealing = Dealing.even(self.ranks)
         #: The call whose forward runs; and the one whose backward does, which may recompute: then its draws are made again.
         self._running: _Running | None = None
@@ -205,7 +204,7 @@ class SharedNetwork(SharingSteps):
     @contextmanager
     def installed(self) -> Iterator[None]:
         """While open, steps are shared."""
-        synchronise(self._module, self._share_now, self._group)
+        synchronise(self._module, self._share_now)
         try:
             with self._draws, self.shadowed():
                 yield
@@ -217,7 +216,7 @@ class SharedNetwork(SharingSteps):
         """See :class:`SharingSteps`."""
         self._calls.clear()
         self._behind = None
-        with super().step(), gradients_asked_for(lambda gradient, _: _Mean.apply(gradient, self._group)):  # type: ignore[no-untyped-call]
+        with super().step(), gradients_asked_for(lambda gradient, _: _Mean.apply(gradient)):  # type: ignore[no-untyped-call]
             yield
 
     def _share_now(self) -> BatchShare | None:
@@ -256,7 +255,7 @@ class SharedNetwork(SharingSteps):
         everyone = padded.new_empty((self.ranks, *padded.shape))
         if padded.numel():  # as bytes: gloo doesn't know every type
             sent = [each.view(-1).view(torch.uint8) for each in everyone.unbind()]
-            dist.all_gather(sent, padded.view(-1).view(torch.uint8), group=self._group)
+            dist.all_gather(sent, padded.view(-1).view(torch.uint8))
         whole = everyone.transpose(0, 1).reshape(-1, *own.shape[1:])[: share.of]
         return whole if own.is_contiguous() else whole_like(own, Rows(dim=0), share).copy_(whole)
 
@@ -284,15 +283,14 @@ class _Mean(torch.autograd.Function):
     """The mean over ranks of a gradient, and of its own gradient where that is differentiated in turn."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        whole = gradient.clone(memory_format=torch.contiguous_format) / dist.get_world_size(group)
-        dist.all_reduce(whole, group=group)
+    def forward(_: Any, gradient: Tensor) -> Tensor:
+        whole = gradient.clone(memory_format=torch.contiguous_format) / dist.get_world_size()
+        dist.all_reduce(whole)
         return whole
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _Mean.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        return _Mean.apply(gradients[0])  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _CallDraws(GlobalDraws):

@@ -198,8 +198,6 @@ class StepState:
 
 def _collectives() -> int:
     """How many collectives this process has begun in all its groups."""
-    if not dist.is_initialized():
-        return 0
     groups: Any = dist.distributed_c10d._world.pg_map  # torch has no public list of them, nor a public count
     return sum(group._get_sequence_number_for_group() for group in groups)
 

@@ -38,7 +38,7 @@ def noticed(weight: Callable[[], float], ours: Callable[[], bool], done: Done, h
         if ours():
             return original(tensors, *args, **kwargs)
         losses: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        reached = parameters_of(losses)
+        reached = parameters_behind(loss.grad_fn for loss in losses)
         if not reached:  # a gradient of something other than the weights
             return original(tensors, *args, **kwargs)
         hooks.begin()
@@ -64,11 +64,6 @@ def weighed(loss: Tensor, weight: float) -> Tensor:
 
 def _zeros(inputs: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
     return tuple(None if each is None else torch.zeros_like(each) for each in inputs)
-
-
-def parameters_of(losses: Sequence[Tensor]) -> list[Parameter]:
-    """The parameters on which losses depend, in the order in which backward's graph reaches them."""
-    return parameters_behind(loss.grad_fn for loss in losses)
 
 
 def parameters_behind(starts: Iterable[Any]) -> list[Parameter]:

@@ -80,18 +80,17 @@ class Figure:
         return join([*parts, *(element("p", note, class_="soft") for note in self.notes)])
 
 
-def axis(end: float, unit: str, *, start: float = 0.0) -> Row:
+def axis(end: float, unit: str) -> Row:
     """Round numbers below the rows, of which narrow pages show every second one.
 
     Args:
         end: of the axis, in the unit.
         unit: its name, which the last number has.
-        start: of the axis; numbers begin at 0.
     """
     places = [place for place in ticks(end, about=6) if place <= _LAST_TICK * end]
     drawn: list[Html] = []
     for index, place in enumerate(places):
-        at, last = share(place - start, end - start), place == places[-1]
+        at, last = share(place, end), place == places[-1]
         anchor = "start" if place == 0 else "end" if last else "middle"
         class_ = "soft wide" if index % 2 and not last else "soft"
         words = f"{place:.4g} {unit}" if last else f"{place:.4g}"

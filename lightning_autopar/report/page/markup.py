@@ -86,11 +86,6 @@ def chart(height: float, label: str, *children: str, class_: str | None = None) 
     return element("svg", *children, role="img", aria_label=label, width="100%", height=height, class_=class_)
 
 
-def scrolled(label: str, *children: str) -> Html:
-    """An element that may be wider than the page, and scrolls separately, also by the keyboard."""
-    return element("div", *children, class_="scroll", role="region", aria_label=label, tabindex="0")
-
-
 def figures(corner: str, table: Figures) -> Html:
     """A table of figures; ``corner`` is said above the rows' names."""
     head = element("tr", element("th", corner, scope="col"), *(element("th", title, scope="col") for title in table.columns))
@@ -98,7 +93,9 @@ def figures(corner: str, table: Figures) -> Html:
         element("tr", element("th", name, scope="row"), *(element("td", words) for words in cells), class_="sum" if strong else None)
         for name, cells, strong in table.rows
     ]
-    return scrolled(table.title, element("table", element("thead", head), element("tbody", *rows), class_="figures"))
+    drawn = element("table", element("thead", head), element("tbody", *rows), class_="figures")
+    # It may be wider than the page, and scrolls separately, also by the keyboard.
+    return element("div", drawn, class_="scroll", role="region", aria_label=table.title, tabindex="0")
 
 
 def fragment(body: Sequence[str]) -> Html:

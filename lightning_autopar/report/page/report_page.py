@@ -28,9 +28,9 @@ def report_page(report: Report, candidate: Candidate | None = None) -> Html:
     return page(f"{title} · lightning-autopar", _body(report, shown))
 
 
-def report_fragment(report: Report, candidate: Candidate | None = None) -> Html:
+def report_fragment(report: Report) -> Html:
     """The same for a place in another page, such as a notebook's cell."""
-    return fragment(_body(report, candidate or report.shown_candidate()))
+    return fragment(_body(report, report.shown_candidate()))
 
 
 def _body(report: Report, shown: Candidate | None) -> list[Html]:

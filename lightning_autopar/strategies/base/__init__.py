@@ -9,7 +9,7 @@ Modules, in reading order:
     rank_measurement    seconds and bytes that a rank really used
     out_of_memory/      how much a rank may take, and what becomes of a batch for which it isn't enough
     resume              goes on exactly where a checkpoint was saved
-    plan_log            what loggers hear of plans and their changes
+    plan_changes        how a run came from plan to plan
     worker_exception    a worker's exception on its way to the parent
     users_traceback     the user's part of a traceback
     host_optimizers     the user's optimizer on host memory

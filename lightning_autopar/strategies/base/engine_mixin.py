@@ -5,10 +5,9 @@ It stands before the Lightning strategy in an engine's bases. It knows the plan 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
-from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_autopar._lightning import Strategy, Trainer
+from lightning_autopar._lightning import Trainer
 from lightning_autopar._lightning_compat import (
     TrainerFn,
     before_transfers,
@@ -28,7 +27,7 @@ from lightning_autopar._lightning_compat import (
 )
 from lightning_autopar._temporary import Calls, Exits, patched
 from lightning_autopar.exact.data.counted_entries import BatchCounts
-from lightning_autopar.exact.data.loader import BatchShare, ExactLoader, is_loader_state
+from lightning_autopar.exact.data.loader import BatchShare, ExactLoader
 from lightning_autopar.exact.data.loader_pass import without_group
 from lightning_autopar.exact.data.longest_batch import LongerBatches
 from lightning_autopar.exact.data.rank_share import common_share
@@ -43,26 +42,26 @@ from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.exact.step.step_rollback import StepState
 from lightning_autopar.state.checkpoint import put_in_one_order, whole_optimizer_state, whole_state_dict
-from lightning_autopar.strategies.base import rank_measurement, resume
+from lightning_autopar.strategies.base import rank_measurement
 from lightning_autopar.strategies.base.out_of_memory.evaluations import Evaluations
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import GpuLimit
 from lightning_autopar.strategies.base.out_of_memory.predictions import Predictions
 from lightning_autopar.strategies.base.out_of_memory.rerun import Reruns
-from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, RunningStep
-from lightning_autopar.strategies.base.plan_log import PlanChanges, hyperparameters
+from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, OPTIMIZER, RunningStep
+from lightning_autopar.strategies.base.plan_changes import PlanChanges
 from lightning_autopar.strategies.base.process_group import all_alike, everyones, hidden_from_users
 from lightning_autopar.strategies.base.rank_measurement import Meter
+from lightning_autopar.strategies.base.resume import ResumedStrategy
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.trainer_loaders import Dropped, exact_loader
 
 
-class EngineMixin(Strategy):
+class EngineMixin(ResumedStrategy):
     """Splits the user's batch over the ranks so that the run computes what one device would.
 
     Gradients, logged values, BatchNorm statistics and random draws are those of the whole batch; each has a module of its name.
     """
 
-    run_plan: RunPlan
     #: Whether a batch that runs out of memory can be run again by this rank alone: ranks exchange nothing within a step's forward.
     reruns_batches = False
     #: Whether an engine's ranks average the gradients of their parts of a batch.
@@ -93,27 +92,22 @@ class EngineMixin(Strategy):
         #: The state in which the running step began; None where no batch is run again.
         self._found: StepState | None = None
         self._reruns: Reruns | None = None
-        self.running = RunningStep(self)
+        self.running = RunningStep()
         #: Whether this rank runs its batches in more parts than planned, and so than others may.
         self._alone = False
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the running step
+        self._losses: tuple[Tensor, ...] = ()  # from which its backward pass begins
         self._drawing: bool | None = False  # None in backward
         self._in_backward = self._stepping = self._arrived = False  # the second while the parts of a batch run
-        self._resumed = 0
-        self._resumption: resume.Resumption | None = None
         self._positions: dict[int, int] = {}
         self._prediction_limits: list[float] = []
         self._asked_predictions: int | float | None = None
-        self._saved_gradients: dict[str, Tensor] = {}
-        self.at_boundary = False  # whether the state is saved between two batches rather than in a hook
         #: What this rank may take of its GPU; None where nothing limits it.
         self.gpu_limit: GpuLimit | None = None
         #: How an elastic run came to this plan.
         self.plan_changes = PlanChanges()
         #: Called when a batch begins, of whatever loop, before anything is done with it; who raises there ends the run between two batches.
         self.at_batch = Calls()
-        #: Called when Lightning is about to enter its loops.
-        self.before_loops: Callable[[], None] | None = None
 
     # -- who and how many --------------------------------------------------------------------------------------------------------------
 
@@ -149,17 +143,10 @@ class EngineMixin(Strategy):
         if loader is None:
             return dataloader
         if trainer.training:
-            self._resume_loader(trainer, loader)
+            self.resume_loader(trainer, loader)
         if trainer.predicting and self.splits:
             self._limit_predictions(trainer, dataloader)
         return loader
-
-    def _resume_loader(self, trainer: Trainer, loader: ExactLoader) -> None:
-        """Give a training loader its saved state; Lightning does that too, except where the saved epoch was over."""
-        states = trainer.fit_loop._combined_loader_states_to_load
-        if self._resumed < len(states) and is_loader_state(states[self._resumed]):
-            loader.load_state_dict(states[self._resumed])
-        self._resumed += 1
 
     def _limit_predictions(self, trainer: Trainer, dataloader: object) -> None:
         """Read ``limit_predict_batches`` as batches of all ranks together, for each loader: right after this, the loop applies it."""
@@ -180,11 +167,13 @@ class EngineMixin(Strategy):
         shares = [loader.shares.popleft() for loader in loaders]
         if self._micro is not None:
             self._micro.arrives(shares)
-        self._counts.arrives(step_name(self._trainer), batch, shares, in_parts=self.in_parts)
+        if self._counts.needed:
+            self._counts.arrives(step_name(self._trainer), batch, shares, in_parts=self.in_parts)
         if shares and not self.splits:
             self._samples = shares[0].of if loaders[0].knows_samples else None
         elif shares:
-            self._share = self._counts.on(common_share(shares))
+            share = common_share(shares)
+            self._share = self._counts.on(share) if self._counts.needed else share
             self._positions[dataloader_idx] = self._positions.get(dataloader_idx, -1) + 1
             self._drawing = True
         if not self._arrived:
@@ -209,7 +198,7 @@ class EngineMixin(Strategy):
 
     def batch_arrives(self) -> None:
         """The batch's share is known, and its transfer begins: random draws in the transfer's hooks belong to the batch."""
-        if self._share is not None and self._draws is not None:
+        if self._share is not None and self._draws is not None and self._draws.moved:
             self._draws.begin()
 
     # -- the step ----------------------------------------------------------------------------------------------------------------------
@@ -220,14 +209,13 @@ class EngineMixin(Strategy):
         if model._trainer is None:
             return  # a rehearsal runs a step before there is a run
         if self._trainer.state.fn == TrainerFn.FITTING:
-            self._exit.enter_context(hyperparameters_added(self._trainer, hyperparameters(self.run_plan)))
+            self._exit.enter_context(hyperparameters_added(self._trainer, self.run_plan.hyperparameters))
         if self.run_plan.batch == "global" and self.run_plan.plan.world_size > 1:
             self._exit.enter_context(data_of_one_device(self._trainer, without_group))
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare the module for split batches and recomputation, then let Lightning's strategy set it up."""
         self.meter.begin(self.root_device)
-        self._evaluations: Evaluations = (Predictions if trainer.predicting else Evaluations)(self)
         module = cast(Any, self.lightning_module)
         self._exit.enter_context(recomputed(module, self.run_plan.plan.recompute))
         if self.run_plan.batch == "global" and self.run_plan.plan.world_size > 1:
@@ -246,7 +234,11 @@ class EngineMixin(Strategy):
         fits = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization and self.run_plan.undivided is None
         if fits and (self.reruns_batches or self.running.leaves):
             found = StepState(trainer, self.run_plan.kept_rules.get("training_step", {}))
-            self._found, self.running.found = (found, None) if self.reruns_batches else (None, found)
+            if self.reruns_batches:
+                self._found = found
+                self._exit.enter_context(patched(self.precision_plugin, "backward", self._run_backward))
+            else:
+                self.running.found = found
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -357,10 +349,16 @@ class EngineMixin(Strategy):
         with nullcontext() if self._share is None or self._logging is None else self._logging.step():
             yield
 
+    def step_begins(self, place: str) -> None:
+        """The user's training step begins; ``place`` says what runs in it."""
+        self.running.place = place
+        if self.running.found is not None:
+            self.running.found.note(self._logging, self._draws)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step`` on this rank's share."""
         own, found = super().training_step, self._found
-        self.running.begin(FORWARD)
+        self.step_begins(FORWARD)
         if found is None:
             return self._train(own, args, kwargs)
 
@@ -382,6 +380,15 @@ class EngineMixin(Strategy):
                     raise
             # Outside of the handler, as the exception holds the failed step's tensors.
             self._rerun.begin_anew()
+
+    @cached_property
+    def _evaluations(self) -> Evaluations:
+        return (Predictions if self._trainer.predicting else Evaluations)(self)
+
+    @property
+    def samples_at_once(self) -> int | None:
+        """How many samples fitted at once, after a batch ran out of memory and was run again; None where none was."""
+        return None if self._reruns is None else self._reruns.samples_at_once
 
     @property
     def _rerun(self) -> Reruns:
@@ -458,25 +465,31 @@ class EngineMixin(Strategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward from a step's loss; where that runs out of memory, complete the gradients in parts of the batch."""
-        loss, found, plugin = self.weighted(closure_loss), cast(Any, self._found), self.precision_plugin
-
-        def run(tensor: Tensor, *more: Any, **options: Any) -> None:
-            if self._micro is not None:
-                self._micro.gradients.take_up()
-            marks = self.gradient_marks()
-            found.note_gradients()
-            try:
-                type(plugin).backward(plugin, tensor, *more, **options)
-                found.drop()
-                return
-            except Exception as error:  # as in training_step
-                if not self._rerun.may_complete(error, marks):
-                    raise
-            self._rerun.complete([tensor, loss, closure_loss])
-            self._drawing = None
-
-        with self._hooks.before(plugin), nullcontext() if found is None else patched(plugin, "backward", run):
+        loss = self.weighted(closure_loss)
+        self._losses = () if self._found is None else (closure_loss, loss)
+        with self._hooks.before(self.precision_plugin):
             return super().backward(loss, optimizer, *args, **kwargs)
+
+    def _run_backward(self, tensor: Tensor, *more: Any, **options: Any) -> None:
+        """The precision plugin's ``backward``, where a batch can be run again; the parts of a batch call it past :meth:`backward`."""
+        found, losses, self._losses = self._found, self._losses, ()
+        run = partial(type(self.precision_plugin).backward, self.precision_plugin, tensor, *more, **options)
+        if found is None or not losses:
+            run()
+            return
+        if self._micro is not None:
+            self._micro.gradients.take_up()
+        marks = self.gradient_marks()
+        found.note_gradients()
+        try:
+            run()
+            found.drop()
+            return
+        except Exception as error:  # as in training_step
+            if not self._rerun.may_complete(error, marks):
+                raise
+        self._rerun.complete([tensor, *losses])
+        self._drawing = None
 
     def gradient_marks(self) -> list[int] | None:
         """A number for each trained parameter that changes when its gradient goes to the other ranks; None where none does in the backward
@@ -506,46 +519,11 @@ class EngineMixin(Strategy):
         assert module is not None
         if module.automatic_optimization and not self._stepping:
             self._drawing, self._arguments = False, ((), {})
-            self.running.complete()
-
-    # -- snapshots ---------------------------------------------------------------------------------------------------------------------
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Restore after setup: a snapshot is loaded into module and optimizers as this plan lays them out."""
-        return self.run_plan.from_snapshot or super().restore_checkpoint_after_setup
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning restores the optimizers: not from a snapshot, which does so itself."""
-        return not self.run_plan.from_snapshot and super().lightning_restore_optimizer
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a snapshot, or a checkpoint of Lightning's."""
-        snapshot: Any = import_module("lightning_autopar.state.snapshot") if self.run_plan.from_snapshot else None  # slow to import
-        weights_only = self.run_plan.weights_only if weights_only is None else weights_only
-        checkpoint = snapshot.load_snapshot(self, checkpoint_path) if snapshot else super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved_gradients = checkpoint.pop(snapshot.GRADIENTS, {}) if snapshot else {}
-        self._resumption = resume.take_up(checkpoint)
-        return checkpoint
-
-    def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to Lightning's dictionary what it takes to go on exactly; every rank calls it."""
-        cleared = self.running.place == BACKWARD
-        resume.lay_aside(self._trainer, checkpoint, splits=self.splits, at_boundary=self.at_boundary, cleared=cleared)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write one ordinary ``.ckpt``; what it takes to go on exactly is stored where plain Lightning doesn't look. The user's hooks got
-        the dictionary itself, so it stays as it is; the additions go into a copy that is written.
-        """
-        checkpoint = dict(checkpoint)
-        self.complete_checkpoint(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights, except from a snapshot, whose weights are loaded already."""
-        if not self.run_plan.from_snapshot:
-            super().load_model_state_dict(checkpoint, strict)
+            self.running.place = OPTIMIZER
+            if self.running.before_optimizer is not None:
+                self.running.before_optimizer()
+            if self.running.found is not None:
+                self.running.found.drop()
 
     # -- what ran ----------------------------------------------------------------------------------------------------------------------
 
@@ -563,25 +541,6 @@ class EngineMixin(Strategy):
         split = self.completes_gradients and (self.splits or bool(self.run_plan.shared) or self._micro is not None)
         self._hooks = GradientHooks((self._in_order or self._trainer.lightning_module.parameters()) if split else ())
         super().on_train_batch_start(batch, batch_idx)
-
-    def on_train_start(self) -> None:
-        """Called before the loops begin; a resumed run goes on where its checkpoint was saved."""
-        if self.before_loops is not None:
-            self.before_loops()
-        if self._resumption is not None:
-            self._exit.callback(resume.go_on(self._trainer, self._resumption))
-        resume.show_epoch(self._trainer)
-        for name, parameter in self._trainer.lightning_module.named_parameters() if self._saved_gradients else ():
-            parameter.grad = self._saved_gradients.get(name)
-        self._saved_gradients = {}
-        super().on_train_start()
-
-    def on_validation_end(self) -> None:
-        """Called after a validation; a resumed run's first one may have been due when the checkpoint was saved."""
-        if self._resumption is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            resume.validated(self._trainer, self._resumption)
-            self._resumption = None
-        super().on_validation_end()
 
     def on_validation_start(self) -> None:
         """An evaluation between two steps is no part of either."""

@@ -4,13 +4,16 @@ get wrong.
 A checkpoint saved after a step, in ``on_train_batch_end``, comes before the validation that may be due and before the epoch's end. Plain
 Lightning leaves both out when it resumes there, begins the epoch's means anew and doesn't step a plateau scheduler at that epoch's end
 (Lightning 2.6, ``_TrainingEpochLoop.reset``, ``advance``, ``_FitLoop.reset``, ``on_advance_end``). The additions lie in the file under a
-key of their own, which plain Lightning ignores. Knows Lightning's loops and the loaders; no plan and no shards.
+key of their own, which plain Lightning ignores. Knows Lightning's loops and the loaders; no shards, and of a plan only
+whether it goes on from a snapshot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,13 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
-from lightning_autopar._lightning import ProgressBar, Trainer, callbacks
-from lightning_autopar._lightning_compat import RestartStage, loop_position, make_result, set_loop_position
+from lightning_autopar._lightning import ProgressBar, Strategy, Trainer, callbacks
+from lightning_autopar._lightning_compat import RestartStage, TrainerFn, loop_position, make_result, set_loop_position
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.loader import ExactLoader
+from lightning_autopar.exact.data.loader import ExactLoader, is_loader_state
 from lightning_autopar.exact.logs.metrics_over_ranks import sync_states
 from lightning_autopar.state.checkpoint import KEY, put_loader_states_back, set_loader_states_aside
+from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, RunningStep
+from lightning_autopar.strategies.base.run_plan import RunPlan
 
 #: The fields of a logged value's metadata that are plain values; the reduction is kept besides.
 _OPTIONS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "dataloader_idx", "metric_attribute")
@@ -49,42 +54,10 @@ class Resumption:
     counters: dict[str, Any] | None = None
 
 
-def lay_aside(trainer: Trainer, checkpoint: dict[str, Any], *, splits: bool, at_boundary: bool = False, cleared: bool = False) -> None:
-    """Add to a checkpoint what it takes to go on exactly; every rank calls it.
-
-    Args:
-        trainer: the one that has just dumped the checkpoint.
-        splits: whether the ranks share each batch.
-        at_boundary: whether this is between two batches, before the next one is fetched, rather than in a hook; a batch whose step was
-            left has not begun.
-        cleared: whether gradients were cleared in that step.
-    """
-    set_loader_states_aside(checkpoint)
-    if KEY not in checkpoint:
-        return  # no training is going on
-    extra = checkpoint[KEY]
-    loop = trainer.fit_loop.epoch_loop
-    batches: Any = loop.batch_progress
-    if at_boundary:
-        extra["position"] = loop_position(trainer)
-        _rewind(checkpoint["loops"]["fit_loop"], cleared=cleared)
-    elif batches.total.completed == batches.total.processed - 1 and batches.total.ready == batches.total.processed:
-        fetcher = trainer.fit_loop._data_fetcher
-        assert fetcher is not None
-        extra["boundary"] = {"due": bool(loop._should_check_val_fx(fetcher)), "last": bool(loop._num_ready_batches_reached())}
-    metrics = {name: value.detach() for name, value in trainer.callback_metrics.items()}
-    # In a snapshot each tensor stays on its device; a checkpoint file may be read where there is no GPU.
-    extra["callback_metrics"] = metrics if at_boundary else {name: value.cpu() for name, value in metrics.items()}
-    epochs: Any = trainer.fit_loop.epoch_progress.total
-    if epochs.processed < epochs.started:  # otherwise the logged values have been read, and are about to be reset
-        extra["results"] = _plain_results(loop._results)
-        # In a pipeline, only one stage may call a metric.
-        extra["metrics"] = dict(_metric_states(trainer.lightning_module, splits or getattr(trainer.strategy, "holders", 1) > 1))
-        extra["parts_per_batch"] = _parts_per_batch(trainer)
-
-
 def _rewind(loops: dict[str, Any], *, cleared: bool) -> None:
-    """Count a batch whose step was left as not begun; between two batches this changes nothing."""
+    """Count a batch whose step was left as not begun; between two batches this changes nothing. ``cleared`` says whether gradients were
+    cleared in that step.
+    """
     optimizer = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     for scope in ("total", "current"):
         batches, steps, zeroed = loops["epoch_loop.batch_progress"][scope], optimizer["step"][scope], optimizer["zero_grad"][scope]
@@ -173,12 +146,111 @@ def _leave_at_once(epoch_loop: Any) -> None:
     epoch_loop.reset = reset
 
 
-def validated(trainer: Trainer, resumption: Resumption) -> None:
-    """The due validation is over: the loaders go on after its random draws."""
-    if resumption.due and not resumption.last:
-        now = rng.to_plain(rng.capture({}))
-        for loader, state in zip(_train_loaders(trainer), resumption.loaders, strict=False):
-            loader.load_state_dict({**state, "rng": {**state["rng"], **now}})
+class ResumedStrategy(Strategy):
+    """A strategy that resumes from a snapshot, or from a checkpoint of Lightning's, and saves either."""
+
+    run_plan: RunPlan
+    running: RunningStep
+    splits: bool
+    _exit: ExitStack
+    _trainer: Any
+    _resumption: Resumption | None = None
+    _resumed = 0
+    _saved_gradients: Mapping[str, Tensor] | None = None
+    #: Whether the state is saved between two batches rather than in a hook.
+    at_boundary = False
+    #: Called when Lightning is about to enter its loops.
+    before_loops: Callable[[], None] | None = None
+
+    def resume_loader(self, trainer: Trainer, loader: ExactLoader) -> None:
+        """Give a training loader its saved state; Lightning does that too, except where the saved epoch was over."""
+        states = trainer.fit_loop._combined_loader_states_to_load
+        if self._resumed < len(states) and is_loader_state(states[self._resumed]):
+            loader.load_state_dict(states[self._resumed])
+        self._resumed += 1
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Restore after setup: a snapshot is loaded into module and optimizers as this plan lays them out."""
+        return self.run_plan.from_snapshot or super().restore_checkpoint_after_setup
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether Lightning restores the optimizers: not from a snapshot, which does so itself."""
+        return not self.run_plan.from_snapshot and super().lightning_restore_optimizer
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a snapshot, or a checkpoint of Lightning's."""
+        snapshot: Any = import_module("lightning_autopar.state.snapshot") if self.run_plan.from_snapshot else None  # slow to import
+        weights_only = self.run_plan.weights_only if weights_only is None else weights_only
+        checkpoint = snapshot.load_snapshot(self, checkpoint_path) if snapshot else super().load_checkpoint(checkpoint_path, weights_only)
+        self._saved_gradients = checkpoint.pop(snapshot.GRADIENTS, None) if snapshot else None
+        self._resumption = take_up(checkpoint)
+        return checkpoint
+
+    def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add to Lightning's dictionary, which was just dumped, what it takes to go on exactly; every rank calls it."""
+        set_loader_states_aside(checkpoint)
+        if KEY not in checkpoint:
+            return  # no training is going on
+        extra, trainer = checkpoint[KEY], self._trainer
+        loop = trainer.fit_loop.epoch_loop
+        batches: Any = loop.batch_progress
+        if self.at_boundary:
+            extra["position"] = loop_position(trainer)
+            _rewind(checkpoint["loops"]["fit_loop"], cleared=self.running.place == BACKWARD)
+        elif batches.total.completed == batches.total.processed - 1 and batches.total.ready == batches.total.processed:
+            fetcher = trainer.fit_loop._data_fetcher
+            assert fetcher is not None
+            extra["boundary"] = {"due": bool(loop._should_check_val_fx(fetcher)), "last": bool(loop._num_ready_batches_reached())}
+        metrics = {name: value.detach() for name, value in trainer.callback_metrics.items()}
+        # In a snapshot each tensor stays on its device; a checkpoint file may be read where there is no GPU.
+        extra["callback_metrics"] = metrics if self.at_boundary else {name: value.cpu() for name, value in metrics.items()}
+        epochs: Any = trainer.fit_loop.epoch_progress.total
+        if epochs.processed < epochs.started:  # otherwise the logged values have been read, and are about to be reset
+            extra["results"] = _plain_results(loop._results)
+            # In a pipeline, only one stage may call a metric.
+            extra["metrics"] = dict(_metric_states(trainer.lightning_module, self.splits or getattr(self, "holders", 1) > 1))
+            extra["parts_per_batch"] = _parts_per_batch(trainer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write one ordinary ``.ckpt``; what it takes to go on exactly is stored where plain Lightning doesn't look. The user's hooks got
+        the dictionary itself, so it stays as it is; the additions go into a copy that is written.
+        """
+        checkpoint = dict(checkpoint)
+        self.complete_checkpoint(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights, except from a snapshot, whose weights are loaded already."""
+        if not self.run_plan.from_snapshot:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def on_train_start(self) -> None:
+        """Called before the loops begin; a resumed run goes on where its checkpoint was saved."""
+        if self.before_loops is not None:
+            self.before_loops()
+        if self._resumption is not None:
+            self._exit.callback(go_on(self._trainer, self._resumption))
+        show_epoch(self._trainer)
+        if self._saved_gradients:
+            for name, parameter in self._trainer.lightning_module.named_parameters():
+                parameter.grad = self._saved_gradients.get(name)
+        self._saved_gradients = None
+        super().on_train_start()
+
+    def on_validation_end(self) -> None:
+        """Called after a validation. A resumed run's first one may have been due when the checkpoint was saved: the loaders go on after its
+        random draws.
+        """
+        resumption = self._resumption
+        if resumption is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            if resumption.due and not resumption.last:
+                now = rng.to_plain(rng.capture({}))
+                for loader, state in zip(_train_loaders(self._trainer), resumption.loaders, strict=False):
+                    loader.load_state_dict({**state, "rng": {**state["rng"], **now}})
+            self._resumption = None
+        super().on_validation_end()
 
 
 def _train_loaders(trainer: Trainer) -> list[ExactLoader]:

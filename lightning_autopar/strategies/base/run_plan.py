@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_autopar.devices.inventory import Device
+from lightning_autopar.devices.inventory import Device, devices_label
 from lightning_autopar.exact.data.collate_trial import Loading
 from lightning_autopar.exact.logs.log_rules import LogRules
 from lightning_autopar.exact.step.attribute_rules import KeptRules
@@ -99,6 +99,29 @@ class RunPlan:
         if self.candidate is None:
             return {}
         return {device: max(needed, self.at_least.get(device, 0)) for device, needed in self.candidate.needs.items()}
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """The plan and its prediction for loggers, under names that no user's hyperparameter has. They name the first plan, once, as some
+        loggers refuse one that changes; later plans are logged as numbers (``callbacks/plan_monitor.py``).
+        """
+        found: dict[str, Any] = {
+            "autopar/plan": self.plan.title(),
+            "autopar/engine": self.plan.engine,
+            "autopar/devices": devices_label(self.devices),
+            "autopar/world_size": self.plan.world_size,
+        }
+        return found | {name: int(value) if name.endswith("_bytes") else value for name, value in self.predictions.items()}
+
+    @property
+    def predictions(self) -> dict[str, float]:
+        """The predicted seconds of a step and bytes on the fullest device, for loggers; values that aren't predicted are left out."""
+        found: dict[str, float] = {}
+        if self.candidate is not None and self.candidate.seconds is not None:
+            found["autopar/predicted_step_seconds"] = self.candidate.seconds.step
+        if self.candidate is not None and self.candidate.bytes:
+            found["autopar/predicted_peak_bytes"] = float(max(held.allocated for held in self.candidate.bytes.values()))
+        return found
 
     @property
     def torch_devices(self) -> list[torch.device]:

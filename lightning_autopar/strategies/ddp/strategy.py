@@ -122,10 +122,6 @@ class DDPEngine(SplitMixin, DDPStrategy):
                 self._keep_views()
         super().post_backward(closure_loss)
 
-    def trained_parameters(self) -> tuple[Parameter, ...]:
-        """The parameters that DDP knows, in its order."""
-        return self._in_order
-
     def gradient_marks(self) -> list[int] | None:
         """The time at which DDP got each gradient."""
         wrapped: Any = self.model

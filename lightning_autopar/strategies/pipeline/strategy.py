@@ -376,7 +376,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         """The user's step on all micro-batches, with their backward passes; the loss is the whole batch's."""
         gradients = self._part_gradients
         assert gradients is not None
-        self.running.begin(BOTH)
+        self.step_begins(BOTH)
         self._share = self.whole_or_share(args[0])
         goes_back = not self._trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
         if goes_back:

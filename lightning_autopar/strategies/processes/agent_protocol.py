@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_autopar._lightning_compat import SIGTERMException
-from lightning_autopar.strategies.base.plan_log import PlanChange, PlanChanges
+from lightning_autopar.strategies.base.plan_changes import PlanChange, PlanChanges
+from lightning_autopar.strategies.base.worker_exception import LEFT_BY_ALL
 
 #: The agent may ask for a snapshot after which training goes on, or for one after which the workers leave.
 Ask = Literal["snapshot", "pause"]
@@ -165,6 +166,15 @@ class ShortageRendezvous:
     def noted(self) -> bool:
         """Whether some rank has run out of memory."""
         return bool(self._cells[0])
+
+    def look(self) -> None:
+        """A batch begins on this rank, or its optimizer's step does.
+
+        Raises:
+            RuntimeError: if some rank has run out of memory.
+        """
+        if self._cells[0]:
+            raise RuntimeError(f"another rank lacks memory, {LEFT_BY_ALL}")
 
     def note(self) -> None:
         """This rank has run out of memory; to be called before its peers can notice by themselves that it is missing."""

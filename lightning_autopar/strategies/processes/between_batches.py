@@ -24,7 +24,7 @@ from lightning_autopar._lightning import ProgressBar, Trainer, get_filesystem
 from lightning_autopar._lightning_compat import mute_hooks, no_hyperparameters
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import batches_left
-from lightning_autopar.strategies.processes.agent_protocol import BEGIN, GenerationFiles
+from lightning_autopar.strategies.processes.agent_protocol import BEGIN, GenerationFiles, ShortageRendezvous
 from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, read_objects, whole_shards, write_objects
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ class Boundary:
             self._elastic = elastic
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
         self._advance: Callable[[Any], None] = self._epoch_loop.advance
+        #: Says whether a rank has run out of memory, where all ranks leave a batch together.
+        self._shortage: ShortageRendezvous | None = None
         vars(self._epoch_loop)["advance"] = self._meet_and_advance
         #: Only on rank 0, which writes checkpoints; None until the run begins or goes on.
         self._journal: CheckpointJournal | None = None
@@ -139,15 +141,32 @@ class Boundary:
 
     def _meet_and_advance(self, data_fetcher: Any) -> None:
         """``_TrainingEpochLoop.advance``, after a boundary."""
-        self._meet()
-        self._advance(data_fetcher)
+        try:
+            if self._shortage is not None:
+                self._shortage.look()
+            self._meet()
+            self._advance(data_fetcher)
+            return
+        except Exception as error:  # several classes say that memory ran out, or that a peer is gone; the others are raised
+            if not self._leaves(error):
+                raise
+        # Outside of the handler, as the exception holds the failed step's tensors.
+        self._save_here()
+        raise Paused
+
+    def _leaves(self, error: Exception) -> bool:
+        """Whether all ranks leave the batch that one of them couldn't finish, with a snapshot of the state before it; the same on all."""
+        return False
+
+    def _save_here(self) -> None:
+        """Undo the batch's step and write that snapshot."""
 
     def _meet(self) -> None:
         """All ranks are at this boundary, or will be: report, and save or leave here if the agent asks for it."""
         rendezvous, trainer = self._elastic.rendezvous, self._trainer
         if self._journal is None:
             self._go_on_after(self._elastic.folder.parent / BEGIN)
-        rendezvous.tell_memory(self._rank, self._used_bytes(), trainer.strategy.running.samples_at_once)  # type: ignore[attr-defined]  # of EngineMixin
+        rendezvous.tell_memory(self._rank, self._used_bytes(), trainer.strategy.samples_at_once)  # type: ignore[attr-defined]  # of EngineMixin
         ask = rendezvous.arrive(self._rank, step=trainer.global_step, batches_left=batches_left(trainer), in_window=self._in_window)
         if ask is not None:
             trainer.strategy.meter.pause(trainer.strategy)  # type: ignore[attr-defined]  # a snapshot is no part of a step

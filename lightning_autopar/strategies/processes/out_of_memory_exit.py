@@ -3,7 +3,7 @@
 The rank that runs out says so, and gives up its communicators; by that, peers that wait for it are freed. A GPU's kernels that waited for a
 collective then run on whatever they find, which is harmless before the optimizer's step: gradients are dropped, and buffers are put back.
 So all ranks say at which batch they are, and whether its optimizer's step has begun; nothing is saved unless all can leave the same step.
-Then each undoes the step (:meth:`.RunningStep.undo`), and in a new process group all write a snapshot, as between two batches.
+Then each undoes the step (:func:`.running_step.undo`), and in a new process group all write a snapshot, as between two batches.
 The run goes on from it in new processes; it doesn't know under which plan. Where not all ranks can leave a step, and outside of one, the
 run goes back to the snapshot that its parent has asked for now and then, if there is one.
 """
@@ -27,11 +27,12 @@ from lightning_autopar import engines
 from lightning_autopar._lightning import Trainer
 from lightning_autopar._lightning_compat import mute_hooks
 from lightning_autopar.exact.data.loader import ExactLoader
+from lightning_autopar.strategies.base.out_of_memory import running_step
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, RunningStep
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
-from lightning_autopar.strategies.base.worker_exception import LEFT_BY_ALL, Failure, out_of_memory
+from lightning_autopar.strategies.base.worker_exception import Failure, out_of_memory
 from lightning_autopar.strategies.processes.agent_protocol import BEGIN, GenerationFiles, ShortageRendezvous
-from lightning_autopar.strategies.processes.between_batches import Boundary, Paused, say_no_folder
+from lightning_autopar.strategies.processes.between_batches import Boundary, say_no_folder
 from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, write_loggers
 
 if TYPE_CHECKING:
@@ -95,17 +96,17 @@ class LeavingBoundary(Boundary):
         give_up_group: Callable[[], bool],
     ) -> None:
         super().__init__(trainer, elastic, before, rank)
-        self._shortage, self._folder, self._give_up_group = shortage, folder, give_up_group
+        self._shortage: ShortageRendezvous = shortage
+        self._folder, self._give_up_group = folder, give_up_group
         self._begin = folder.parent / BEGIN
         engine: Any = trainer.strategy
         self._engine = engine
         self._step: RunningStep = engine.running
-        self._step.leaves, self._step.before_optimizer = engines.of(engine.run_plan.plan).runs_parts, self._look
+        self._step.leaves, self._step.before_optimizer = engines.of(engine.run_plan.plan).runs_parts, shortage.look
         shortage.enter(rank, os.getpid())
         self._backend, self._given_up, self._giving_up = "", False, threading.Lock()
         #: The hooks that the running batch doesn't call again, as an earlier generation has.
         self._called: tuple[str, ...] = ()
-        self._unmute: Callable[[], None] = lambda: None
         if self._engine.root_device.type == "cuda":
             threading.Thread(target=self._watch, daemon=True, name="autopar-shortage").start()
         else:  # gloo's collectives end by themselves
@@ -120,7 +121,17 @@ class LeavingBoundary(Boundary):
 
         def begin() -> None:
             go_on()
-            self._unmute = mute_hooks(self._called, heard_by=type(None))
+            advance, unmute = self._advance, mute_hooks(self._called, heard_by=type(None))
+
+            def first(data_fetcher: Any) -> None:
+                self._advance = advance
+                try:
+                    advance(data_fetcher)
+                    self._called = ()
+                finally:
+                    unmute()
+
+            self._advance = first
 
         self._engine.before_loops = begin
 
@@ -137,11 +148,6 @@ class LeavingBoundary(Boundary):
             with suppress(Exception):  # of a user's logger: then it goes on with a second version of its logs
                 write_loggers(self._trainer, self._before, beside)
                 (beside / _READY).touch()
-
-    def _look(self) -> None:
-        """Before the optimizer's step: a rank has run out of memory."""
-        if self._shortage.noted:
-            raise RuntimeError(f"another rank lacks memory, {LEFT_BY_ALL}")
 
     def _watch(self) -> None:
         """On a GPU a collective waits for ever for a rank that has left, and this process's main thread with it."""
@@ -161,33 +167,15 @@ class LeavingBoundary(Boundary):
                 self._given_up = self._give_up_group()
             return self._given_up
 
-    def _meet_and_advance(self, data_fetcher: Any) -> None:
-        """``_TrainingEpochLoop.advance``; the ranks leave it together where one runs out of memory."""
-        try:
-            self._look()
-            self._meet()
-            self._advance(data_fetcher)
-            self._called = ()
-            return
-        except Exception as error:  # several classes say that memory ran out, or that a peer is gone; the others are raised
-            if not self._leaves(error):
-                raise
-        finally:
-            self._unmute()
-            self._unmute = lambda: None
-        # Outside of the handler, as the exception holds the failed step's tensors.
-        self._save_here()
-        raise Paused
-
     def _leaves(self, error: Exception) -> bool:
-        """Whether all ranks leave the step; the same on all of them."""
+        """See :class:`.Boundary`."""
         why = self._why_not(error)
         if out_of_memory(error) and not isinstance(error, dist.DistError):
             if why is not None:
                 if not self._engine.reruns_batches:  # which says so itself
                     error.add_note(f"autopar: the batch wasn't run again in more micro-batches: {why}")
                 return False
-            self._engine.running.explain(error)
+            running_step.explain(self._engine, error)
             if not (self._folder / _WHY).exists():
                 (self._folder / _WHY).write_bytes(pickle.dumps(Failure.of(error)))
             self._shortage.note()
@@ -215,7 +203,7 @@ class LeavingBoundary(Boundary):
         """Why this rank can't leave the running step; None where it can."""
         trainer, step, undivided = self._trainer, self._step, self._engine.run_plan.undivided
         if not trainer.training or step.found is None or not step.in_step:
-            return undivided or f"memory ran out in {step.place_of(error) or 'a hook'}"
+            return undivided or f"memory ran out in {running_step.place_of(self._engine, error) or 'a hook'}"
         if self._epoch_loop.batch_idx % trainer.accumulate_grad_batches:
             return "the gradients of earlier batches of its window can't be told apart"
         combined = trainer.fit_loop._combined_loader
@@ -224,12 +212,13 @@ class LeavingBoundary(Boundary):
         return step.found.why_not()
 
     def _save_here(self) -> None:
+        """See :class:`.Boundary`."""
         engine = self._engine
         called = {*self._called, *_BEFORE_STEP, *(_BEFORE_BACKWARD if self._step.place == BACKWARD else ())}
-        self._step.undo()
+        running_step.undo(engine)
         self._epoch_loop.batch_progress.is_last_batch = False  # fetched again: else Lightning takes the epoch for over
         os.environ[RENDEZVOUS_FILE] = str(self._folder / "rendezvous_again")
-        self._step.join_again(self._backend)
+        running_step.join_again(engine, self._backend)
         target = self._folder / _SNAPSHOT
         if not self._save(target):
             raise RuntimeError("autopar: the state before the batch that ran out of memory couldn't be written")

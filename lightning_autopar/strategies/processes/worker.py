@@ -41,6 +41,7 @@ from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.state import gpu_pickles
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import gpu_limit_for
+from lightning_autopar.strategies.base.out_of_memory.running_step import explain
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.worker_exception import WHERE, Failure
@@ -193,7 +194,7 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
                 pipe.send("paused")
                 _end()  # at once: the next generation waits for the memory, and taking shards apart takes a second
             except BaseException as error:
-                engine.running.explain(error)
+                explain(engine, error)
                 if hasattr(error, WHERE) and job.shortage is not None:
                     job.shortage.note()
                     job.shortage.answer(rank, None)

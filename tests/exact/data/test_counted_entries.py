@@ -78,6 +78,12 @@ def test_a_sum_is_added_up() -> None:
     assert [counts.on(share_of(3, rank, Dealing.even(4))).weight for rank in range(4)] == [4.0, 4.0, 4.0, 0.0]
 
 
+def test_only_batches_in_which_something_counts_are_counted() -> None:
+    assert not BatchCounts({LOSS: "mean", ("training_step", "accuracy"): "mean"}, None).needed
+    assert BatchCounts({LOSS: "sum"}, None).needed
+    assert BatchCounts({("validation_step", "accuracy"): LABELS}, None).needed
+
+
 def test_all_ranks_stop_where_one_lacks_what_counts() -> None:
     counts = BatchCounts({LOSS: LABELS}, lambda numbers: [numbers, [float("nan")]])
     with pytest.raises(ValueError, match=r"a mean over batch.labels\[:, 1:\] != 3, and this batch, or a rank's part of it, has no such"):

@@ -460,7 +460,9 @@ def test_a_draw_that_is_over_samples_by_chance_is_not_made_wrongly() -> None:
     with draws:
         for rows in (6, 10):
             draws.begin()
+            assert not draws.moved
             torch.nn.functional.dropout(torch.ones(rows, 8), 0.5)
+            assert draws.moved
         draws.begin()
         with pytest.raises(RuntimeError, match=r"bernoulli_\) had 12 rows for 4 samples .* now has 7 for 2: it isn't over samples"):
             torch.nn.functional.dropout(torch.ones(7, 8), 0.5)

@@ -17,10 +17,11 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.learned.step_times import LEAST, MOST, load_step_times
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
+from lightning_autopar.strategies import launcher
 from lightning_autopar.strategies.auto import AutoParallelStrategy
-from lightning_autopar.strategies.base.out_of_memory.running_step import RunningStep
 from lightning_autopar.strategies.base.worker_exception import LACKED
 from lightning_autopar.strategies.preparation import finished_run as account
+from lightning_autopar.strategies.processes import worker
 
 
 class Module(L.LightningModule):
@@ -108,7 +109,8 @@ def test_a_run_that_is_too_short_teaches_nothing(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("engine", ["single", "ddp"])
 def test_a_plan_that_ran_out_of_memory_is_not_counted_on_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(RunningStep, "explain", ran_out)
+    for module in (launcher, worker):
+        monkeypatch.setattr(module, "explain", ran_out)
     with pytest.raises(torch.OutOfMemoryError, match="of device 0"):
         train(tmp_path, engine=engine, module=Short())
     monkeypatch.undo()
@@ -151,9 +153,9 @@ class Short(Module):
             raise torch.OutOfMemoryError("of device 0")
 
 
-def ran_out(running: RunningStep, error: BaseException) -> None:
+def ran_out(engine: Any, error: BaseException) -> None:
     """As a GPU's engine would say it."""
-    vars(error)[LACKED] = dict.fromkeys(running._engine.run_plan.plan.devices, LACKING)
+    vars(error)[LACKED] = dict.fromkeys(engine.run_plan.plan.devices, LACKING)
 
 
 def test_a_prediction_for_a_validation_is_not_compared_with_a_training_steps_bytes(caplog: pytest.LogCaptureFixture) -> None:

@@ -252,14 +252,14 @@ class StoreBoundary(Boundary):
         """End this process as its launcher expects, unless Slurm should start the job anew and can't."""
         if self._rank == 0:
             leaves = (self._requeue and requeue()) or self._terminated
-            self._rendezvous.say_done(stop, leaves)
+            self._rendezvous.say(stop, "done", leaves)
             if leaves:
                 assert self._snapshots is not None, "rank 0 has it"
                 self._snapshots.close(keep=True, within_seconds=_SUMS_SECONDS)
                 which = "here" if saved else "its latest snapshot, if there is one"
                 rank_zero_info(f"autopar: the run leaves at step {self._trainer.global_step}; its next start goes on from {which}")
         else:
-            leaves = self._rendezvous.hear_done(stop, _DONE_SECONDS) is not False
+            leaves = self._rendezvous.hear(stop, "done", _DONE_SECONDS) is not False
         if not leaves:
             return
         self._signals.wait_for_leave(_REQUEUED_SECONDS if self._requeues and not self._signals.told("leave") else _GRACE_SECONDS)

@@ -116,19 +116,11 @@ class StoreRendezvous:
         self._done = stop.number
         self._store.set(self._key(stop.number, "here", self._rank), str(self.count))
         if self._rank != 0:
-            return self._hear(stop, "go", 2 * within_seconds) is True
+            return self.hear(stop, "go", 2 * within_seconds) is True
         keys = [self._key(stop.number, "here", rank) for rank in range(self._world_size)]
         together = self._wait(keys, within_seconds) and {int(count) for count in self._store.multi_get(keys)} == {self.count}
-        self._say(stop, "go", together)
+        self.say(stop, "go", together)
         return together
-
-    def say_done(self, stop: Stop, done: bool) -> None:
-        """Rank 0: tell the others whether the stop's snapshot is complete."""
-        self._say(stop, "done", done)
-
-    def hear_done(self, stop: Stop, within_seconds: float) -> bool | None:
-        """The others: what rank 0 told them; None where it tells nothing."""
-        return self._hear(stop, "done", within_seconds)
 
     def leave(self, stop: Stop, within_seconds: float) -> None:
         """This rank's last call. Rank 0 waits for the others, as the store may end with its process."""
@@ -137,10 +129,12 @@ class StoreRendezvous:
         else:
             self._wait([self._key(stop.number, "left", rank) for rank in range(1, self._world_size)], within_seconds)
 
-    def _say(self, stop: Stop, what: str, yes: bool) -> None:
+    def say(self, stop: Stop, what: str, yes: bool) -> None:
+        """Rank 0: answer the others' question about a stop, such as whether its snapshot is ``"done"``."""
         self._store.set(self._key(stop.number, what), _SAID if yes else _NOT_SAID)
 
-    def _hear(self, stop: Stop, what: str, within_seconds: float) -> bool | None:
+    def hear(self, stop: Stop, what: str, within_seconds: float) -> bool | None:
+        """The others: what rank 0 answers; None where it answers nothing."""
         key = self._key(stop.number, what)
         return bool(self._store.get(key).decode() == _SAID) if self._wait([key], within_seconds) else None
 

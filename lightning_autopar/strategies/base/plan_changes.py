@@ -1,7 +1,6 @@
-"""What loggers get of a run's plans: hyperparameters, numbers for those who ask, and how the run came from plan to plan.
+"""How a run came from plan to plan, for its loggers.
 
-Hyperparameters name the first plan, once, as some loggers refuse one that changes; later plans are logged as numbers
-(``callbacks/plan_monitor.py``). The agent says from which plan to which and why. At which step a change was over only the new workers know;
+The agent says from which plan to which and why. At which step a change was over only the new workers know;
 rank 0 writes it in the run's folder, which outlives them. Calls no logger.
 """
 
@@ -11,13 +10,6 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from lightning_autopar.devices.inventory import devices_label
-
-if TYPE_CHECKING:
-    from lightning_autopar.report.report import Candidate
-    from lightning_autopar.strategies.base.run_plan import RunPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,26 +87,3 @@ class PlanChanges:
             f"step {arrival.step}: from {change.from_plan} on {change.from_devices} to {change.to_plan} on {change.to_devices}{pause}: "
             f"{change.reason}"
         )
-
-
-def hyperparameters(run_plan: RunPlan) -> dict[str, Any]:
-    """The plan and its prediction, under names that no user's hyperparameter has."""
-    plan = run_plan.plan
-    found: dict[str, Any] = {
-        "autopar/plan": plan.title(),
-        "autopar/engine": plan.engine,
-        "autopar/devices": devices_label(run_plan.devices),
-        "autopar/world_size": plan.world_size,
-    }
-    predicted = predictions(run_plan.candidate)
-    return found | {name: int(value) if name.endswith("_bytes") else value for name, value in predicted.items()}
-
-
-def predictions(candidate: Candidate | None) -> dict[str, float]:
-    """The predicted seconds of a step and bytes on the fullest device; values that aren't predicted are left out."""
-    found: dict[str, float] = {}
-    if candidate is not None and candidate.seconds is not None:
-        found["autopar/predicted_step_seconds"] = candidate.seconds.step
-    if candidate is not None and candidate.bytes:
-        found["autopar/predicted_peak_bytes"] = float(max(held.allocated for held in candidate.bytes.values()))
-    return found
