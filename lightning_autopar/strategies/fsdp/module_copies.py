@@ -29,7 +29,7 @@ TRACES = ("__composable_api", "_is_fsdp_managed_module", "_fsdp_use_orig_params"
 _SHARDS = "_shards_of_called_copy"
 #: Whose hooks mean nothing in a copy.
 _NOT_THE_USERS = ("torch.distributed.", "lightning_autopar.")
-_SWAP = torch.utils.swap_tensors
+_SWAP: Callable[..., None] = torch.utils.swap_tensors
 #: Whether a step or its backward pass runs.
 in_step = False
 #: The copies so far.
