@@ -9,7 +9,7 @@ A fork copies one thread and none of the others. Of torch's threads that matters
   afterwards torch refuses every backward pass (``torch/csrc/autograd/engine.cpp``, ``track_bad_autograd_forks``;
   https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork). A process that sees no GPU starts none.
 - CUDA's own. Once the driver was asked for anything, also for the number of GPUs without NVML, no child can use it
-  (``torch.cuda._is_in_bad_fork``).
+  (``torch.cuda._is_in_bad_fork``). ``torch.cuda.is_available()`` asks it so. Where it has none, no child needs it.
 - OpenMP's, which belong to the thread that used them: a child's main thread would wait for workers that are gone
   (https://github.com/pytorch/pytorch/issues/17199). So a child works in a fresh thread.
 - Those of torch's second pool, which ``torch.set_num_threads`` makes. Where a child's first two threads ask for it at the same time, one of
@@ -80,7 +80,11 @@ def unforkable() -> str | None:
     if not torch.backends.cuda.is_built():
         return None
     try:
-        return run_forked(_try, timeout_seconds=_TRY_SECONDS)
+        reason = run_forked(_try, timeout_seconds=_TRY_SECONDS)
+        if reason is not None and not torch.cuda.device_count():  # asked already; where there are no GPUs, no child is to use one
+            run_forked(_go_backward, timeout_seconds=_TRY_SECONDS)
+            return None
+        return reason
     except ChildFailed as error:
         if "autograd's threading" in error.reason:
             return "this process has run a backward pass already, which started autograd's threads for the GPUs"
@@ -90,8 +94,12 @@ def unforkable() -> str | None:
 def _try() -> str | None:
     if torch.cuda._is_in_bad_fork():
         return "this process has asked CUDA's driver for its GPUs already"
-    torch.ones(1, requires_grad=True).sum().backward()
+    _go_backward()
     return None
+
+
+def _go_backward() -> None:
+    torch.ones(1, requires_grad=True).sum().backward()
 
 
 def begin_child(*, gpus: bool) -> None:

@@ -235,6 +235,9 @@ def test_a_child_that_fails_tells(failure: str, words: str, monkeypatch: pytest.
 def test_a_process_that_has_asked_the_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # as after torch.cuda.is_available() on a machine without GPUs
+    assert unforkable() is None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert unforkable() == "this process has asked CUDA's driver for its GPUs already"
 
 

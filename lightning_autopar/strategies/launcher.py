@@ -217,12 +217,12 @@ class AutoLauncher(Launcher):
         decision.keep()
         if how is not None:
             return self._run_elastic(decision, how, function, args, kwargs, trainer)
-        first, forks = decision.run_plan.devices[0], unforkable() is None
-        in_worker = forks and (first.in_doubt or needs_way_back(decision.run_plan, trainer))
+        first, reason = decision.run_plan.devices[0], unforkable()
+        in_worker = reason is None and (first.in_doubt or needs_way_back(decision.run_plan, trainer))
         if not engines.of(decision.run_plan.plan).several and first.index is not None and not in_worker:
             return self._run_here(decision, function, args, kwargs, trainer)
-        if not forks:
-            peers = rerun_script(self._strategy, decision.run_plan.plan.world_size)
+        if reason is not None:
+            peers = rerun_script(self._strategy, decision.run_plan.plan.world_size, reason)
             peers.tell(replace(decision, look=None))
             return self._run_as_peer(decision, peers, function, args, kwargs, trainer)
         return self._run_generation(decision, function, args, kwargs, trainer)

@@ -1,4 +1,4 @@
-"""A fingerprint of a batch: the same number in every process for equal batches, and another number for other batches.
+"""A tensor's bytes; and a fingerprint of a batch: the same number in every process for equal batches, and another number for other batches.
 
 Knows batches alone.
 """
@@ -19,6 +19,13 @@ _ELEMENTS = 1 << 16
 
 
 _MASK = (1 << 62) - 1
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, as a view of it. That is a single element with any stride, too, such as a row's entry or an
+    expanded number, which torch's ``view`` would refuse to take for bytes.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def fingerprint(batch: Any, _inside: frozenset[int] = frozenset()) -> int:

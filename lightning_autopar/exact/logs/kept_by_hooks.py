@@ -47,6 +47,14 @@ def keeping_hooks(trainer: Trainer, *, predicting: bool = False) -> tuple[str, .
     return tuple(found)
 
 
+def changing_callbacks(trainer: Trainer) -> tuple[Callback, ...]:
+    """The callbacks that may change a batch before its step, but for those that draw random numbers for it, of which a sentence tells."""
+    module, name = trainer.lightning_module, "on_train_batch_start"
+    hooks = ((each, inspect.unwrap(getattr(each, name))) for each, _ in overridden(trainer, (name,)) if each is not module)
+    using = (each for each, hook in hooks if (code := getattr(hook, "__code__", None)) and _uses_batch(code, name, after=3))
+    return tuple(each for each in using if not _draws(getattr(each, name), each, module))
+
+
 def names_in_callbacks(trainer: Trainer) -> Iterator[tuple[Callback, set[str]]]:
     """The callbacks with the names in their hooks' code, and in what of the user's that calls."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector

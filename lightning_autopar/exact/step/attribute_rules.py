@@ -346,7 +346,8 @@ def taken(value: Any, path: Path = (), rules: PathRules | None = None) -> Any:
         noted = tuple(value) if not isinstance(value, dict) and len(value) <= _MOST_ITEMS else None
         return Before(container=value, copy=None, length=len(value), items=noted)
     copy: Any = MISSING
-    if len(path) > _DEEP or (isinstance(value, (list, deque, dict, tuple)) and len(value) > _MOST_ITEMS):
+    length = tuple.__len__(value) if isinstance(value, tuple) else len(value) if isinstance(value, (list, deque, dict)) else 0
+    if len(path) > _DEEP or length > _MOST_ITEMS:  # a user's tuple may refuse to tell its own
         pass
     elif isinstance(value, (list, deque, tuple)):
         items = [taken(each, (*path, index), rules) for index, each in enumerate(value)]

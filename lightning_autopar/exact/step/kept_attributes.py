@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
 from lightning_autopar._lightning_compat import step_name
 from lightning_autopar._root import PYTORCH
+from lightning_autopar.exact.data.fingerprint import bytes_of
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.reached_variables import Reached
 from lightning_autopar.exact.step.attribute_rules import (
@@ -253,7 +254,7 @@ class KeptSteps:
             return [torch.empty(0, dtype=torch.uint8)] * len(sizes)
         mine = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
         if sent:
-            flat = torch.cat([value.contiguous().reshape(-1).view(torch.uint8) for value in sent])
+            flat = torch.cat([bytes_of(value.contiguous()) for value in sent])
             mine[: len(flat)] = flat
         gathered = [torch.empty_like(mine) for _ in sizes]
         dist.all_gather(gathered, mine)

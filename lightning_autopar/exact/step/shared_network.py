@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from lightning_autopar._temporary import patched
+from lightning_autopar.exact.data.fingerprint import bytes_of
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
 from lightning_autopar.exact.step.batch_norm import restore, synchronise
 from lightning_autopar.exact.step.random_draws import Choice, DrawPlan, GlobalDraws, Rows, whole_like
@@ -254,8 +255,7 @@ class SharedNetwork(SharingSteps):
         padded = torch.cat([own, own.new_zeros((most - share.fed, *own.shape[1:]))]).contiguous() if share.fed < most else own.contiguous()
         everyone = padded.new_empty((self.ranks, *padded.shape))
         if padded.numel():  # as bytes: gloo doesn't know every type
-            sent = [each.view(-1).view(torch.uint8) for each in everyone.unbind()]
-            dist.all_gather(sent, padded.view(-1).view(torch.uint8))
+            dist.all_gather([bytes_of(each) for each in everyone.unbind()], bytes_of(padded))
         whole = everyone.transpose(0, 1).reshape(-1, *own.shape[1:])[: share.of]
         return whole if own.is_contiguous() else whole_like(own, Rows(dim=0), share).copy_(whole)
 

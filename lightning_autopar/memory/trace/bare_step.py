@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
@@ -236,6 +236,8 @@ class BareStep:
         self.stage = stage
         self.optimizers: list[Optimizer] = []
         self.notes: dict[str, None] = {}
+        #: Those that :meth:`begin_batch` calls.
+        self.callbacks: Sequence[Any] = ()
         #: Whether the last step of automatic optimization had a backward.
         self.went_back = False
         self._trainer = TrainerView(trainer)
@@ -414,11 +416,18 @@ class BareStep:
 
     def _hook(self, name: str, *args: Any) -> Any:
         """Call a hook that the module overrides; if it fails, note that and go on, as hooks rarely matter to memory."""
-        if not is_overridden(name, self.module):
-            return None
+        return self._called(name, getattr(self.module, name), *args) if is_overridden(name, self.module) else None
+
+    def begin_batch(self, batch: Any, batch_idx: int) -> None:
+        """What Lightning calls before a training step: the callbacks, which may change the batch, and the module."""
+        for callback in self.callbacks:
+            self._called("on_train_batch_start", callback.on_train_batch_start, self._trainer, self.module, batch, batch_idx)
+        self._hook("on_train_batch_start", batch, batch_idx)
+
+    def _called(self, name: str, hook: Callable[..., Any], *args: Any) -> Any:
         try:
             with no_writes(self._written):
-                return getattr(self.module, name)(*args)
+                return hook(*args)
         except RAISED as error:
             log.debug("%s failed while tracing", name, exc_info=True)
             self.notes[f"{name} was left out, as it failed while tracing ({error_line(error)})"] = None

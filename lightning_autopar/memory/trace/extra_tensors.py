@@ -100,7 +100,7 @@ def _within(value: Any, seen: set[int], shapes: set[torch.Size], *, copies: bool
         yield from value.buffers()
     elif isinstance(value, (Mapping, list, tuple)):
         seen.add(id(value))
-        for child in list(value.values() if isinstance(value, Mapping) else value):
+        for child in list(iter(value.values() if isinstance(value, Mapping) else value)):  # without asking a user's class for its length
             yield from _within(child, seen, shapes, copies=copies)
     elif hasattr(value, "__dict__") and not isinstance(value, (type, *_UNRELATED)) and package_of(type(value)) not in NOT_THE_USERS:
         seen.add(id(value))

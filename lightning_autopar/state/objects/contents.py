@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.fingerprint import bytes_of
 from lightning_autopar.exact.step.attribute_rules import refill, rewrite
 from lightning_autopar.memory.trace.first_batch import GENERATORS
 
@@ -137,7 +138,7 @@ def fingerprint(buffer: Any) -> bytes:
     """
     if isinstance(buffer, Tensor):
         freed = not buffer.untyped_storage().nbytes()  # as FSDP2 frees whole parameters
-        data = torch.empty(0, dtype=torch.uint8) if freed else buffer.contiguous().view(-1).view(torch.uint8)
+        data = torch.empty(0, dtype=torch.uint8) if freed else bytes_of(buffer.contiguous())
         data = data.cpu() if data.device.type != "cpu" else data
     elif isinstance(buffer, numpy.ndarray):
         data = torch.frombuffer(memoryview(cast(Any, buffer)).cast("B") if buffer.size else bytearray(1), dtype=torch.uint8)

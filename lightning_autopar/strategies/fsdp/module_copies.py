@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
@@ -28,6 +29,7 @@ TRACES = ("__composable_api", "_is_fsdp_managed_module", "_fsdp_use_orig_params"
 _SHARDS = "_shards_of_called_copy"
 #: Whose hooks mean nothing in a copy.
 _NOT_THE_USERS = ("torch.distributed.", "lightning_autopar.")
+_SWAP: Callable[..., None] = torch.utils.swap_tensors
 #: Whether a step or its backward pass runs.
 in_step = False
 #: The copies so far.
@@ -35,9 +37,22 @@ _COPIES = weakref.WeakSet[nn.Module]()
 
 
 def let_copy(module: nn.Module) -> None:
-    """From now on, ``copy.deepcopy`` copies the units of this sharded module, which ``fully_shard`` forbids."""
+    """From now on, ``copy.deepcopy`` copies the units of this sharded module, which ``fully_shard`` forbids; and ``to`` goes through where
+    it has nothing to do, for which torch would exchange each shard with itself, and refuses to where somebody watches it.
+    """
+    torch.utils.swap_tensors = _swap_others
     for kind in {type(child) for child in module.modules() if isinstance(child, FSDPModule)}:
         kind.__deepcopy__ = _copied  # type: ignore[attr-defined]
+
+
+def _swap_others(one: Tensor, other: Tensor) -> None:
+    if not (
+        isinstance(one, DTensor)
+        and isinstance(other, DTensor)
+        and one.dtype == other.dtype
+        and one._local_tensor.is_set_to(other._local_tensor)
+    ):
+        _SWAP(one, other)
 
 
 def _copied(unit: Any, memo: dict[int, Any]) -> Any:

@@ -25,6 +25,7 @@ from lightning_autopar.constraints import LOSS, SplitFinding, overrule, overrule
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
+from lightning_autopar.exact.logs.kept_by_hooks import changing_callbacks
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
 from lightning_autopar.exact.step.batch_norm import NormRuns, fix
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
@@ -178,11 +179,11 @@ class _Probe(LaterSteps):
             batches.converted = True
         self.weighing = Weighing(module, batches, known)
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
+        self.rehearsal.callbacks = () if trainer is None else changing_callbacks(trainer)
         self.metrics = MetricTrial(module)
         self.backwards = Backwards(dict(module.named_parameters()), automatic=module.automatic_optimization)
         self.backwards.unseen = module.automatic_optimization and not is_overridden("backward", module)
-        #: The values before the step; empty until they are known.
-        self.buffers: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}  # the values before the step; empty until they are known
         self._prepared = False
         self.logs: list[dict[str, Logged]] = []
         #: For a step's number and a split: the batch, and the values that the step logged of it in double precision.
@@ -363,7 +364,7 @@ class _Probe(LaterSteps):
                     if self.number is not None:
                         index += self.number
                         self.rehearsal._hook("on_train_epoch_start")
-                    self.rehearsal._hook("on_train_batch_start", given, index)
+                    self.rehearsal.begin_batch(given, index)
                     with recorded_logs(self.module) as logged:
                         output = self.rehearsal._call("training_step", given, index)
                     loss = output.get("loss") if isinstance(output, Mapping) else output

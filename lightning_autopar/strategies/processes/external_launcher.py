@@ -354,13 +354,13 @@ def _own_part(store: Any, rank: int, world_size: int) -> str:
     return part
 
 
-def rerun_script(strategy: RunHost, world_size: int) -> Peers:
-    """Start this script once for each further rank, and become rank 0. Used when this process has initialised CUDA, after which a forked
-    child can't use it. The children run the user's code up to this run, including the runs before it. This process's leases cover them,
-    too.
+def rerun_script(strategy: RunHost, world_size: int, reason: str) -> Peers:
+    """Start this script once for each further rank, and become rank 0. Used where a forked child of this process could do nothing. The
+    children run the user's code up to this run, including the runs before it. This process's leases cover them, too.
 
     Args:
         world_size: how many processes the plan takes.
+        reason: why no worker can be forked, as :func:`~lightning_autopar._fork.unforkable` says it.
 
     Raises:
         RuntimeError: in a rerun, if an earlier run would take several processes.
@@ -377,7 +377,7 @@ def rerun_script(strategy: RunHost, world_size: int) -> Peers:
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_network_port()), WORLD_SIZE=str(world_size), LOCAL_RANK="0", NODE_RANK="0"
     )
     peers = Peers(store=store, rank=0, world_size=world_size, node=0, environment=LightningEnvironment())
-    rank_zero_info(f"autopar: CUDA is initialised in this process already, so the script is run again for {world_size - 1} further ranks")
+    rank_zero_info(f"autopar: {reason}, so the script is run again for {world_size - 1} further ranks")
     for rank in range(1, world_size):
         own = {"LOCAL_RANK": str(rank), STORE: f"127.0.0.1:{port}", PARENT: str(os.getpid()), EARLIER: str(_alone - 1)}
         environment = {**os.environ, **own, "AUTOPAR_LEDGER": "off"}

@@ -64,3 +64,11 @@ def test_counts_in_a_long_list_are_sums_though_they_begin_alike() -> None:
     assert found == {("kept", number): "growth" for number in (1, 998, 999)}
     assert not unknown
     assert plain(taken(counts(3)))[3] == 1
+
+
+def test_a_tuple_may_refuse_to_tell_its_length() -> None:
+    class Irrep(tuple[Any, ...]):  # as e3nn has it
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+    assert taken([Irrep((1, [2]))]).copy[0].copy[1].copy == [2]

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_autopar.state import snapshot
 from lightning_autopar.state.objects.contents import fingerprint, raw_bytes
 from lightning_autopar.state.objects.packing import TensorFile
+from lightning_autopar.strategies.pipeline.weights.tensor_transfers import _pieces
 
 
 def _packed(tensor: Tensor) -> Any:
@@ -41,3 +42,9 @@ def test_a_freed_tensor_has_a_fingerprint() -> None:
     whole = torch.ones(100)
     whole.untyped_storage().resize_(0)
     assert fingerprint(whole) == fingerprint(torch.empty(0))
+
+
+@pytest.mark.parametrize("one", [torch.tensor(5).expand(1, 1), torch.arange(12).view(1, 12)[:, 5]])
+def test_a_single_element_has_bytes_whatever_its_stride(one: Tensor) -> None:
+    assert fingerprint(one) == fingerprint(torch.tensor([5]))
+    assert next(iter(_pieces(one))).tolist() == [5, *[0] * 7]

@@ -96,7 +96,8 @@ class Deep(pl.Callback):
         with torch.no_grad():
             for average, parameter in zip(self.held.parameters(), module.net.parameters(), strict=True):
                 average.lerp_(parameter, 0.1)
-        self.outputs.append(float(self.held(torch.ones(2, 8)).sum()))
+        module.to(module.device)  # which changes nothing
+        self.outputs.append(float(self.held.to(module.device)(torch.ones(2, 8)).sum()))
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
         self.kept = {name: value.clone() for name, value in module.net.state_dict().items()}

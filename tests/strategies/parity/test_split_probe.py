@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -1047,3 +1047,26 @@ def test_double_precision_runs_a_split_once_for_the_loss_and_what_is_logged(monk
     assert not finding.difference
     assert {str(finding.log_rules[name][0]) for name in finding.log_rules} == {"batch.mask != 0"}
     assert len(doubled) == len(set(doubled)) == 2
+
+
+class Centred(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
+        batch.sub_(batch.mean(0))
+
+
+class Halved(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
+        batch.mul_(0.5)
+
+
+@pytest.mark.parametrize(("callback", "differs"), [(Centred(), True), (Halved(), False)])
+def test_a_callback_changes_the_batch(callback: Callback, differs: bool) -> None:
+    module = Base()
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[callback])
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    trainer._data_connector.attach_data(module, train_dataloaders=DataLoader(samples(), batch_size=6))
+    trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+    finding = probe_split(module, trainer, first_batch(module, trainer))[0]
+    assert finding.probed
+    assert (finding.difference > 1e-3) == differs

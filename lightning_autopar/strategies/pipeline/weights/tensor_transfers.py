@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_autopar.exact.data.fingerprint import bytes_of
+
 #: The bytes of a piece: tensors are sent in pieces, as a full device has no room for a whole copy.
 _PIECE_BYTES = 32 * 1024**2
 
@@ -72,4 +74,4 @@ class Pipeline:
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """The bytes of a contiguous tensor, in pieces: so every type can be sent, even if the backend doesn't support it."""
     if tensor.numel():
-        yield from tensor.view(-1).view(torch.uint8).split(_PIECE_BYTES)
+        yield from bytes_of(tensor).split(_PIECE_BYTES)
