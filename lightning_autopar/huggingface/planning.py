@@ -97,7 +97,8 @@ def plan_for(trainer: Any, asked: Asked) -> Planned:
     inventory, most = _devices(asked, on_cpu=told.use_cpu)
     on_cpu = all(device.kind == "cpu" for device in inventory.devices)
     batch = replace(told.batch, replicas=1 if told.use_cpu else max(1, num_cuda_devices()))
-    precision = "bf16-mixed" if trainer.args.bf16 else "16-mixed" if trainer.args.fp16 else "32-true"
+    mixed = getattr(trainer.args, "mixed_precision", "no")  # which accelerate's environment variable sets, too
+    precision = "bf16-mixed" if trainer.args.bf16 or mixed == "bf16" else "16-mixed" if trainer.args.fp16 or mixed == "fp16" else "32-true"
     found = _looked_at(trainer, batch.size, precision, inventory)
     constraints = Constraints(
         allow=settings.allow,

@@ -132,6 +132,14 @@ def test_devices_that_are_not_here_get_sharded_plans_whatever_precision_the_scri
     assert worlds == {1, 2, 4}, "three devices don't share 8 samples evenly"
 
 
+def test_accelerates_variable_for_mixed_precision_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    body = "Trainer(model=lm(), args=arguments(), train_dataset=texts()).train()"
+    assert _plan(tmp_path, body, capsys, "--allow", "single")["precision"] == "bf16-mixed"
+
+
 def test_an_evaluations_batches_are_not_split_over_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluates = "eval_strategy='steps', eval_steps=2, per_device_eval_batch_size=64"
     body = f"Trainer(model=lm(), args=arguments({evaluates}), train_dataset=texts(), eval_dataset=texts(64)).train()"
