@@ -274,8 +274,8 @@ def test_what_is_too_large_to_rehearse_is_passed_by_its_trace(make: Any, monkeyp
         (Tying, "replaces the parameter 'other.weight', which FSDP2", "the parameter 'other.weight', which ZeRO-3"),
         (
             Sharing,
-            "gives the parameter 'other.weight' the values of",
-            "gives the parameter 'other.weight' the values of",
+            "makes the parameter 'other.weight' share another one's memory",
+            "makes the parameter 'other.weight' share another one's memory",
         ),
         (FollowedByHook, "on_train_batch_end uses the parameter 'net.0.weight' together with tensors that aren't parameters", None),
         (Held, "'both' holds the parameter 'target.0.weight' itself", None),
