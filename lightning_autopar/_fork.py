@@ -179,7 +179,7 @@ def forked(function: Callable[..., T], *args: Any, timeout_seconds: float | None
                 return found  # type: ignore[no-any-return]
             raise ChildFailed(*found)
         if status is None and _passed(deadline):
-            raise ChildFailed(f"the child process was stopped after {timeout_seconds:g} seconds without a result", timed_out=True)
+            raise ChildFailed(f"the child process was stopped after {timeout_seconds:.3g} seconds without a result", timed_out=True)
         raise ChildFailed(f"the child process ended without a result: {_describe(status)}", crashed=True)
 
     try:

@@ -58,7 +58,8 @@ devices, with other TrainingArguments: it says which.
 
 What it replaces, and which settings of that are lost, it says on stderr.
 
-exit codes: the script's own; 2 where it couldn't be started, or what --json and --picture name couldn't be written
+exit codes: the script's own, or 143 where SIGTERM ended the training; 2 where it couldn't be started, or what --json and --picture
+name couldn't be written
 """
 
 
@@ -155,10 +156,15 @@ def _start_planned(asked: Mapping[str, Any], options: argparse.Namespace, what: 
 
 
 def _run(script: Script) -> int:
-    """Run the script; returns the exit code that Python would have. An exception is printed as Python prints it."""
+    """Run the script; returns the exit code that Python would have. An exception is printed as Python prints it.
+
+    A training that SIGTERM has ended isn't done, though Lightning's exception for that leaves Python with 0.
+    """
     try:
         script.run()
     except SystemExit as error:
+        if type(error).__name__ == "SIGTERMException":
+            return 128 + signal.SIGTERM
         if error.code == _MISUSED and (hint := misplaced_options(script)) is not None:
             print(hint, file=sys.stderr)
         if error.code is None or isinstance(error.code, int):

@@ -101,7 +101,7 @@ def _clean(*, snapshots: bool) -> int:
     """``lightning-autopar clean``; returns the exit code."""
     code, now = _DONE, time.time()
     for left in leftovers():
-        if left.kind == "snapshots" and not snapshots:
+        if left.goes_on and not snapshots:
             print(f"kept {left.path}: {left_words(left, now)}; --snapshots removes it")
         elif remove(left):
             print(f"removed {left.path}: {left_words(left, now)}")

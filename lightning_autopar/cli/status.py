@@ -207,7 +207,7 @@ def _left_lines(box: Box) -> Iterator[str]:
 
 def left_words(left: Leftover, now: float) -> str:
     """What it is, how large, and how old."""
-    what = "snapshots, from which the run's next start goes on" if left.kind == "snapshots" else "files of its processes"
+    what = "snapshots, from which the run's next start goes on" if left.goes_on else "files of its processes"
     return f"{what}: {format_bytes(left.size_bytes)}, {format_seconds(max(0.0, now - left.since))} old"
 
 

@@ -97,7 +97,8 @@ def plan_for(trainer: Any, asked: Asked) -> Planned:
     inventory, most = _devices(asked, on_cpu=told.use_cpu)
     on_cpu = all(device.kind == "cpu" for device in inventory.devices)
     batch = replace(told.batch, replicas=1 if told.use_cpu else max(1, num_cuda_devices()))
-    precision = "bf16-mixed" if trainer.args.bf16 else "16-mixed" if trainer.args.fp16 else "32-true"
+    mixed = getattr(trainer.args, "mixed_precision", "no")  # which accelerate's environment variable sets, too
+    precision = "bf16-mixed" if trainer.args.bf16 or mixed == "bf16" else "16-mixed" if trainer.args.fp16 or mixed == "fp16" else "32-true"
     found = _looked_at(trainer, batch.size, precision, inventory)
     constraints = Constraints(
         allow=settings.allow,
@@ -109,7 +110,7 @@ def plan_for(trainer: Any, asked: Asked) -> Planned:
         precision=precision,
         excluded={**missing_packages(inventory), **excluded(trainer, found, on_cpu=on_cpu)},
         notes=dict.fromkeys(all_engines(), notes(trainer)),
-        split=_split(trainer, found),
+        split=_split(trainer, found, batch),
         allocator=options_from_environment(os.environ),
     )
     rates = None if any(device.kind == "catalogue" for device in inventory.devices) else calibrated(inventory)
@@ -165,9 +166,9 @@ def _looked_at(trainer: Any, rows: int, precision: str, inventory: Inventory) ->
     return found
 
 
-def _split(trainer: Any, found: Look) -> SplitFinding | None:
+def _split(trainer: Any, found: Look, batch: Batch) -> SplitFinding | None:
     """What a batch in parts changes, by transformers' own account."""
-    reason = differences(trainer, found)
+    reason = differences(trainer, found, batch)
     apart = tuple(sorted(name.removeprefix("aten.") for name in found.footprint.random_draws))
     if reason is None and not apart:
         return None
@@ -247,8 +248,7 @@ class _Space:
 
     def with_notes(self, candidate: Candidate) -> Candidate:
         """The candidate, with what becomes of the epoch's end and of grouped samples under its plan."""
-        plan, parts = candidate.plan, self._batch.accumulation
-        as_script = self._batch.replicas == plan.world_size == 1 and plan.micro_batches == parts
+        plan, parts, as_script = candidate.plan, self._batch.accumulation, self._as_script(candidate.plan)
         if not candidate.bytes:  # an example of what is ruled out, which mustn't bear the name of the script's own plan
             return replace(candidate, plan=replace(plan, micro_batches=2 * parts)) if as_script and parts > 1 else candidate
         notes = candidate.notes
@@ -261,7 +261,17 @@ class _Space:
     def told(self, plan: Plan) -> list[str]:
         """What the plan takes otherwise than the script does, a sentence each."""
         last = last_batch(self._trainer, plan, self._batch, self._samples)[0]
+        if (
+            not (self._found.divides or weighable(self._found, self._batch) or self._as_script(plan))
+            and (self._samples or 0) % self._batch.size
+        ):
+            counted = "an epoch's last batch has parts with different numbers of samples, and transformers counts each part equally"
+            last = f"{last}; {counted}" if last is not None else counted
         return [words for words in (last, grouped(self._trainer, plan), last_evaluated(self._trainer, plan)) if words is not None]
+
+    def _as_script(self, plan: Plan) -> bool:
+        """Whether the plan's parts are the script's own."""
+        return self._batch.replicas == plan.world_size == 1 and plan.micro_batches == self._batch.accumulation
 
 
 def _settings(trainer: Any, best: Candidate, found: Look, batch: Batch, *, on_cpu: bool) -> Settings:
@@ -276,6 +286,7 @@ def _settings(trainer: Any, best: Candidate, found: Look, batch: Batch, *, on_cp
         on_cpu=on_cpu,
         step_seconds=best.step_seconds,
         peak_bytes=max(best.needs.values()),
+        weighed=weighable(found, batch),
     )
 
 
@@ -342,8 +353,14 @@ def excluded(trainer: Any, found_out: Look, *, on_cpu: bool) -> dict[str, str]:
 
 def undivided(trainer: Any, found_out: Look, of: str) -> str | None:
     """Says that several ``"devices"`` or ``"parts"`` of a batch make gradients larger by their number; None where they don't."""
-    if not found_out.counts or found_out.divides or (of == "parts" and getattr(trainer, "loss_is_scaled_for_ga", None) is False):
+    if found_out.divides or (of == "parts" and getattr(trainer, "loss_is_scaled_for_ga", None) is False):
         return None
+    if not found_out.counts:
+        if of == "devices" or getattr(trainer, "compute_loss_func", None) is None:
+            return None
+        return (
+            "batches have no labels for transformers to count, and it doesn't divide what a compute_loss_func gives by the number of parts"
+        )
     named = type(trainer.model).__name__ if not has_own(trainer, "compute_loss") else f"{type(trainer).__name__}.compute_loss"
     taken = "is handed num_items_in_batch, but its loss doesn't depend on it"
     if found_out.divides is None:
@@ -352,12 +369,18 @@ def undivided(trainer: Any, found_out: Look, of: str) -> str | None:
     return f"{named} {taken}: transformers would make the gradients larger by the number of {of}; {remedy} mends that"
 
 
-def differences(trainer: Any, found_out: Look) -> str | None:
+def weighable(found_out: Look, batch: Batch) -> bool:
+    """Whether weights by samples make the loss the script's: it is a mean over each part of a batch, and the script has one part a step."""
+    return found_out.divides is False and batch.replicas == batch.accumulation == 1
+
+
+def differences(trainer: Any, found_out: Look, batch: Batch) -> str | None:
     """Why a batch in parts has another loss than the script's; None where it has the same."""
     if not found_out.divides:
+        numbers = "numbers of tokens" if weighable(found_out, batch) else "numbers of samples or tokens"
         return (
             "the loss is a mean over each part of a batch, and transformers takes the mean over the parts: where parts have different "
-            "numbers of samples or tokens, that isn't the mean over the batch"
+            f"{numbers}, that isn't the mean over the batch"
         )
     if not getattr(trainer.args, "average_tokens_across_devices", True):
         return "average_tokens_across_devices=False: each device divides by the number of its own tokens"
@@ -405,7 +428,7 @@ def last_batch(trainer: Any, plan: Plan, batch: Batch, samples: int | None) -> t
     if samples is not None and steps is not None and steps * batch.size <= samples:
         return None, False  # the run ends before
     if samples is None:
-        unknown = "the dataset doesn't say its length, so that nobody knows whether an epoch's last batch is the script's"
+        unknown = "the dataset doesn't say its length, so it isn't known whether an epoch's last batch has the script's samples"
         return (unknown, False) if plan.world_size > 1 or plan.micro_batches != batch.accumulation else (None, False)
     if trainer.args.dataloader_drop_last:
         before, now = (samples // size * size for size in (batch.per_device * batch.replicas, at_once))
@@ -415,9 +438,10 @@ def last_batch(trainer: Any, plan: Plan, batch: Batch, samples: int | None) -> t
                 True,
             )
         return None, False
-    left, devices, loaders = samples % at_once, plan.world_size, getattr(trainer.args, "accelerator_config", None)
-    if devices > 1 and left and (left < devices or getattr(loaders, "dispatch_batches", None)):
-        words = f"accelerate fills up an epoch's last batch with {at_once - left} of its first samples, to share it among {devices} devices"
+    left, devices, loaders = samples % batch.size, plan.world_size, getattr(trainer.args, "accelerator_config", None)
+    parts, added = -(-left // at_once) * devices, -samples % at_once
+    if devices > 1 and added and (left < parts or getattr(loaders, "dispatch_batches", None)):
+        words = f"accelerate fills up an epoch's last batch with {added} of its first samples, to share it among {devices} devices"
         return words, not getattr(loaders, "even_batches", True)  # not filled up, some devices would have no batch
     return None, False
 
@@ -439,7 +463,7 @@ def grouped(trainer: Any, plan: Plan) -> str | None:
     strategy = getattr(trainer.args, "train_sampling_strategy", None)
     if plan.world_size == 1 or (strategy != "group_by_length" and not getattr(trainer.args, "group_by_length", False)):
         return None
-    return "samples are grouped by length over a process's batches, so that several devices take them in another order"
+    return "transformers groups samples by length within each process's batches, so that several devices take them in another order"
 
 
 def said_of(args: Any) -> Mapping[str, Any]:

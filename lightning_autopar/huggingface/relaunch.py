@@ -74,8 +74,8 @@ def promised(settings: Settings, spec: str | None) -> Iterator[None]:
     held = ledger.claim({device: wanted}, lambda: partial(room_bytes, found()), run=_name())
     if isinstance(held, Shortage):
         log.warning(
-            f"autopar: of the {format_bytes(wanted)} that this process will take of {device}, only {format_bytes(held.room_bytes)} are "
-            "free; it starts all the same, and may run out of memory"
+            f"autopar: this process is predicted to take {format_bytes(wanted)} of {device}, of which only {format_bytes(held.room_bytes)} "
+            "are free; it starts all the same, and may run out of memory"
         )
         yield
         return

@@ -52,6 +52,7 @@ class Settings:
         on_cpu: whether the plan's devices are CPUs.
         step_seconds: as predicted.
         peak_bytes: as predicted, on the fullest device.
+        weighed: whether the loss is a mean over each part of a batch, so that parts of different sizes have to be weighed.
     """
 
     plan: Plan
@@ -63,6 +64,7 @@ class Settings:
     on_cpu: bool
     step_seconds: float
     peak_bytes: int
+    weighed: bool = False
 
     @property
     def per_device(self) -> int:

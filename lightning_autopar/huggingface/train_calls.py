@@ -132,10 +132,13 @@ def _check(trainer: Any, settings: Settings) -> None:
         raise ValueError(f"the plan has {settings.plan.world_size} processes, but transformers sees {args.world_size}; report this")
     if trainer.accelerator.ddp_handler is not None:  # which only DDP reads
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
-    if settings.plan.world_size > 1:
-        from lightning_autopar.huggingface.last_batches import shared_out  # imports torch, which the command line starts without
+    if settings.plan.world_size > 1 or settings.weighed:
+        from lightning_autopar.huggingface.last_batches import shared_out, weighed  # imports torch, which the command line starts without
 
-        shared_out(trainer)
+        if settings.plan.world_size > 1:
+            shared_out(trainer)
+        if settings.weighed:
+            weighed(trainer)
     if settings.batch.accumulation != settings.plan.micro_batches and (samples := _samples(trainer.train_dataset)) is not None:
         trainer.callback_handler.callbacks.insert(0, _epochs_counted(settings.batch, samples, drop_last=args.dataloader_drop_last))
 

@@ -341,7 +341,7 @@ def _refusal(plan: Plan, question: Question) -> str | None:
     if refusal is None and plan.offload:
         refusal = constraints.excluded.get("offload")
     if refusal is None and plan.micro_batches > 1 and not engines.of(plan).runs_parts:
-        refusal = f"{plan.engine!r} can't run a rank's batch in parts; accumulate smaller batches, or take engine 'fsdp'"
+        refusal = f"engine {plan.engine!r} has no micro-batches; accumulate smaller batches, or take engine 'fsdp'"
     if refusal is None and plan.micro_batches > 1 and footprint.training:
         refusal = micro_batch_refusal(footprint, constraints, staged=not engines.of(plan).splits)
     if refusal is None and plan.recompute:

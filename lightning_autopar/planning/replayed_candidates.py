@@ -45,7 +45,9 @@ _SEGMENT_SECONDS = 1e-3
 _MOST_WITHOUT_LIMIT = 1.1
 
 #: Of a plan that is taken once a search has replayed as much as it may.
-_UNREPLAYED = "the search had no replay left for its allocations: how much memory the allocator reserves is a rule of thumb"
+_UNREPLAYED = (
+    "its allocations weren't replayed, as the search had used up its replays: the memory that the allocator reserves is a rule of thumb"
+)
 
 Order = Callable[[Candidate], tuple[object, ...]]
 #: Says where memory is missing, given the bytes needed by device; None where there is enough.

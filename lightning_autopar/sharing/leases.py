@@ -169,7 +169,9 @@ class Leases:
 
     def _do_without(self, why: str) -> None:
         self._ledger = None
-        rank_zero_warn(f"autopar: runs of this host can't be told what this one takes, and it goes by what the driver says alone: {why}")
+        rank_zero_warn(
+            f"autopar: this run takes no leases, so that others may count on the same memory; it goes by the driver's figures alone: {why}"
+        )
 
 
 def _is_own(lease: Lease) -> bool:

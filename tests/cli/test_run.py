@@ -198,6 +198,12 @@ def test_what_cannot_be_started_is_said_in_a_sentence(
     assert says in capsys.readouterr().err
 
 
+def test_a_training_that_sigterm_has_ended_does_not_end_with_zero(tmp_path: Path) -> None:
+    """By Lightning's exception it did, so that a sweep took the run for done and never ran it again."""
+    body = "from lightning.pytorch.utilities.exceptions import SIGTERMException\nraise SIGTERMException"
+    assert main(["run", _script(tmp_path, body)]) == 143
+
+
 @pytest.mark.parametrize("command", ["run", "plan"])
 def test_options_of_the_script_in_front_of_it_are_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

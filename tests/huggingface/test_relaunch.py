@@ -43,7 +43,7 @@ def test_each_process_has_its_devices_memory_promised() -> None:
 def test_a_process_without_a_promise_says_so_and_runs(caplog: pytest.LogCaptureFixture) -> None:
     with promised(_SETTINGS, "2xcpu:1GiB"), promised(replace(_SETTINGS, peak_bytes=500 * _MIB), "2xcpu:1GiB"):
         assert len(live()) == 1
-    assert "of the 500 MiB that this process will take of cpu:1, only 324 MiB are free" in caplog.text
+    assert "predicted to take 500 MiB of cpu:1, of which only 324 MiB are free" in caplog.text
 
 
 def test_cpu_devices_are_not_leased_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,14 @@ def test_devices_that_are_not_here_get_sharded_plans_whatever_precision_the_scri
     assert worlds == {1, 2, 4}, "three devices don't share 8 samples evenly"
 
 
+def test_accelerates_variable_for_mixed_precision_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    body = "Trainer(model=lm(), args=arguments(), train_dataset=texts()).train()"
+    assert _plan(tmp_path, body, capsys, "--allow", "single")["precision"] == "bf16-mixed"
+
+
 def test_an_evaluations_batches_are_not_split_over_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluates = "eval_strategy='steps', eval_steps=2, per_device_eval_batch_size=64"
     body = f"Trainer(model=lm(), args=arguments({evaluates}), train_dataset=texts(), eval_dataset=texts(64)).train()"
@@ -184,6 +192,46 @@ def test_run_says_with_its_settings_what_the_plan_takes_otherwise(
     settings = capsys.readouterr().err.split("its TrainingArguments are changed:")[1]
     assert "  otherwise than in the script: accelerate fills up an epoch's last batch with 7 of its first samples" in settings
     assert "; --exact leaves such plans out" in settings
+
+
+@pytest.mark.parametrize(
+    ("model", "accumulation", "weighs", "says"),
+    [
+        ("model=Linear(), train_dataset=pairs()[:23]", 1, True, False),
+        ("model=Linear(), train_dataset=pairs()[:23]", 2, False, True),
+        ("model=lm(), train_dataset=texts(23)", 1, False, False),
+    ],
+)
+def test_parts_weigh_by_their_samples_where_transformers_counts_each_equally(
+    model: str,
+    accumulation: int,
+    weighs: bool,
+    says: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings: list[Any] = []
+    monkeypatch.setattr(run, "relaunch", lambda found, _: settings.append(found) or sys.exit(0))
+    path, batch = tmp_path / "train.py", f"per_device_train_batch_size={8 // accumulation}, gradient_accumulation_steps={accumulation}"
+    path.write_text(f"{_SCRIPT}\nTrainer({model}, args=arguments({batch})).train()\n", "utf-8")
+    assert main(["run", "--devices", "2xcpu:2GiB", "--allow", "ddp", str(path)]) == 0
+    assert settings[0].weighed is weighs
+    assert ("transformers counts each part equally" in capsys.readouterr().err.split("TrainingArguments are changed:")[1]) is says
+
+
+def test_a_compute_loss_func_without_labels_is_not_accumulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers takes what it gives for a loss that was divided, so that gradients would grow with the number of parts."""
+    body = """
+def made(outputs, labels, num_items_in_batch=None):
+    return outputs["loss"]
+data = [{"x": each["x"], "target": each["labels"]} for each in pairs()]
+class Targets(Linear):
+    def forward(self, x, target):
+        return super().forward(x, target)
+Trainer(model=Targets(), args=arguments(label_names=["target"]), train_dataset=data, compute_loss_func=made).train()
+"""
+    assert {parts for _, parts, _ in _fitting(_plan(tmp_path, body, capsys))} == {1}
 
 
 @pytest.mark.parametrize(("config", "samples"), [("{'split_batches': True}", 24), ("{'even_batches': False}", 25)])

@@ -6,12 +6,14 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_autopar.huggingface.last_batches import shared_out
+from lightning_autopar.huggingface.last_batches import shared_out, weighed
 from lightning_autopar.huggingface.relaunch import command_of, environment_of
 from lightning_autopar.huggingface.settings import VARIABLE, Batch, Settings, handed_over
 from lightning_autopar.huggingface.train_calls import _check
@@ -152,7 +154,7 @@ def test_epochs_are_counted_as_the_script_counts_them() -> None:
         assert state.epoch == pytest.approx(scripts)
 
 
-def _dealt(samples: int, devices: int, per_device: int) -> list[list[list[int]]]:
+def _dealt(samples: int, devices: int, per_device: int, accumulation: int = 1) -> list[list[list[int]]]:
     """The batches of each process, by accelerate's own loaders."""
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler, DataLoader
@@ -161,7 +163,8 @@ def _dealt(samples: int, devices: int, per_device: int) -> list[list[list[int]]]
     for rank in range(devices):
         batches = BatchSampler(range(samples), per_device, drop_last=False)
         loader = DataLoader(range(samples), batch_sampler=BatchSamplerShard(batches, devices, rank))
-        trainer = SimpleNamespace(get_train_dataloader=lambda loader=loader: loader)
+        trainer = SimpleNamespace(get_train_dataloader=lambda loader=loader: loader, args=SimpleNamespace())
+        trainer.args.gradient_accumulation_steps = accumulation
         shared_out(trainer)
         found.append(list(trainer.get_train_dataloader().batch_sampler))
         assert len(loader) == len(found[-1])
@@ -177,6 +180,46 @@ def test_an_epochs_last_batch_is_shared_out_and_not_filled_up(samples: int, devi
     assert steps == [list(range(first, min(first + devices * per_device, samples))) for first in range(0, samples, devices * per_device)]
 
 
+def test_a_last_step_of_several_batches_is_shared_out_among_all_of_them() -> None:
+    """Of 21 samples in steps of two devices, two batches and two samples, the last five left one for a last batch of both devices."""
+    pytest.importorskip("accelerate")
+    assert [rank[-2:] for rank in _dealt(21, 2, 2, accumulation=2)] == [[[16, 17], [19]], [[18], [20]]]
+
+
 def test_a_last_batch_with_fewer_samples_than_devices_stays_filled_up() -> None:
     pytest.importorskip("accelerate")
+    assert _dealt(17, 2, 2, accumulation=2)[1][-1] == [1, 2]
     assert _dealt(33, 2, 4)[1][-1] == [3, 4, 5, 6]
+
+
+def test_parts_of_an_epochs_last_batch_weigh_by_their_samples(tmp_path: Path) -> None:
+    """Seven samples in batches of four: of the last three, transformers counts a part of one as much as one of two."""
+    transformers = pytest.importorskip("transformers")
+
+    class Linear(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.layer(x) - target).square().mean()}
+
+    rows = [{"x": torch.full((4,), 0.1 * row), "target": torch.tensor([float(row)])} for row in range(7)]
+
+    def trained(parts: int, *, ours: bool) -> tuple[list[float], list[float]]:
+        quiet = {"output_dir": str(tmp_path), "report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+        steps = {"num_train_epochs": 2, "logging_steps": 1, "eval_strategy": "epoch", "learning_rate": 0.1, "optim": "sgd"}
+        batch = {"per_device_train_batch_size": 4 // parts, "gradient_accumulation_steps": parts}
+        args = transformers.TrainingArguments(**quiet, **steps, **batch)
+        trainer = transformers.Trainer(model=Linear(), args=args, train_dataset=rows, eval_dataset=rows[:3])
+        if ours:
+            weighed(trainer)
+        trainer.train()
+        history = trainer.state.log_history
+        return [each[name] for each in history for name in ("loss", "eval_loss") if name in each], trainer.model.layer.weight[0].tolist()
+
+    plain = trained(1, ours=False)
+    assert trained(2, ours=False)[1] != pytest.approx(plain[1], rel=1e-3)
+    for mine, theirs in zip(trained(2, ours=True), plain, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)

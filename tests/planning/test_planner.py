@@ -249,7 +249,7 @@ def test_a_pinned_plan_in_parts_of_an_engine_that_runs_none_is_an_error() -> Non
     here = inventory(cpu(0), cpu(1))
     pinned = Plan(engine="zero", devices=("cpu:0", "cpu:1"), zero_stage=2)
     assert report(here=here, pinned=pinned).best == pinned
-    with pytest.raises(ValueError, match="'zero' can't run a rank's batch in parts"):
+    with pytest.raises(ValueError, match="engine 'zero' has no micro-batches"):
         report(here=here, pinned=replace(pinned, micro_batches=2))
 
 

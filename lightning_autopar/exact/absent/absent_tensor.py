@@ -236,8 +236,8 @@ def _hollow(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             if isinstance(leaf, AbsentTensor):
                 if leaf._value is not None:
                     raise MissingValue(
-                        f"{func} was reached past torch's functions with {leaf._what}, which another stage sends; "
-                        "its gradient would be lost, so that this step can't be cut here"
+                        f"the step calls {func} on {leaf._what}, which another stage sends, and not by one of torch's functions; its "
+                        "gradient would be lost, so the step can't be cut here"
                     )
                 meta = leaf._meta
                 what.append(leaf._what)

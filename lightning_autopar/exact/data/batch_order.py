@@ -72,8 +72,8 @@ class DrawLog:
                 self.complete = False
                 self.entries.clear()
                 _log.warning(
-                    "the data order draws from the global random state at every batch; after %d batches a checkpoint inside this epoch no "
-                    "longer resumes exactly; give the sampler or dataset a generator of its own",
+                    "the sampler or dataset draws from the global random state at every batch: a checkpoint that is saved after %d "
+                    "batches of this epoch or later won't resume exactly; give the sampler or dataset a generator of its own",
                     LOG_LIMIT,
                 )
             else:

@@ -296,11 +296,11 @@ def _nothing() -> None:
 def _words(hook: str, count: Count, other: Count) -> str:
     if other == count:
         return (
-            f"planning found that what {hook} computes is a mean over {count}, and this batch, or a rank's part of it, has no such tensor; "
-            "give batches one structure, or run on one device (allow=['single'])"
+            f"planning found that what {hook} computes is a mean over {count}, but this batch, or a rank's part of it, has no such tensor; "
+            "give all batches the same tensors, or run on one device (allow=['single'])"
         )
     return (
-        f"what {hook} computes is a mean over {count} or over {other}, which agreed in all batches that planning looked at. In this one "
-        "they differ, so that nobody knows what its parts weigh; run on one device (allow=['single']), or shuffle the data, so that "
+        f"what {hook} computes is a mean over {count} or over {other}. They had equal counts in all batches that planning looked at, but "
+        "not in this one, so the weight of its parts isn't known; run on one device (allow=['single']), or shuffle the data, so that "
         "planning sees such a batch"
     )

@@ -341,7 +341,7 @@ class ExactLoader(DataLoader[Any]):
                 'was saved with, or remove "combined_loader" from the checkpoint\'s fit loop to begin the epoch anew'
             )
         if self._whole_batches:
-            raise ValueError("a loader of whole batches, as for prediction, can't be resumed; predict from the start")
+            raise ValueError("a prediction can't be resumed in the middle of its data; predict from the start")
         self.__dict__.update(_resume=dict(state_dict), _shared_random=SharedRandomState.of(state_dict))
 
 

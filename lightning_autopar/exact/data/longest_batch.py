@@ -354,6 +354,6 @@ class LongerBatches:
         times = math.prod(shape[1:]) / math.prod(self._lengths.longest[1:])
         self._most = math.prod(shape[1:])
         _LOG.warning(
-            f"autopar: rank {rank} has a batch of {self._lengths.size(times)} ({self._lengths.label}), and its plan counts with at most "
-            f"{self._lengths.size(self._lengths.reach)}; memory may run out"
+            f"autopar: rank {rank} has a batch of size {self._lengths.size(times)} ({self._lengths.label}), but its plan has memory for at "
+            f"most {self._lengths.size(self._lengths.reach)}; it may run out of memory"
         )

@@ -88,7 +88,7 @@ class Tally:
         """That of one of the parts of its ``fed`` samples, which are dealt out to them in turns."""
         samples = self.samples()
         if len(samples) != fed:
-            raise ValueError(f"this batch counts {len(samples)} rows for {fed} samples, so that nobody knows what a part of it weighs")
+            raise ValueError(f"this batch has counts for {len(samples)} rows, but {fed} samples, so the weight of a part of it isn't known")
         own = samples[number::parts]
         return Tally(own=float(sum(own)), total=self.total, samples=lambda: own)
 

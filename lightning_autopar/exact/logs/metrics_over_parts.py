@@ -222,9 +222,9 @@ class MetricParts:
         equal = max(_EQUAL, _ROUNDINGS * torch.finfo(whole.dtype).eps) if whole.is_floating_point() else _EQUAL
         if rows and self._rows and key in self._trained and not torch.allclose(mean, whole.double(), rtol=equal, atol=equal):
             raise RuntimeError(
-                f"training_step is trained on what {type(metric).__name__} gives, which is no mean over this batch's samples: it is "
-                f"{float(whole):.6g}, and {float(mean):.6g} as the mean of its parts; take a plan that runs a batch in one piece "
-                "(micro_batches=1, no pipeline): its ranks exchange the metric's states"
+                f"the loss uses the value of {type(metric).__name__}, which isn't a mean over samples: for this batch it is "
+                f"{float(whole):.6g}, and {float(mean):.6g} as the mean over the batch's parts; take a plan that runs a batch in one "
+                "piece (micro_batches=1, no pipeline), whose ranks exchange the metric's states"
             )
         value.register_hook(lambda gradient: self._trained.add(key))
 

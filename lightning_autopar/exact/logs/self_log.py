@@ -311,8 +311,8 @@ class GlobalLogging:
         if not self._steps_log and any(entry.fx == "training_step" for entry, _, _ in exchanged):
             self._steps_log = True
             rank_zero_warn(
-                "autopar: training_step has logged values by code that wasn't found in it beforehand. What was logged for single steps up "
-                "to here is of rank 0's samples; the epoch's values, and all from now on, are of all samples"
+                "autopar: training_step logs values by code that planning didn't find in it. The values of single steps until now are "
+                "those of rank 0's samples. The epoch's values, and all values from now on, are those of all samples"
             )
         exchanged += [(entry, entry.value, entry.batch_size) for entry in own]
         for entry, value, batch_size in exchanged:

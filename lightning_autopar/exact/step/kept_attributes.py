@@ -218,8 +218,9 @@ class KeptSteps:
                 if name not in self._warned:
                     self._warned.add(name)
                     rank_zero_warn(
-                        f"autopar: the samples decide what a step keeps in {title(self._trainer.lightning_module, name)}, unlike in "
-                        "the batches that planning looked at: after such batches each rank has what comes of its own samples"
+                        f"autopar: in this batch what the step keeps in {title(self._trainer.lightning_module, name)} depends on the "
+                        "samples in a way that planning didn't see. From now on each rank keeps what comes of its own samples, unlike "
+                        "one device"
                     )
                 continue
             for slot, whole in zip(own, made, strict=True):

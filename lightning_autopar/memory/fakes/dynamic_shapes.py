@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 
 aten = torch.ops.aten
-SPREAD = "what the step chooses by computed scores (routing to experts, say) was taken to be spread evenly"
+SPREAD = "what the step chooses by computed scores, such as experts for tokens, was taken to be spread evenly"
 
 
 def _masked_select(shadow: ShadowValues, values: dict[str, Any]) -> Tensor:

@@ -126,7 +126,7 @@ class ShadowValues(TorchDispatchMode):
             with unset_fake_temporarily():
                 found = bool(uniform.item()) if uniform is not None else False
             self.branched = True
-            self.guess("a comparison of computed values that the step asks for was taken to come out as between zeros")
+            self.guess("where the step compares computed values, they were taken to be zero")
             return found is not self._other
         self.guess(f"a {fake.dtype} value that the step reads was taken to be zero")
         zero = 1 if self._other else 0

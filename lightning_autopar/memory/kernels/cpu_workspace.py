@@ -291,7 +291,7 @@ CPU_SCRATCH: Mapping[Any, _CpuScratchOf] = {
     aten.baddbmm.default: _product(1),
 }
 #: The note where the temporaries of convolutions couldn't be measured.
-UNREAD = "what convolutions take inside of one operation is a guess: they are too large to run one for it, or a profiler runs here"
+UNREAD = "the temporary memory of convolutions is a guess: they are too large to be tried, or a profiler is running"
 _MEASURED = (aten.convolution.default, aten.convolution_backward.default)
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 

@@ -242,7 +242,7 @@ def _statistics(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tens
 
 #: The notes for such operations.
 _ESTIMATES = {
-    aten.convolution.default: "cuDNN's workspace is taken to be a copy of a convolution's tensors, unless they lie channels last",
+    aten.convolution.default: "cuDNN's workspace is taken to be as large as a convolution's tensors, unless they are in channels_last",
     **dict.fromkeys(
         (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default),
         "cuFFT's workspace is taken to be as large as a transform's output",

@@ -39,6 +39,11 @@ class Leftover:
     size_bytes: int
     since: float
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run's next start goes on from it, rather than that it was killed before its first snapshot."""
+        return self.kind == "snapshots" and self.size_bytes > 0
+
 
 def leftovers(homes: Sequence[Path] | None = None) -> tuple[Leftover, ...]:
     """This user's, by path.

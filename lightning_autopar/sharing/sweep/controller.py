@@ -267,7 +267,7 @@ class Controller:
         run.word, run.option, run.devices, run.plan = "running", place.option, place.devices, place.option.title
         run.predicted_seconds, run.began, run.status, run.first_step = place.option.seconds, self.elapsed_seconds, None, None
         run.exit_code = run.seconds = None
-        expected = f"{place.option.seconds:.0f} s expected" if run.known else "nobody knows how long"
+        expected = f"{place.option.seconds:.0f} s expected" if run.known else "of unknown length"
         self._tell(f"{run.name} starts on {', '.join(place.devices)} ({place.option.title}, {expected}); its log: {log}")
 
     def _has_ended(self, run: SweepRun) -> bool:

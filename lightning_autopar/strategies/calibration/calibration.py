@@ -101,8 +101,8 @@ def calibrate(inventory: Inventory, *, wanted: Collection[str] | None = None, ag
         return MeasuredRates(known, DataSheet())
     begun = time.monotonic()
     tried = {name for each in measurements(inventory, before, wanted) for name in each.names}
-    where = "kept for later runs" if cache_folder("rates") is not None else f"not kept, as {VARIABLE} is off"
-    rank_zero_info(f"autopar: measuring how fast {_named(inventory)} for some seconds; {where}")
+    where = "is kept for later runs" if cache_folder("rates") is not None else f"isn't kept, as {VARIABLE} is off"
+    rank_zero_info(f"autopar: measuring how fast {_named(inventory)}. This takes some seconds, and the result {where}")
 
     def measured(there: Inventory) -> list[Device]:
         return [device for each in measurements(there, before, wanted) for device in each.devices]

@@ -134,13 +134,13 @@ def _traced(module: nn.Module, conduct: Conduct) -> str | None:
     """What the traced step does that fails on shards, or would go wrong unnoticed."""
     if conduct.exchanged:
         return (
-            f"the step puts another parameter in the place of {conduct.exchanged[0]!r}, which FSDP2 holds in shards; write to the "
+            f"the step replaces the parameter {conduct.exchanged[0]!r}, which FSDP2 holds in shards, by another one; write to the "
             "parameter instead (with torch.no_grad(): parameter.copy_(...))"
         )
     if conduct.shared:
         return (
-            f"the step gives the parameter {conduct.shared[0]!r} the values of another one to share (by its data), which FSDP2 shards "
-            "apart from it; copy them instead (with torch.no_grad(): parameter.copy_(other))"
+            f"the step makes the parameter {conduct.shared[0]!r} share another one's memory (by its .data), but FSDP2 shards each by "
+            "itself; copy the values instead (with torch.no_grad(): parameter.copy_(other))"
         )
     if conduct.mixed is not None:
         name, where = conduct.mixed
@@ -160,7 +160,7 @@ def _of_own_class(module: nn.Module) -> str | None:
     """That a parameter is of a class of its own, which an optimizer may ask for; None where none is."""
     for name, parameter in module.named_parameters():
         if type(parameter) is not nn.Parameter and issubclass(type(parameter), nn.Parameter):
-            return f"the parameter {name!r} is a {type(parameter).__name__}, and FSDP2 puts shards in its place, which aren't"
+            return f"the parameter {name!r} is a {type(parameter).__name__}, and the shards that FSDP2 puts in its place aren't"
     return None
 
 

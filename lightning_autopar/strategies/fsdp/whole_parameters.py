@@ -357,7 +357,7 @@ def _refuse_other(module: nn.Module, name: str, whole: nn.Parameter) -> None:
     """Raise where the step has put another parameter in the place of a whole one."""
     if module._parameters.get(name) is not whole and not isinstance(module._parameters.get(name), DTensor):
         raise RuntimeError(
-            f"the step has put another parameter in the place of {name!r} of {type(module).__name__}, which FSDP2 holds in shards; "
+            f"the step has replaced the parameter {name!r} of {type(module).__name__}, which FSDP2 holds in shards, by another one; "
             "write to the parameter instead (with torch.no_grad(): parameter.copy_(...)), or run with allow=['single', 'ddp']"
         )
 
@@ -453,8 +453,8 @@ def _take_part(groups: list[Any], parameter: Any, whole: Tensor) -> None:
     elsewhere = gathered is not None and local.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr()
     if elsewhere and (not local.untyped_storage().size() or local.untyped_storage().data_ptr() in _storages(groups)):
         raise RuntimeError(
-            f"the step has given the parameter {parameter._module_info.param_name!r} the values of another one to share (by its data), "
-            "which FSDP2 holds in shards; copy them instead (with torch.no_grad(): parameter.copy_(other)), or run with "
+            f"the step has made the parameter {parameter._module_info.param_name!r} share another one's memory (by its .data), "
+            "but FSDP2 shards each by itself; copy the values instead (with torch.no_grad(): parameter.copy_(other)), or run with "
             "allow=['single', 'ddp']"
         )
     with torch.no_grad():

@@ -151,7 +151,7 @@ def _apart(module: LightningModule, trainer: Trainer | None) -> Check:
         for number in range(count):
             (alone,) = run_forked(small.stepped, [number])
             if not torch.allclose(alone, together[number], rtol=_EQUAL, atol=_EQUAL, equal_nan=True):
-                return failed(f"the optimizer {_name(small)} steps a parameter by the others as well, and no stage has them all")
+                return failed(f"the optimizer {_name(small)} updates a parameter by the values of others, and no stage has them all")
     return PASSED
 
 

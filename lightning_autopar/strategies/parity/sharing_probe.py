@@ -223,7 +223,7 @@ class _SharingProbe(_Probe):
         """The step as it is; run twice where it keeps something."""
         reference = self._outcome(hook)
         if self.asks:
-            raise _CannotShareError(f"{hook} asks torch.distributed ({self.asks}), which answers otherwise on several ranks")
+            raise _CannotShareError(f"{hook} asks torch.distributed ({self.asks}), which gives other answers on several ranks")
         kept = [name for name in self.effects[-1].kept if name not in ("trainer", *vars(LightningModule()))]
         self.watched = tuple(dict.fromkeys(kept))
         return self._outcome(hook) if self.watched else reference
@@ -245,7 +245,7 @@ class _SharingProbe(_Probe):
         with trial.shadowed():
             outcome = self._outcome(hook, trial)
         if trial.bypassed:
-            raise _CannotShareError(f"what {sorted(trial.bypassed)[0]!r} computes comes to the loss past its output")
+            raise _CannotShareError(f"the loss uses values of {sorted(trial.bypassed)[0]!r} that aren't in its output")
         difference, where = reference.difference(outcome)
         if not difference <= tolerance:
             raise _CannotShareError(f"with a shared network {where!r} differs by {difference:.2g} of it")

@@ -247,7 +247,7 @@ class _Probe(LaterSteps):
         plan, failed = self.with_later_draws(plan, places, sizes[0])
         if routes:
             found = self._with_routes(found)
-        notes = (f"not checked: whether the step draws other random numbers once its counters have gone far (there it fails: {failed})",)
+        notes = (f"not checked: whether the step draws other random numbers later in the run (with its counters far, it fails: {failed})",)
         return replace(found, notes=found.notes + notes * bool(failed), skips=self.skips), plan
 
     def evaluation(self, hook: str) -> SplitFinding:

@@ -129,7 +129,7 @@ def decide_again(
         asked = {*look.findings.engines, *look.findings.later, *look.constraints.excluded}
         if plan.engine not in asked and type(engines.of(plan)).look is not engines.Engine.look:
             raise ValueError(
-                f"the engine {plan.engine!r} hasn't looked at the run's first batch, so that nobody knows whether it runs the step right; "
+                f"the engine {plan.engine!r} hasn't looked at the run's first batch, so it isn't known whether it runs the step right; "
                 "name it in allow, and pin no plan when the run begins"
             )
         look = replace(look, constraints=replace(look.constraints, pinned=plan))

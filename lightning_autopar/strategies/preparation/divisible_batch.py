@@ -50,7 +50,7 @@ def _counted_in(batch: FirstBatch) -> str | None:
         parts = [_numbers(batch.collate(fresh(each))) for each in (batch.samples[::2], batch.samples[1::2])]
     except Exception as error:  # the user's collate function, on fewer samples than it is used to
         log.debug("the numbers of a batch's parts aren't known", exc_info=True)
-        return f"and whether samples add up to its number {next(iter(whole))} couldn't be tried ({type(error).__name__}: {error})"
+        return f"and whether its number {next(iter(whole))} is a sum over samples couldn't be tried ({type(error).__name__}: {error})"
     finally:
         rng.restore(state, {})
     added = next((name for name, value in whole.items() if sum(part.get(name, 0.0) for part in parts) == value), None)

@@ -419,7 +419,7 @@ def _on_others(
         elif split.difference <= SPLIT_TOLERANCE and not split.log_rules.get(LOSS, ("mean",)):
             if not again:  # what doesn't count here may not have been in the first batch
                 return _on_others(split_one, module, looked, split_one(looked[0], known=_counts(other))[0], draws, again=True)
-            reason = f"what its parts weigh goes by something else in another batch than the first, of {batch.batch_size} samples"
+            reason = f"in another batch than the first, of {batch.batch_size} samples, parts weigh by something else"
             return replace(split, probed=False, reason=reason), draws
     return split, draws
 
@@ -457,7 +457,7 @@ def _split(
         told["blocks"] = {block.fqn: block.flops for block in footprint.blocks if block.repeated}
         return run_forked(partial(probe_split, **told), module, trainer, batch)
     except ChildFailed as error:
-        reason = f"not checked: whether the parts of a batch make up the whole ({error.reason})"
+        reason = f"not checked: whether a batch in parts gives the same loss and gradients ({error.reason})"
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
 
 
@@ -500,7 +500,7 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
     footprint = with_copies(at_lengths(partial(_traced, trainer, questions), batch, footprint, seen), trainer, batch)
     first = _first_step(trainer, questions, batch=batch, validation=lambda: validation, footprint=footprint, untried=reason)
     untried = SplitFinding(
-        splittable=False, probed=False, reason=f"not checked: whether the parts of a batch make up the whole, as {reason}"
+        splittable=False, probed=False, reason=f"not checked: whether a batch in parts gives the same loss and gradients, as {reason}"
     )
     return Findings(
         footprint=footprint,

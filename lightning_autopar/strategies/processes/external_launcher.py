@@ -263,7 +263,7 @@ def unknown_launcher() -> str | None:
 @contextmanager
 def _waiting(rank: int, world_size: int, environment: ClusterEnvironment) -> Iterator[None]:
     """The context in which this process waits for the others; after some seconds it says so, as nobody may ever start them."""
-    remedy = "look into the other processes' logs, first into process 0's"
+    remedy = "look into process 0's log" if rank else "look whether they were started, and into their logs"
     if rank == 0 and isinstance(environment, SLURMEnvironment):
         remedy = "start the script by srun, or for one process ask Slurm for one task"
     words = (
@@ -349,7 +349,9 @@ def _own_part(store: Any, rank: int, world_size: int) -> str:
                 store.set(f"autopar/welcome/{store.get(f'autopar/hello/{each}').decode()}", part)
         missing -= {each for each in missing if store.check([f"{part}/here/{each}"])}
         if time.monotonic() > until:
-            raise TimeoutError(f"ranks {sorted(missing)} of {world_size} didn't come within {_TIMEOUT}; look into their logs")
+            raise TimeoutError(
+                f"ranks {sorted(missing)} of {world_size} didn't come within {_TIMEOUT.seconds // 60} minutes; look into their logs"
+            )
         time.sleep(_POLL_SECONDS)
     return part
 
@@ -367,8 +369,8 @@ def rerun_script(strategy: RunHost, world_size: int, reason: str) -> Peers:
     """
     if STORE in os.environ:
         raise RuntimeError(
-            f"a rerun of the script came to a plan of {world_size} processes before the run that it was started for, which ran otherwise "
-            "in the process that started it; give the earlier fit its plan (plan=, or allow=['single']), or a script of its own"
+            f"the script was started again for a further rank, and there an earlier call of fit planned for {world_size} processes, though "
+            "it had run on one device before; give the earlier fit its plan (plan=, or allow=['single']), or a script of its own"
         )
     port = find_free_network_port()
     store = dist.TCPStore("127.0.0.1", port, None, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)

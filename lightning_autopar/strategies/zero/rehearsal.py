@@ -70,13 +70,13 @@ def _traced(plan: Plan, conduct: Conduct) -> str | None:
     """What the traced step does that fails on partitions."""
     if conduct.exchanged and plan.zero_stage == 3:
         return (
-            f"the step puts another parameter in the place of {conduct.exchanged[0]!r}, which ZeRO-3 has partitioned; write to the "
+            f"the step replaces the parameter {conduct.exchanged[0]!r}, which ZeRO-3 has partitioned, by another one; write to the "
             "parameter instead (with torch.no_grad(): parameter.copy_(...))"
         )
     if conduct.shared:
         return (
-            f"the step gives the parameter {conduct.shared[0]!r} the values of another one to share (by its data), and DeepSpeed keeps "
-            "them apart; copy them instead (with torch.no_grad(): parameter.copy_(other))"
+            f"the step makes the parameter {conduct.shared[0]!r} share another one's memory (by its .data), but DeepSpeed keeps "
+            "them apart; copy the values instead (with torch.no_grad(): parameter.copy_(other))"
         )
     return None
 

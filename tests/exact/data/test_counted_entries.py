@@ -86,7 +86,7 @@ def test_only_batches_in_which_something_counts_are_counted() -> None:
 
 def test_all_ranks_stop_where_one_lacks_what_counts() -> None:
     counts = BatchCounts({LOSS: LABELS}, lambda numbers: [numbers, [float("nan")]])
-    with pytest.raises(ValueError, match=r"a mean over batch.labels\[:, 1:\] != 3, and this batch, or a rank's part of it, has no such"):
+    with pytest.raises(ValueError, match=r"a mean over batch.labels\[:, 1:\] != 3, but this batch, or a rank's part of it, has no such"):
         counts.arrives("training_step", batch(IDS[::2]), [share_of(4, 0, Dealing.even(2))], in_parts=False)
 
 
@@ -104,7 +104,7 @@ def test_what_planning_could_not_tell_apart_has_to_agree(in_parts: bool) -> None
         counts.arrives("training_step", other, [whole], in_parts=in_parts)
         return counts.on(whole)
 
-    with pytest.raises(ValueError, match="which agreed in all batches that planning looked at"):
+    with pytest.raises(ValueError, match="They had equal counts in all batches that planning looked at"):
         counted()
 
 
@@ -113,5 +113,5 @@ def test_a_share_of_rows_that_are_no_samples_has_no_parts() -> None:
     counts.arrives("training_step", {"x": torch.ones(7, 2)}, [], in_parts=False)
     share = counts.on(BatchShare(rows=3, of=3, rank=0, world_size=1))
     assert share.fraction() == 1.0
-    with pytest.raises(ValueError, match="counts 7 rows for 3 samples"):
+    with pytest.raises(ValueError, match="counts for 7 rows, but 3 samples"):
         share.part(0, 2)

@@ -225,7 +225,9 @@ def test_parts_train_on_their_own_value(make: Any, under: Any) -> None:
 
 def test_parts_that_are_no_mean_stop_the_run() -> None:
     """As many values count in each part of some batches, and other numbers in another."""
-    with pytest.raises(RuntimeError, match=r"what Masked gives, which is no mean over this batch's samples: it is [\d.]+, and [\d.]+ as"):
+    with pytest.raises(
+        RuntimeError, match=r"the value of Masked, which isn't a mean over samples: for this batch it is [\d.]+, and [\d.]+ as"
+    ):
         assert_same(Missing, numbers(), plan("single", ranks=1, micro_batches=2))
 
 

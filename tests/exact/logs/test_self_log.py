@@ -445,9 +445,9 @@ def fit_hidden(strategy: Any) -> dict[str, float]:
 
 
 def test_a_log_that_no_code_told_of_is_told_and_the_epochs_value_is_right() -> None:
-    with pytest.raises(UserWarning, match="by code that wasn't found in it beforehand"):  # tests make warnings errors
+    with pytest.raises(UserWarning, match="by code that planning didn't find in it"):  # tests make warnings errors
         fit_hidden(AutoParallelStrategy(allow=["ddp"], devices="2xcpu:1GiB"))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="autopar: training_step has logged")
+        warnings.filterwarnings("ignore", message="autopar: training_step logs values")
         ours = fit_hidden(AutoParallelStrategy(allow=["ddp"], devices="2xcpu:1GiB"))
     assert ours == pytest.approx(fit_hidden("auto"), rel=1e-5)

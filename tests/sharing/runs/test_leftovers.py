@@ -64,3 +64,14 @@ def test_status_shows_it_and_clean_removes_it(home: Path, capsys: pytest.Capture
     assert not snapshots.exists()
     assert main(["status"]) == 0
     assert "Left by" not in capsys.readouterr().out
+
+
+def test_a_run_that_was_killed_before_its_first_snapshot_has_left_nothing_to_go_on_from(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made(home, "snapshots")
+    (folder / "s000001" / "tensors").unlink()
+    assert main(["status"]) == 0
+    assert "next start goes on" not in capsys.readouterr().out
+    assert main(["clean"]) == 0
+    assert not folder.exists()

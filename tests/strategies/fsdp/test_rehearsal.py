@@ -149,13 +149,13 @@ def _first() -> FirstBatch:
     ("make", "cause"),
     [
         (Twice, "the parameters 'mean' and 'net.0.weight' share their memory, and FSDP2 shards each by itself"),
-        (Manifold, "the parameter 'net.0.weight' is a Parameter, and FSDP2 puts shards in its place, which aren't"),
+        (Manifold, "the parameter 'net.0.weight' is a Parameter, and the shards that FSDP2 puts in its place aren't"),
         (Late, "'net.1.0.weight' gets its shape in the first step, and FSDP2 shards it before"),
         (Sparse, "'table' has sparse gradients"),
         (Mixed, "several dtypes"),
         (Regularised, "uses a block's parameters outside of the block's forward"),
-        (Tying, "the step has put another parameter in the place of 'weight' of Linear, which FSDP2 holds in shards; write to"),
-        (Sharing, "the step has given the parameter 'weight' the values of another one to share"),
+        (Tying, "the step has replaced the parameter 'weight' of Linear, which FSDP2 holds in shards, by another one; write to"),
+        (Sharing, "the step has made the parameter 'weight' share another one's memory"),
         (Held, "'both' holds the parameter 'target.0.weight' itself, in the place of which FSDP2 puts shards"),
         (Rowwise, "the optimizer ByRows computes with tensors of its own together with parameters or gradients"),
         (Crashing, "on_train_batch_end was left out, as it failed"),
@@ -271,11 +271,11 @@ def test_what_is_too_large_to_rehearse_is_passed_by_its_trace(make: Any, monkeyp
 @pytest.mark.parametrize(
     ("make", "fsdp", "zero"),
     [
-        (Tying, "puts another parameter in the place of 'other.weight', which FSDP2", "in the place of 'other.weight', which ZeRO-3"),
+        (Tying, "replaces the parameter 'other.weight', which FSDP2", "the parameter 'other.weight', which ZeRO-3"),
         (
             Sharing,
-            "gives the parameter 'other.weight' the values of",
-            "gives the parameter 'other.weight' the values of",
+            "makes the parameter 'other.weight' share another one's memory",
+            "makes the parameter 'other.weight' share another one's memory",
         ),
         (FollowedByHook, "on_train_batch_end uses the parameter 'net.0.weight' together with tensors that aren't parameters", None),
         (Held, "'both' holds the parameter 'target.0.weight' itself", None),

@@ -107,7 +107,8 @@ def test_whether_a_parameter_steps_as_if_it_were_alone() -> None:
     for healthy in (ByHand, torch.optim.Adafactor):
         assert step_apart(Module(healthy), None).outcome == "passed"
     assert (
-        step_apart(Module(ByAll), None).reason == "the optimizer ByAll steps a parameter by the others as well, and no stage has them all"
+        step_apart(Module(ByAll), None).reason
+        == "the optimizer ByAll updates a parameter by the values of others, and no stage has them all"
     )
     untold = step_apart(Module(Early), None)
     assert (untold.outcome, "Early holds state before its first step" in untold.reason) == ("not made", True)

@@ -607,7 +607,7 @@ def test_draws_of_later_steps_that_cannot_be_tried_are_told() -> None:
     finding, _ = probe_split(ByATable(), None, first_of(samples()))
     assert (finding.difference, finding.part_reason, len(finding.notes)) == (0.0, None, 2)
     assert finding.notes[0].startswith("not checked: splitting the batch of step 27,719,999 (IndexError: list index out of range")
-    assert finding.notes[1].startswith("not checked: whether the step draws other random numbers once its counters have gone far (there it")
+    assert finding.notes[1].startswith("not checked: whether the step draws other random numbers later in the run (with its counters far")
     assert "IndexError: list index out of range" in finding.notes[1]
 
 

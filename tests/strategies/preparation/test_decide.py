@@ -335,7 +335,7 @@ def test_an_engine_that_has_not_looked_at_the_step_is_not_moved_to(tmp_path: Pat
     trainer = trainer_for(Net(), DataLoader(Dataset(), batch_size=4), tmp_path)
     decision, two = plan(trainer, plan=Plan(engine="ddp", devices=("cpu:0", "cpu:1"))), parse_spec("2xcpu:1GiB")
     assert decide_again(trainer, decision, two, plan=Plan(engine="single", devices=("cpu:1",))).run_plan.plan.engine == "single"
-    with pytest.raises(ValueError, match="'fsdp' hasn't looked at the run's first batch, so that"):
+    with pytest.raises(ValueError, match="'fsdp' hasn't looked at the run's first batch, so it"):
         decide_again(trainer, decision, two, plan=Plan(engine="fsdp", devices=("cpu:0", "cpu:1"), reshard_after_forward=True))
 
 

@@ -230,7 +230,7 @@ def test_a_number_of_which_nobody_can_try_that_keeps_a_batch_whole() -> None:
 
     words = whole_of((_batch(fours),), "fit", collates=True)
     assert words is not None
-    assert words.startswith("parts are cut out of the collated batch, and whether samples add up to its number ['n'] couldn't be tried")
+    assert words.startswith("parts are cut out of the collated batch, and whether its number ['n'] is a sum over samples couldn't be tried")
     assert whole_of((_batch(lambda samples: torch.stack(samples) if len(samples) == 4 else fours(samples)),), "fit", collates=True) is None
 
 

@@ -200,9 +200,9 @@ def test_a_batch_longer_than_planned_for_is_told_once(
     strategy = AutoParallelStrategy(devices="1xcpu:1GiB")
     with caplog.at_level(logging.WARNING):
         trainer(tmp_path, strategy).fit(Reader(), loader, fixed(SHORT))
-    told = [record.message for record in caplog.records if "counts with at most" in record.message]
+    told = [record.message for record in caplog.records if "has memory for at most" in record.message]
     assert told
-    assert "rank 0 has a batch of 160 (the batch's dimension 1)" in told[-1]
+    assert "rank 0 has a batch of size 160 (the batch's dimension 1)" in told[-1]
     assert len(told) <= 2, "the last batch comes twice"
 
 

@@ -152,8 +152,9 @@ class Evaluations:
         read = is_overridden(reader, trainer.lightning_module) or any(is_overridden(reader, each) for each in callbacks)
         if read and any(set(whole) != set(each) for each in named):
             raise RuntimeError(
-                f"for want of memory a batch of {hook} runs in parts, and {reader} gets to see what the step returns, which can't be put "
-                "together from them; return tensors with a row a sample, or numbers that are means over samples, or take a smaller batch"
+                f"a batch of {hook} ran out of memory, and runs in parts. {reader} reads what the step returns, which can't be put "
+                "together from the parts; return tensors with a row a sample, or numbers that are means over samples, or take a smaller "
+                "batch"
             )
         return whole.get("") if not isinstance(outputs[0], Mapping) else {**outputs[-1], **whole}
 

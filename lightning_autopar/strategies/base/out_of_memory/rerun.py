@@ -123,7 +123,7 @@ class Reruns:
             # A time could be the same by chance. Gradients come in the order of the step before, so that this would be a gap.
             order = sorted(range(len(marks)), key=lambda index: marks[index])
             if set(order[: len(done)]) != set(done):
-                return "gradients came in another order than in the step before, so that nobody knows which of them were sent"
+                return "gradients came in another order than in the step before, so it isn't known which of them were sent"
         sent = {id(trained[index]) for index in done}
         fresh = set() if shared else {id(each) for each in self._left}
         self._left = [each for each in trained if id(each) not in sent and (shared or id(each) in fresh)]

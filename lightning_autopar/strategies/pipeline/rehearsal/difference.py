@@ -108,7 +108,7 @@ def _differences(ours: Step, theirs: Step) -> Iterator[tuple[str, float]]:
     for name, moved in ours.moved.items():
         distance = tensor_distance(moved, theirs.moved[name], largest)
         yield (
-            f"in stages the optimizer steps {name!r} otherwise, by {_percent(distance)}, as if it looked at all parameters together",
+            f"in stages the optimizer's step of {name!r} differs by {_percent(distance)}, as if it looked at all parameters together",
             0.0 if distance <= _EQUAL_MOVES else distance,
         )
     for name, buffer in ours.buffers.items():

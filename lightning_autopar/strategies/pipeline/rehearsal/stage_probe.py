@@ -155,7 +155,7 @@ def confirm_stages(
     recordings = trial.record()
     words = trial.compare(tuple(cuts))
     if words is None and trial.appended:  # found out too late to tell the run of it
-        words = f"the step appends to {next(iter(trial.appended))!r} on the module what only the last stage would have"
+        words = f"the step appends values to the module's {next(iter(trial.appended))!r} that only the last stage would have"
     return Finding(value=Staging(hooks=recordings, refusal=words))
 
 
@@ -170,7 +170,7 @@ def kept_apart(first: FirstStep, appended: Sequence[str] = ()) -> dict[str, str]
             if is_variable(name):
                 found.setdefault("pipeline_parts", f"{words} each part of a batch would change by itself")
             elif name not in appended:
-                found.setdefault("pipeline", f"{words} the ranks of a pipeline would have of their own stages alone")
+                found.setdefault("pipeline", f"{words} each rank of a pipeline would have of its own stages alone")
     return found
 
 
@@ -183,7 +183,7 @@ def appended_apart(staging: Staging) -> str | None:
     """Why a batch must run through the stages in one piece: parts of it would each append to a list; None where it need not."""
     if not staging.appended:
         return None
-    return f"the step appends to {staging.appended[0]!r} on the module, which each part of a batch would do"
+    return f"the step appends to the module's {staging.appended[0]!r}: each part of a batch would append"
 
 
 def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) -> Check:

@@ -122,7 +122,7 @@ class StepRecorder:
             if made is not None and made < self._part:
                 self._use_extra(tensor, made)
             elif made is None and self._running is None and tensor.requires_grad and not tensor.is_leaf and not is_marked(tensor):
-                self.refuse("the step computes with parameters by means that torch doesn't show (scripted code, perhaps)")
+                self.refuse("the step uses parameters in code that torch doesn't show, such as TorchScript")
 
     def _use_extra(self, tensor: Tensor, made: int) -> None:
         """A tensor is used that a block made and didn't return: it can cross cuts if a hook or an attribute gave it out."""

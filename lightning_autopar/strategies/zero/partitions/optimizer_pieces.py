@@ -170,8 +170,8 @@ class Edits:
 def _put_back(parameter: nn.Parameter, place: Tensor) -> None:
     if parameter.untyped_storage().data_ptr() == place.untyped_storage().data_ptr():
         raise RuntimeError(
-            f"a parameter of shape {tuple(parameter.shape)} was given the values of another one to share (by its data), which DeepSpeed "
-            "steps apart from it; copy them instead (with torch.no_grad(): parameter.copy_(other)), or run with allow=['single', 'ddp']"
+            f"a parameter of shape {tuple(parameter.shape)} was made to share another one's memory (by its .data), but DeepSpeed updates "
+            "each by itself; copy the values instead (with torch.no_grad(): parameter.copy_(other)), or run with allow=['single', 'ddp']"
         )
     place.copy_(parameter.data)
     parameter.data = place

@@ -87,7 +87,7 @@ class ReturnsAList(Evaluated):
 
 
 def test_an_output_that_nobody_can_put_together_is_refused_where_somebody_reads_it() -> None:
-    with pytest.raises(RuntimeError, match="on_validation_batch_end gets to see what the step returns"):
+    with pytest.raises(RuntimeError, match="on_validation_batch_end reads what the step returns"):
         evaluated(partial(ReturnsAList, 0, 4), plan("single", ranks=1), callbacks=[Reads()])
     _, ours = evaluated(partial(ReturnsAList, 0, 4), plan("single", ranks=1))
     _, theirs = evaluated(partial(ReturnsAList, 0, 4), None)

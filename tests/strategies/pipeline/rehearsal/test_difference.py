@@ -46,7 +46,7 @@ def test_each_difference_has_its_sentence() -> None:
     assert words(gradients={"unused": torch.zeros(1)}) == "in stages the gradient of 'unused' differs by all of it"
     assert words(settings=[{"lr": 0.2}]) == "the optimizer sets 'lr' by all parameters together, and a stage has some of them only"
     assert words(moved={"a": torch.tensor([0.1, 0.3])}) == (
-        "in stages the optimizer steps 'a' otherwise, by 0.5 of it, as if it looked at all parameters together"
+        "in stages the optimizer's step of 'a' differs by 0.5 of it, as if it looked at all parameters together"
     )
     assert words(buffers={"count": torch.tensor(4)}) == "in stages the buffer 'count' has other values after the step"
 

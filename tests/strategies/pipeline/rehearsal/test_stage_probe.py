@@ -319,14 +319,14 @@ def test_what_a_step_keeps_for_later_hooks() -> None:
     finding = probed(Averages())
     assert finding.value.refusal is None
     assert finding.value.appended == ("losses",)
-    assert appended_apart(finding.value) == "the step appends to 'losses' on the module, which each part of a batch would do"
+    assert appended_apart(finding.value) == "the step appends to the module's 'losses': each part of a batch would append"
     finding = probed(Remembers())
     assert finding.value.refusal is None
     assert finding.value.appended == ()
     assert appended_apart(finding.value) is None
     assert probed(Smooths()).value.refusal is not None
     found = confirmed(Averages())
-    assert found.value.refusal == "the step appends to 'losses' on the module what only the last stage would have"
+    assert found.value.refusal == "the step appends values to the module's 'losses' that only the last stage would have"
 
 
 class Clips(Stack):
@@ -557,7 +557,7 @@ def test_a_step_too_large_to_try_is_recorded_only() -> None:
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore[method-assign]
     refusal = probed(module, flops=10**15).value.refusal
     assert refusal is not None
-    assert refusal == "the optimizer LBFGS steps a parameter by the others as well, and no stage has them all"
+    assert refusal == "the optimizer LBFGS updates a parameter by the values of others, and no stage has them all"
 
 
 def confirmed(module: pl.LightningModule, cuts: tuple[str, ...] = ("blocks.2",), flops: int = 10**11) -> Finding:
