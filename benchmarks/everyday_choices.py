@@ -35,7 +35,7 @@ from lightning_autopar.devices.spec import parse_spec  # noqa: E402
 from lightning_autopar.memory.batch_scaling import scaled  # noqa: E402
 from lightning_autopar.memory.footprint import Footprint  # noqa: E402
 from lightning_autopar.memory.trace.trace import trace  # noqa: E402
-from lightning_autopar.planning.planner import make_report  # noqa: E402
+from lightning_autopar.planning.make_report import make_report  # noqa: E402
 from lightning_autopar.planning.what_if import more_devices, with_host  # noqa: E402
 from lightning_autopar.report.report import Advice, NothingFits, Report  # noqa: E402
 

@@ -46,7 +46,7 @@ def run(case: Any, engine: str, *, reshard: bool | None, recompute: bool, precis
     from torch.utils.data import DataLoader
 
     from lightning_autopar import AutoParallelStrategy
-    from lightning_autopar.memory.trace.blocks import find_blocks
+    from lightning_autopar.memory.trace.find_blocks import find_blocks
     from lightning_autopar.plans import Plan
 
     class Recorder(pl.Callback):

@@ -42,8 +42,8 @@ from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.planning.appraisal import Appraiser
 from lightning_autopar.planning.block_units import shardable
+from lightning_autopar.planning.plan_cost import Appraiser
 from lightning_autopar.plans import OFFLOADS
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.strategies import launcher

@@ -31,7 +31,7 @@ from referee.cases import drawn, footprint_of, inventory_of  # noqa: E402
 from referee.judge import Referee  # noqa: E402
 
 from lightning_autopar.constraints import Constraints  # noqa: E402
-from lightning_autopar.planning.planner import make_report  # noqa: E402
+from lightning_autopar.planning.make_report import make_report  # noqa: E402
 from lightning_autopar.report.report import NothingFits  # noqa: E402
 
 RESULTS = HERE / "results" / "search_against_all.json"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_autopar.plans import Plan
     from lightning_autopar.report.report import NothingFits, Report
     from lightning_autopar.sharing.runs.requests import yield_run
-    from lightning_autopar.sharing.turn import Turn
+    from lightning_autopar.sharing.wait_options import Turn
     from lightning_autopar.state.pretrained import load_pretrained
     from lightning_autopar.strategies.auto import AutoParallelStrategy
     from lightning_autopar.strategies.base.batch_rule import Batch
@@ -47,7 +47,7 @@ _HOMES = {
     "Plan": "lightning_autopar.plans",
     "PlanMonitor": "lightning_autopar.callbacks.plan_monitor",
     "Report": "lightning_autopar.report.report",
-    "Turn": "lightning_autopar.sharing.turn",
+    "Turn": "lightning_autopar.sharing.wait_options",
     "__version__": "lightning_autopar._version",
     "load_pretrained": "lightning_autopar.state.pretrained",
     "plan": "lightning_autopar.api",

@@ -17,7 +17,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.memory_records import load_residuals
 from lightning_autopar.memory.trace.first_batch import FirstBatch, batch_size_of
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.refusals import missing_packages
 from lightning_autopar.plans import Plan, offered_engines
 from lightning_autopar.report.report import Report

@@ -45,7 +45,7 @@ class Searching:
     """What a search lends to an engine whose plans depend on bytes and seconds.
 
     Args:
-        appraiser: predicts plans (``planning/appraisal``).
+        appraiser: predicts plans (``planning/plan_cost``).
         speed: each device's, by its id, in steps a second.
         rates: of single operations; data sheets' where there are none.
         limit: gives the seconds a batch that a plan must stay below to be of interest; they fall while the search goes on.

@@ -22,7 +22,7 @@ answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 import cloudpickle, fsspec.implementations.local, jsonargparse, psutil, rich.progress, tensorboard, torch, torchmetrics, tqdm.auto
 import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor, torch.nn.utils.prune, torch.onnx
-import lightning_autopar.planning.planner
+import lightning_autopar.planning.make_report
 torch.set_num_threads(1)
 gc.collect()
 gc.freeze()

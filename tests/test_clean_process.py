@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy, NothingFits, _clean_process
 from lightning_autopar._fork import ChildFailed
-from lightning_autopar.strategies.preparation import findings
+from lightning_autopar.strategies.preparation import module_findings
 from tests.memory.test_pitfalls import Follows
 from tests.processes import lean_path
 from tests.strategies.fitted import BLOCKS, QUIET, Fitted, numbers
@@ -208,7 +208,7 @@ def test_the_step_is_traced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     state = torch.get_rng_state()
     torch.manual_seed(0)
     again = Fitted()
-    monkeypatch.setattr(findings, "run_clean", not_brought)
+    monkeypatch.setattr(module_findings, "run_clean", not_brought)
     found = footprint_of(again)
     assert found.traced
     assert found.moments == expected.moments
@@ -236,7 +236,7 @@ def test_padding_is_the_whole_batchs_where_no_copy_could_be_run(monkeypatch: pyt
     def refuse(*args: Any) -> Any:
         raise RuntimeError("nothing can be looked at")
 
-    monkeypatch.setattr(findings, "_find", refuse)
+    monkeypatch.setattr(module_findings, "_find", refuse)
     generator = torch.Generator().manual_seed(3)
     samples = [torch.randn(length, generator=generator) for length in (8, 3, 5, 2, 7, 1, 4, 6)]
     weights = []

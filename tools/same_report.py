@@ -37,10 +37,10 @@ from lightning_autopar.memory.footprint import Footprint  # noqa: E402
 from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 from lightning_autopar.planning import advice  # noqa: E402
 from lightning_autopar.planning import plan_bytes as planning_memory  # noqa: E402
-from lightning_autopar.planning.appraisal import host_need  # noqa: E402
 from lightning_autopar.planning.block_units import cuttable, recomputable, shardable  # noqa: E402
+from lightning_autopar.planning.make_report import make_report  # noqa: E402
+from lightning_autopar.planning.plan_cost import host_need  # noqa: E402
 from lightning_autopar.planning.plan_seconds import predict_seconds  # noqa: E402
-from lightning_autopar.planning.planner import make_report  # noqa: E402
 from lightning_autopar.plans import OFFLOADS, SCHEDULES, Plan  # noqa: E402
 from lightning_autopar.report.page.step import timeline  # noqa: E402
 from lightning_autopar.report.report import NothingFits  # noqa: E402

@@ -26,7 +26,7 @@ from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import recomputable_order
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, NothingFits
 from memory.job import Batches, MakeOptimizer

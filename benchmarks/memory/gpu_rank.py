@@ -22,8 +22,8 @@ from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import shardable
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.plan_bytes import predict
-from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits
 from memory.fake_world import measure_fsdp_rank

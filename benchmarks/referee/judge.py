@@ -15,11 +15,11 @@ from typing import NamedTuple
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.appraisal import host_need
 from lightning_autopar.planning.block_units import recomputable, shardable
+from lightning_autopar.planning.make_report import check_pinned, make_report
 from lightning_autopar.planning.plan_bytes import predict
+from lightning_autopar.planning.plan_cost import host_need
 from lightning_autopar.planning.plan_seconds import predict_seconds
-from lightning_autopar.planning.planner import check_pinned, make_report
 from lightning_autopar.plans import OFFLOADS, SCHEDULES, Plan, Schedule
 from lightning_autopar.report.report import NothingFits
 

@@ -15,7 +15,7 @@ from benchmarks.zoo.member import ROWS, Member
 from lightning_autopar.engines import Finding
 from lightning_autopar.exact.step.micro_batches import take_part
 from lightning_autopar.memory.trace.bare_step import BareStep
-from lightning_autopar.memory.trace.blocks import find_blocks
+from lightning_autopar.memory.trace.find_blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Together
 from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import probe_stages

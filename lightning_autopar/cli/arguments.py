@@ -103,7 +103,7 @@ def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
     if options.plan is not None:
         found["plan"] = _read_plan(options.plan)
     if (wait := getattr(options, "wait", None)) is not None or getattr(options, "priority", None) is not None:
-        from lightning_autopar.sharing.turn import Turn
+        from lightning_autopar.sharing.wait_options import Turn
 
         found["wait"] = Turn(wait=wait, priority=options.priority)
     return found

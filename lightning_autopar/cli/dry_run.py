@@ -124,7 +124,7 @@ def _planning(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None
     from lightning_autopar._lightning_compat import attach_data, run_arguments
     from lightning_autopar.cli.replace_strategy import strategies_replaced
     from lightning_autopar.report.report import NothingFits
-    from lightning_autopar.strategies.elastic.elastic_run import watchers
+    from lightning_autopar.strategies.elastic.start_elastic_fit import watchers
     from lightning_autopar.strategies.launcher import AutoLauncher
     from lightning_autopar.strategies.preparation.decide import plan_only
 

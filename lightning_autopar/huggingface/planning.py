@@ -25,13 +25,13 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import recomputable, with_recompute
 from lightning_autopar.planning.device_sets import device_sets, single_sets
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.plan_bytes import predict
 from lightning_autopar.planning.plan_seconds import device_speeds
-from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import micro_batch_refusal, missing_packages, multi_refusal, own_refusal, split_notes
 from lightning_autopar.plans import Plan, all_engines
 from lightning_autopar.report.report import Candidate, NothingFits, Report
-from lightning_autopar.sharing.leases import Leases
+from lightning_autopar.sharing.run_leases import Leases
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.calibration.calibration import calibrated

@@ -2,10 +2,10 @@
 
 Modules, in reading order:
 
-    planner              from footprint, devices and constraints to the report; why the best is the best
+    make_report          from footprint, devices and constraints to the report; why the best is the best
     search               tries every configuration
-    appraisal            bytes and seconds of a plan, whether it fits, how plans are ordered
-    candidates           which plans there are on which devices
+    plan_cost            bytes and seconds of a plan, whether it fits, how plans are ordered
+    enumerate_plans      which plans there are on which devices
     refusals             the sentences: why a plan, an engine or a feature is left out, and what memory it lacks
     fit_to_memory        fewer samples, micro-batches, recomputation where memory is short
     replayed_candidates  replays the best candidates' allocations

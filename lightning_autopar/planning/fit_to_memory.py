@@ -1,7 +1,7 @@
 """What helps a plan that lacks memory, at the least cost in time: fewer samples on some devices, micro-batches, recomputed blocks.
 
 It also divides a batch's samples among ranks that differ in speed or free memory. It asks for predictions through an
-:class:`~appraisal.Appraiser`, and knows neither how they are made nor which plans there are.
+:class:`~plan_cost.Appraiser`, and knows neither how they are made nor which plans there are.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from math import floor
 import numpy as np
 
 from lightning_autopar import engines
-from lightning_autopar.planning.appraisal import Appraiser
 from lightning_autopar.planning.block_units import recomputable, recomputable_order, saved_bytes, with_recompute
-from lightning_autopar.planning.candidates import micro_batch_counts
+from lightning_autopar.planning.enumerate_plans import micro_batch_counts
+from lightning_autopar.planning.plan_cost import Appraiser
 from lightning_autopar.planning.refusals import feature_refusal, recompute_refusal
 from lightning_autopar.plans import Plan
 

@@ -22,7 +22,7 @@ from typing import Literal
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory, device_label
 from lightning_autopar.memory.learned.corrections import Corrections
-from lightning_autopar.planning.appraisal import Appraiser
+from lightning_autopar.planning.plan_cost import Appraiser
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.text import format_bytes, format_seconds

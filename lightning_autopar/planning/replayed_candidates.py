@@ -20,8 +20,8 @@ from lightning_autopar.memory.allocator.tape_parts import script_of
 from lightning_autopar.memory.cuda_overhead import workspaces
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.appraisal import kind_of
 from lightning_autopar.planning.plan_bytes import replay
+from lightning_autopar.planning.plan_cost import kind_of
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.text import format_bytes, format_seconds

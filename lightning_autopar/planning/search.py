@@ -22,7 +22,11 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory, busy_share
 from lightning_autopar.engines import Engine, Searching
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.appraisal import (
+from lightning_autopar.planning.block_units import recomputable, with_recompute
+from lightning_autopar.planning.device_sets import device_sets, largest_size, single_sets, sizes_between
+from lightning_autopar.planning.enumerate_plans import enumerate_candidates, ruled_out
+from lightning_autopar.planning.fit_to_memory import Remedies, in_parts, without_recompute
+from lightning_autopar.planning.plan_cost import (
     WORTH_DISTURBING,
     WORTHWHILE,
     Appraiser,
@@ -32,10 +36,6 @@ from lightning_autopar.planning.appraisal import (
     first_of_each_configuration,
     sort_of,
 )
-from lightning_autopar.planning.block_units import recomputable, with_recompute
-from lightning_autopar.planning.candidates import enumerate_candidates, ruled_out
-from lightning_autopar.planning.device_sets import device_sets, largest_size, single_sets, sizes_between
-from lightning_autopar.planning.fit_to_memory import Remedies, in_parts, without_recompute
 from lightning_autopar.planning.plan_seconds import block_seconds, busy_seconds, by_sort, device_speeds
 from lightning_autopar.planning.refusals import engine_refusal, engine_runs
 from lightning_autopar.planning.replayed_candidates import Finalists

@@ -24,10 +24,10 @@ from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.lease_files import Lease
-from lightning_autopar.sharing.leases import Leases
 from lightning_autopar.sharing.ledger import LEDGER_VARIABLE, is_leased
 from lightning_autopar.sharing.queue import Place, PlaceFile
 from lightning_autopar.sharing.queue_order import Asking, Need, Reservation, ahead, idle, left_for_later, may_ask, quantum_seconds, reserve
+from lightning_autopar.sharing.run_leases import Leases
 from lightning_autopar.sharing.runs.display import Decided, RunDisplay
 from lightning_autopar.sharing.runs.folders import user_name
 from lightning_autopar.text import format_bytes, format_seconds, printable

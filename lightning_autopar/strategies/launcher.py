@@ -31,7 +31,7 @@ from lightning_autopar._lightning_compat import (
     requested_nodes,
     run_arguments,
 )
-from lightning_autopar.sharing.leases import words
+from lightning_autopar.sharing.run_leases import words
 from lightning_autopar.sharing.runs.display import RunDisplay, showing
 from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.sharing.waiting import Waiting
@@ -42,9 +42,9 @@ from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.trainer_loaders import put_together
 from lightning_autopar.strategies.base.users_traceback import users_part
 from lightning_autopar.strategies.base.worker_exception import WHERE
-from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
 from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
+from lightning_autopar.strategies.elastic.start_elastic_fit import ElasticRun, snapshot_settings
 from lightning_autopar.strategies.out_of_memory_restart import SmallerPlans, needs_way_back
 from lightning_autopar.strategies.preparation.batch_size_finder import find_batch_size
 from lightning_autopar.strategies.preparation.confirmed_plan import Prospect

@@ -227,7 +227,7 @@ def test_only_what_a_trace_depends_on_is_in_its_key():
     from rows.tracing import sources
 
     names = set(sources())
-    assert {"lightning_autopar.memory.trace.tracker", "lightning_autopar.memory.work.work", "rows.fused", "rows.transformer"} <= names
+    assert {"lightning_autopar.memory.trace.tape_recorder", "lightning_autopar.memory.work.work", "rows.fused", "rows.transformer"} <= names
     assert not {"lightning_autopar.planning.plan_bytes", "rows.foretold", "rows.taller"} & names
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import FSDPPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 
 from lightning_autopar.cli.replace_strategy import Replaced, Replacement, Wanted, strategies_replaced
-from lightning_autopar.sharing.turn import Turn
+from lightning_autopar.sharing.wait_options import Turn
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
 

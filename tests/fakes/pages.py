@@ -10,7 +10,7 @@ from benchmarks.memory.stage_rank import GPT, make_plan
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.report.report import Report
 from tests.fakes.values import GIB, cpu, inventory
 from tests.memory.stages import ROWS

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest

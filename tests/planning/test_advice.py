@@ -11,7 +11,7 @@ from lightning_autopar.memory.footprint import Footprint, Moment
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.planning import advice as subject
 from lightning_autopar.planning import refusals
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.what_if import more_devices, validated, with_host
 from lightning_autopar.plans import ENGINES, Plan
 from lightning_autopar.report.report import Advice, NothingFits, Report

@@ -11,8 +11,8 @@ import pytest
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory, busy_share
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.appraisal import WORTH_DISTURBING
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.make_report import make_report
+from lightning_autopar.planning.plan_cost import WORTH_DISTURBING
 from lightning_autopar.report.report import Report
 from tests.fakes.values import GIB, MIB, footprint, gpu, inventory
 

@@ -17,7 +17,7 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits
 

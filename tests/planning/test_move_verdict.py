@@ -15,6 +15,7 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.changes import device_events, usable
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.device_bytes import DeviceBytes
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.move_verdict import (
     LONGEST_WAIT_SECONDS,
     MoveHistory,
@@ -31,7 +32,6 @@ from lightning_autopar.planning.move_verdict import (
     same_plan,
 )
 from lightning_autopar.planning.plan_seconds import predict_seconds
-from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.timing.step_seconds import Seconds

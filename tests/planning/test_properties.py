@@ -16,10 +16,10 @@ from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory, Link
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser
 from lightning_autopar.planning.block_units import recomputable
-from lightning_autopar.planning.candidates import micro_batch_counts
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.enumerate_plans import micro_batch_counts
+from lightning_autopar.planning.make_report import make_report
+from lightning_autopar.planning.plan_cost import WORTHWHILE, Appraiser
 from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits, Report

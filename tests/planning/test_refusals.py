@@ -10,7 +10,7 @@ from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import LayerFootprint, Sharing
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.planning import refusals
-from lightning_autopar.planning.candidates import Option, enumerate_candidates, notes_of, ruled_out
+from lightning_autopar.planning.enumerate_plans import Option, enumerate_candidates, notes_of, ruled_out
 from lightning_autopar.planning.refusals import engine_refusal, feature_refusal, micro_batch_refusal, multi_refusal, undivided
 from lightning_autopar.plans import ENGINES, Plan
 from tests.fakes.values import cpu, footprint, gpu, inventory

@@ -22,8 +22,8 @@ from lightning_autopar.memory.footprint import Footprint, Moment
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning import replayed_candidates
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.plan_bytes import predict, replay
-from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.report.report import Candidate, NothingFits, Report
 from tests.memory.trace.test_trace import GPT, Module, tokens

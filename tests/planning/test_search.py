@@ -27,8 +27,8 @@ from lightning_autopar.memory.learned.step_times import StepTime, StepTimes
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import with_recompute
 from lightning_autopar.planning.fit_to_memory import in_parts, without_recompute
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.plan_seconds import predict_seconds
-from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.search import Search, _Prospect
 from lightning_autopar.plans import SCHEDULES, Plan, Schedule
 from lightning_autopar.report.report import Candidate

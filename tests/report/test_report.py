@@ -16,7 +16,7 @@ from rich.console import Console
 from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.devices.inventory import devices_label
 from lightning_autopar.devices.spec import parse_spec
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.plans import Engine, Plan, offered_engines
 from lightning_autopar.report.report import Candidate, NothingFits, Report
 from lightning_autopar.report.table import by_category, by_part, time_words

@@ -2,7 +2,8 @@
 
 Modules, in reading order:
 
-    caching_allocator  torch's caching allocator, modelled; the only implementation
+    caching_allocator  torch's caching allocator, modelled, with any settings
+    plain_allocator    the same for torch's own settings, in one fast loop
     options            `PYTORCH_CUDA_ALLOC_CONF`
     played_device      one device while a step is played on it
     tape_parts         the tape taken apart for a replay

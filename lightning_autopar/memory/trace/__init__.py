@@ -3,10 +3,10 @@
 Modules, in reading order:
 
     trace              a module's step under fake tensors gives its footprint
-    tracker            counts live storages operation by operation; where gradients are added in place
-    layers             what was tracked, by block
+    tape_recorder      counts live storages operation by operation; where gradients are added in place
+    block_figures      what was tracked, by block
     attribution        a tape gives bytes of each part
-    blocks             finds a module's repeated blocks
+    find_blocks        finds a module's repeated blocks
     guessed_footprint  a coarse footprint where tracing fails
     first_batch        the first batch, drawn without worker processes
     bare_step          one step called without Lightning's loops; the trainer as the module sees it there

@@ -18,8 +18,8 @@ from lightning_autopar.memory.fakes.fake_copies import as_if_real, drawing_nothi
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.trace.bare_step import BareStep
-from lightning_autopar.memory.trace.blocks import batch_norms, find_blocks, tied_groups
 from lightning_autopar.memory.trace.extra_tensors import held_by_callbacks
+from lightning_autopar.memory.trace.find_blocks import batch_norms, find_blocks, tied_groups
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, tensors_of
 
 log = logging.getLogger(__name__)

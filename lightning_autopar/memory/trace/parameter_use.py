@@ -22,7 +22,7 @@ from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
-from lightning_autopar.memory.trace.blocks import find_blocks
+from lightning_autopar.memory.trace.find_blocks import find_blocks
 from lightning_autopar.memory.work.calls import tensors_in
 
 #: Hooks that Lightning doesn't call as hooks, with what it does in them unless they are overridden.

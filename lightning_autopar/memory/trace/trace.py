@@ -32,13 +32,13 @@ from lightning_autopar.memory.kernels.cuda_workspace import CUDA_HIDDEN, cuda_sc
 from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.tape import Kind, Tape
 from lightning_autopar.memory.trace.bare_step import NO_GRADIENT, NO_LOSS, BareStep, announced
-from lightning_autopar.memory.trace.blocks import BlockWatcher, CallCounter, batch_norms, find_blocks, find_layers, tied_groups
+from lightning_autopar.memory.trace.block_figures import forward_bytes, layers
 from lightning_autopar.memory.trace.extra_tensors import fill_history, held_by_callbacks, in_attributes, keep_searching
+from lightning_autopar.memory.trace.find_blocks import BlockWatcher, CallCounter, batch_norms, find_blocks, find_layers, tied_groups
 from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, batch_size_of, tensors_of
 from lightning_autopar.memory.trace.guessed_footprint import guess
-from lightning_autopar.memory.trace.layers import forward_bytes, layers
 from lightning_autopar.memory.trace.parameter_use import ConductWatch
-from lightning_autopar.memory.trace.tracker import MemoryTracker, Phase
+from lightning_autopar.memory.trace.tape_recorder import MemoryTracker, Phase
 from lightning_autopar.text import error_line
 
 

@@ -16,7 +16,7 @@ from lightning_autopar.memory.allocator.tape_parts import TapeParts
 from lightning_autopar.memory.allocator.tape_player import DDPPlayer, Player
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.candidates import build_plan
+from lightning_autopar.planning.enumerate_plans import build_plan
 from lightning_autopar.plans import Plan
 from lightning_autopar.timing.overlap import LaneSeconds, Links, play_replicas
 from lightning_autopar.timing.rank_compute import LaneSpan, RankWork

@@ -24,10 +24,10 @@ from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import limit_after_out_of_memory
 from lightning_autopar.strategies.base.worker_exception import IN_STEP, WorkerFailed, out_of_memory
+from lightning_autopar.strategies.elastic.generation_progress import RunningGeneration
 from lightning_autopar.strategies.elastic.kept_leases import ParkedPlace, Promises
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.elastic.run_state import RunState
-from lightning_autopar.strategies.elastic.running_generation import RunningGeneration
 from lightning_autopar.strategies.elastic.snapshot_schedule import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
 from lightning_autopar.strategies.elastic.yielding import Yielding

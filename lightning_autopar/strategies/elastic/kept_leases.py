@@ -18,8 +18,8 @@ from lightning_autopar.sharing.queue import PlaceFile
 from lightning_autopar.sharing.queue_order import Need
 
 if TYPE_CHECKING:
-    from lightning_autopar.strategies.elastic.running_generation import RunningGeneration
-from lightning_autopar.sharing.leases import Leases, words
+    from lightning_autopar.strategies.elastic.generation_progress import RunningGeneration
+from lightning_autopar.sharing.run_leases import Leases, words
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.elastic.yielding import Yielding

@@ -19,8 +19,8 @@ from lightning_autopar.devices.inventory import devices_label
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.report.run_history import PlanSpan, RunHistory, RunMark
 from lightning_autopar.strategies.base.plan_changes import PlanChange
+from lightning_autopar.strategies.elastic.generation_progress import RunningGeneration
 from lightning_autopar.strategies.elastic.kept_leases import Promises
-from lightning_autopar.strategies.elastic.running_generation import RunningGeneration
 from lightning_autopar.strategies.elastic.snapshot_schedule import COPY_BYTES_PER_SECOND, Saver
 from lightning_autopar.strategies.elastic.yielding import Yielding
 from lightning_autopar.text import format_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_autopar._lightning import rank_zero_warn
-from lightning_autopar.strategies.elastic.running_generation import RunningGeneration
+from lightning_autopar.strategies.elastic.generation_progress import RunningGeneration
 from lightning_autopar.strategies.elastic.snapshot_store import Snapshot, SnapshotStore
 from lightning_autopar.strategies.processes.agent_protocol import Ask, GenerationFiles
 

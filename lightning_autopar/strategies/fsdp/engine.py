@@ -15,8 +15,8 @@ from lightning_autopar.memory.allocator.tape_player import Player
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import shardable
-from lightning_autopar.planning.candidates import build_plan
 from lightning_autopar.planning.device_sets import islands
+from lightning_autopar.planning.enumerate_plans import build_plan
 from lightning_autopar.planning.refusals import feature_refusal
 from lightning_autopar.plans import OFFLOADS, Offload, Plan
 from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths, offloaded_bytes, rank_bytes, sharding_of

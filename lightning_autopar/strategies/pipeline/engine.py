@@ -12,7 +12,7 @@ from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import cuttable
-from lightning_autopar.planning.candidates import build_plan
+from lightning_autopar.planning.enumerate_plans import build_plan
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
 from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.pipeline.memory import rank_bytes

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_autopar.devices.inventory import Device
-from lightning_autopar.planning.appraisal import Appraiser
 from lightning_autopar.planning.block_units import cuttable, recomputable, shardable, with_recompute
-from lightning_autopar.planning.candidates import micro_batch_counts
+from lightning_autopar.planning.enumerate_plans import micro_batch_counts
 from lightning_autopar.planning.fit_to_memory import without_recompute
+from lightning_autopar.planning.plan_cost import Appraiser
 from lightning_autopar.planning.plan_seconds import part_seconds
 from lightning_autopar.planning.refusals import micro_batch_refusal, multi_refusal, recompute_refusal
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule

@@ -2,7 +2,7 @@
 
 Modules, in reading order:
 
-    findings           footprint, probe and each engine's finding
+    module_findings    footprint, probe and each engine's finding
     engine_looks       engines look at the first step, beside other checks
     callback_copies    copies of the network that callbacks make, found out on fakes
     divisible_batch    can a batch be run in parts, by how it was made

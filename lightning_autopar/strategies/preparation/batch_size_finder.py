@@ -15,7 +15,7 @@ from typing import Any
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import BaseFinetuning, GradientAccumulationScheduler, Trainer, lightning_setattr, rank_zero_info
 from lightning_autopar.memory.batch_scaling import scaled
-from lightning_autopar.planning.planner import best_candidate
+from lightning_autopar.planning.make_report import best_candidate
 from lightning_autopar.report.report import Candidate, NothingFits
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration.calibration import be_silent

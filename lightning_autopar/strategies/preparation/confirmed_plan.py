@@ -20,7 +20,7 @@ from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.planner import best_candidate
+from lightning_autopar.planning.make_report import best_candidate
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.queue_order import Need
@@ -28,7 +28,7 @@ from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
 from lightning_autopar.strategies.parity.check_outcome import Check, not_made
 from lightning_autopar.strategies.parity.engine_rehearsal import STEPS
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs, need_of
-from lightning_autopar.strategies.preparation.findings import loaded_anew, look_later, stage_of
+from lightning_autopar.strategies.preparation.module_findings import loaded_anew, look_later, stage_of
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 
 log = logging.getLogger(__name__)

@@ -24,11 +24,11 @@ from lightning_autopar.memory.allocator.options import options_from_environment
 from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.learned.cache_files import cache_folder
 from lightning_autopar.memory.learned.memory_records import load_residuals
-from lightning_autopar.planning.planner import best_candidate
+from lightning_autopar.planning.make_report import best_candidate
 from lightning_autopar.planning.refusals import missing_packages, undivided, unknown_split
 from lightning_autopar.plans import Engine, Plan, all_engines
 from lightning_autopar.report.report import Report
-from lightning_autopar.sharing.turn import Turn
+from lightning_autopar.sharing.wait_options import Turn
 from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.state.snapshot_folder import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule
@@ -36,8 +36,8 @@ from lightning_autopar.strategies.calibration.calibration import calibrate, cali
 from lightning_autopar.strategies.preparation.callback_copies import handed_over
 from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs
-from lightning_autopar.strategies.preparation.findings import Findings, Questions, drawn_by_rank, find_out
 from lightning_autopar.strategies.preparation.longest_footprint import without_margin
+from lightning_autopar.strategies.preparation.module_findings import Findings, Questions, drawn_by_rank, find_out
 from lightning_autopar.strategies.preparation.trainer_options import exclusions
 from lightning_autopar.strategies.processes.users_script import NO_WORKERS, runs_script
 from lightning_autopar.timing.measured_rates import MeasuredRates

@@ -15,13 +15,13 @@ from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.learned.cache_files import cache_folder, write_json
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.refusals import weighing_notes
 from lightning_autopar.plans import all_engines
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.sharing.queue_order import Need
 from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
-from lightning_autopar.strategies.preparation.findings import Findings, Questions
+from lightning_autopar.strategies.preparation.module_findings import Findings, Questions
 from lightning_autopar.timing.measured_rates import MeasuredRates
 
 #: The last plan's place in the cache.

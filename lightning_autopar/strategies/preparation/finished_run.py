@@ -11,7 +11,7 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.learned.corrections import make_record, make_shortage, plan_shape
 from lightning_autopar.memory.learned.memory_records import add_record
 from lightning_autopar.memory.learned.step_times import StepTime, add_step_time, disturbance
-from lightning_autopar.planning.appraisal import links_seconds
+from lightning_autopar.planning.plan_cost import links_seconds
 from lightning_autopar.report.report import Report
 from lightning_autopar.strategies.base.worker_exception import LACKED
 from lightning_autopar.text import format_bytes, format_change, format_seconds

@@ -10,7 +10,7 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.candidates import build_plan
+from lightning_autopar.planning.enumerate_plans import build_plan
 from lightning_autopar.planning.refusals import feature_refusal
 from lightning_autopar.plans import OFFLOADS, ZERO_STAGES, Offload, Plan
 from lightning_autopar.strategies.zero.memory import rank_bytes, zero_host_bytes

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_autopar.memory.fakes.composites import attention_unfused, composites_as_real
-from lightning_autopar.memory.trace.tracker import MemoryTracker
+from lightning_autopar.memory.trace.tape_recorder import MemoryTracker
 
 aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.memory.fakes.fake_mode import FastFakeMode, in_place
-from lightning_autopar.memory.trace.tracker import MemoryTracker
-from tests.memory.trace.test_tracker import NETS, record
+from lightning_autopar.memory.trace.tape_recorder import MemoryTracker
+from tests.memory.trace.test_tape_recorder import NETS, record
 
 aten = torch.ops.aten
 

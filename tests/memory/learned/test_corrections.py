@@ -28,7 +28,7 @@ from lightning_autopar.memory.learned.corrections import (
     plan_shape,
 )
 from lightning_autopar.memory.learned.memory_records import add_record, cache_folder, load_records, load_residuals, module_hash
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.preparation import decide

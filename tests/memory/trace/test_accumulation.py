@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_autopar.memory.trace.tracker import MemoryTracker, _current_node, adds_in_place, references_of_one_holder
+from lightning_autopar.memory.trace.tape_recorder import MemoryTracker, _current_node, adds_in_place, references_of_one_holder
 
 
 class Doubled(torch.autograd.Function):

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.memory.cuda_overhead import Target
-from lightning_autopar.memory.trace.blocks import find_blocks
+from lightning_autopar.memory.trace.find_blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch, indexed
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import shardable

@@ -16,7 +16,7 @@ import pytest
 
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.spec import parse_spec
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.report.report import NothingFits, Report
 from tests.browser import Browser, find_browser
 from tests.fakes.pages import pipelined

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.spec import parse_spec
-from lightning_autopar.planning.planner import make_report
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.report.page.drawing import ticks
 from lightning_autopar.report.page.markup import element, fragment, percent, share
 from lightning_autopar.report.page.step import timeline

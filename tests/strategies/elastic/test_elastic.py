@@ -22,7 +22,7 @@ from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.devices.simulated_neighbours import Neighbour, write_neighbours
 from lightning_autopar.sharing.runs.requests import ask, runs, yield_run
 from lightning_autopar.sharing.runs.status import Request, RunStatus
-from lightning_autopar.strategies.elastic import elastic_run as elastic
+from lightning_autopar.strategies.elastic import start_elastic_fit as elastic
 from lightning_autopar.strategies.elastic.agent import Agent
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 

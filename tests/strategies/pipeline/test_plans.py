@@ -14,9 +14,9 @@ from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
+from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.plan_bytes import predict
 from lightning_autopar.planning.plan_seconds import predict_seconds
-from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Report
 from tests.fakes.values import cpu, inventory

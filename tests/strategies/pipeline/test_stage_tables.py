@@ -13,10 +13,10 @@ from benchmarks.memory.stage_rank import make_plan
 from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.planning.appraisal import WORTHWHILE, Appraiser
 from lightning_autopar.planning.block_units import cuttable
+from lightning_autopar.planning.make_report import make_report
+from lightning_autopar.planning.plan_cost import WORTHWHILE, Appraiser
 from lightning_autopar.planning.plan_seconds import device_speeds, part_seconds
-from lightning_autopar.planning.planner import make_report
 from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits, Report

@@ -24,7 +24,7 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.parity import fewer_blocks
 from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 from lightning_autopar.strategies.preparation import decide as deciding
-from lightning_autopar.strategies.preparation import findings
+from lightning_autopar.strategies.preparation import module_findings
 from lightning_autopar.strategies.preparation.decide import Settings, decide_again, find_prospect
 from lightning_autopar.strategies.preparation.decision import Decision
 
@@ -149,8 +149,8 @@ def test_a_step_that_takes_too_long_to_look_at_is_guessed(tmp_path: Path, monkey
     def wait(*args: Any, **kwargs: Any) -> Any:
         time.sleep(60)
 
-    monkeypatch.setattr(findings, "trace", wait)
-    monkeypatch.setattr(findings, "TRACE_SECONDS", 2.0)
+    monkeypatch.setattr(module_findings, "trace", wait)
+    monkeypatch.setattr(module_findings, "TRACE_SECONDS", 2.0)
     trainer = trainer_for(Net(), DataLoader(Dataset(), batch_size=4), tmp_path)
     with pytest.warns(UserWarning, match="guessed: the child process was stopped after 2 seconds"):
         decision = find_prospect(trainer, Settings(allow=("ddp",)), (parse_spec("2xcpu:1GiB"), None)).decision()
@@ -163,7 +163,7 @@ def test_a_loader_that_never_gives_a_batch_is_a_clear_error(tmp_path: Path, monk
         def __getitem__(self, index: int) -> Any:
             time.sleep(60)
 
-    monkeypatch.setattr(findings, "TRACE_SECONDS", 0.3)
+    monkeypatch.setattr(module_findings, "TRACE_SECONDS", 0.3)
     with pytest.raises(RuntimeError, match=r"needs the run's first batch, but couldn't load it: .* stopped after 0.3 seconds"):
         plan(trainer_for(Net(), DataLoader(Slow(), batch_size=4), tmp_path))
 

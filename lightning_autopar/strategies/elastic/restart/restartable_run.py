@@ -23,11 +23,11 @@ import torch
 
 from lightning_autopar._lightning import SLURMEnvironment, Trainer, rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import TrainerFn, TunerExit, arguments_from
-from lightning_autopar.strategies.elastic.elastic_run import ElasticRun, asked_for, snapshot_settings, watchers
 from lightning_autopar.strategies.elastic.restart.launcher_signals import Signals
 from lightning_autopar.strategies.elastic.restart.store_rendezvous import StoreRendezvous, Word
 from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings, save_seconds
 from lightning_autopar.strategies.elastic.snapshot_store import Snapshot, SnapshotStore
+from lightning_autopar.strategies.elastic.start_elastic_fit import ElasticRun, asked_for, snapshot_settings, watchers
 from lightning_autopar.strategies.processes.between_batches import Boundary, CheckpointJournal
 
 if TYPE_CHECKING:

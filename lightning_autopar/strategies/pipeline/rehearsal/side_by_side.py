@@ -25,7 +25,7 @@ from lightning_autopar.exact.absent.absent_tensor import MissingValue, lacks_mem
 from lightning_autopar.exact.logs.log_rules import recorded_logs
 from lightning_autopar.memory.fakes.fake_copies import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep
-from lightning_autopar.memory.trace.blocks import find_blocks
+from lightning_autopar.memory.trace.find_blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import mapped
 from lightning_autopar.strategies.parity.undo import same_values
 from lightning_autopar.strategies.pipeline.rehearsal.difference import (

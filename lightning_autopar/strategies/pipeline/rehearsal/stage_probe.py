@@ -27,7 +27,7 @@ from lightning_autopar.memory.fakes.fake_copies import as_if_real, drawing_nothi
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Conduct, Footprint
 from lightning_autopar.memory.trace.bare_step import STEPS
-from lightning_autopar.memory.trace.blocks import find_blocks
+from lightning_autopar.memory.trace.find_blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
 from lightning_autopar.strategies.parity.check_outcome import PASSED, Check, failed, not_made
 from lightning_autopar.strategies.parity.draw_probe import everything

@@ -31,7 +31,7 @@ from lightning_autopar.strategies.base.out_of_memory.gpu_limit import (
     target_bytes,
 )
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.elastic.running_generation import own_bytes
+from lightning_autopar.strategies.elastic.generation_progress import own_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -385,7 +385,7 @@ def test_torchs_cap_is_a_share_of_what_cuda_counts(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_a_run_holds_itself_is_what_the_driver_shows_before_its_workers_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_autopar.strategies.elastic.running_generation.is_drivers", lambda pid: True)
+    monkeypatch.setattr("lightning_autopar.strategies.elastic.generation_progress.is_drivers", lambda pid: True)
     said = [0]
     gate, generation = SimpleNamespace(used_bytes=lambda: said), SimpleNamespace(pids=lambda: [7])
     running: Any = SimpleNamespace(

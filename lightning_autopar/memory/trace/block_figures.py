@@ -14,8 +14,8 @@ from lightning_autopar.memory.step_parts import parts_of
 from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.trace.attribution import Account, Places, account
-from lightning_autopar.memory.trace.blocks import BlockCalls, BlockWatcher
-from lightning_autopar.memory.trace.tracker import MemoryTracker
+from lightning_autopar.memory.trace.find_blocks import BlockCalls, BlockWatcher
+from lightning_autopar.memory.trace.tape_recorder import MemoryTracker
 from lightning_autopar.memory.work.tally import OPTIMIZER, collected
 from lightning_autopar.memory.work.work import Work, flops, moved_bytes
 

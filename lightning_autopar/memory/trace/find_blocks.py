@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_autopar.memory.trace.tracker import MemoryTracker
+from lightning_autopar.memory.trace.tape_recorder import MemoryTracker
 
 #: The most layers in place of blocks: every one is a cut that is tried.
 _MOST_LAYERS = 8

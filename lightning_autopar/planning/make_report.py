@@ -19,9 +19,9 @@ from lightning_autopar.engines import Question
 from lightning_autopar.memory.batch_scaling import longer
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.advice import advise
-from lightning_autopar.planning.appraisal import Appraiser, Predict, Predictions, first_of_each_configuration
-from lightning_autopar.planning.candidates import ruled_out
 from lightning_autopar.planning.device_sets import one_of_each_gpu
+from lightning_autopar.planning.enumerate_plans import ruled_out
+from lightning_autopar.planning.plan_cost import Appraiser, Predict, Predictions, first_of_each_configuration
 from lightning_autopar.planning.refusals import (
     engine_refusal,
     feature_refusal,

@@ -27,9 +27,9 @@ from lightning_autopar.sharing.runs.status import Request
 from lightning_autopar.state.snapshot_folder import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.elastic.agent import Agent, Watcher
+from lightning_autopar.strategies.elastic.generation_progress import RunningGeneration, own_bytes
 from lightning_autopar.strategies.elastic.kept_leases import Promises
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest
-from lightning_autopar.strategies.elastic.running_generation import RunningGeneration, own_bytes
 from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore, run_key
 from lightning_autopar.strategies.elastic.yielding import Yielding

@@ -19,7 +19,7 @@ from lightning_autopar.memory.fakes.fake_mode import FastFakeMode
 from lightning_autopar.memory.kernels.measured_workspace import KernelBytes
 from lightning_autopar.memory.tape import KINDS, Tape
 from lightning_autopar.memory.trace.attribution import Places
-from lightning_autopar.memory.trace.tracker import MemoryTracker
+from lightning_autopar.memory.trace.tape_recorder import MemoryTracker
 from lightning_autopar.memory.work.tally import collected
 from lightning_autopar.memory.work.work import flops, moved_bytes
 from tests.memory.cuda import FirstOutput

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.memory.trace.blocks import BlockWatcher, CallCounter, batch_norms, find_blocks, find_layers, tied_groups
-from lightning_autopar.memory.trace.tracker import MemoryTracker
+from lightning_autopar.memory.trace.find_blocks import BlockWatcher, CallCounter, batch_norms, find_blocks, find_layers, tied_groups
+from lightning_autopar.memory.trace.tape_recorder import MemoryTracker
 from tests.memory.tapes import marks
 
 

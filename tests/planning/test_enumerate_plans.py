@@ -9,7 +9,7 @@ from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.planning.block_units import recomputable_order, with_recompute
-from lightning_autopar.planning.candidates import Option, enumerate_candidates, micro_batch_counts
+from lightning_autopar.planning.enumerate_plans import Option, enumerate_candidates, micro_batch_counts
 from lightning_autopar.planning.refusals import engine_runs
 from lightning_autopar.plans import Plan
 from tests.fakes.values import GIB, block, cpu, footprint, gpu, inventory

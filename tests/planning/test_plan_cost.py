@@ -11,7 +11,9 @@ from lightning_autopar.memory.device_bytes import HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.corrections import Corrections, plan_shape
 from lightning_autopar.memory.learned.step_times import StepTime, StepTimes
-from lightning_autopar.planning.appraisal import (
+from lightning_autopar.planning.make_report import make_report
+from lightning_autopar.planning.plan_bytes import host_bytes
+from lightning_autopar.planning.plan_cost import (
     WORTHWHILE,
     Appraiser,
     Predictions,
@@ -20,8 +22,6 @@ from lightning_autopar.planning.appraisal import (
     links_seconds,
     simplicity,
 )
-from lightning_autopar.planning.plan_bytes import host_bytes
-from lightning_autopar.planning.planner import make_report
 from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.report.report import Candidate, NothingFits
 from lightning_autopar.text import format_bytes

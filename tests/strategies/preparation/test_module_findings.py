@@ -17,11 +17,11 @@ from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.constraints import SplitFinding
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.trace.first_batch import FirstBatch
-from lightning_autopar.strategies.preparation import findings
+from lightning_autopar.strategies.preparation import module_findings
 from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.decide import find_prospect
 from lightning_autopar.strategies.preparation.divisible_batch import whole_of
-from lightning_autopar.strategies.preparation.findings import Findings, Questions, find_out
+from lightning_autopar.strategies.preparation.module_findings import Findings, Questions, find_out
 from tests.strategies.modules import QUIET
 
 QUICK = {"accelerator": "cpu", "enable_checkpointing": False, **QUIET}
@@ -236,9 +236,9 @@ def test_a_number_of_which_nobody_can_try_that_keeps_a_batch_whole() -> None:
 
 @pytest.mark.parametrize(("layer", "splittable"), [(nn.LazyLinear(3), False), (nn.Linear(2, 3), True)])
 def test_a_parameter_without_a_shape_needs_one_device(layer: nn.Module, splittable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "run_forked", lambda *_: (SplitFinding(), DrawPlan()))
+    monkeypatch.setattr(module_findings, "run_forked", lambda *_: (SplitFinding(), DrawPlan()))
     module, step = pl.LightningModule(), SimpleNamespace(flops=0, conduct=None, blocks=())
     module.late = layer
-    split, _ = findings._split(module, pl.Trainer(accelerator="cpu", **QUIET), _batch(torch.stack), footprint=step, despite=())  # type: ignore[arg-type]
+    split, _ = module_findings._split(module, pl.Trainer(accelerator="cpu", **QUIET), _batch(torch.stack), footprint=step, despite=())  # type: ignore[arg-type]
     assert split.splittable is splittable
     assert splittable or "'late.weight' gets its shape in the first step, and several devices need it before" in str(split.reason)

@@ -21,7 +21,7 @@ from lightning_autopar.memory.device_bytes import DeviceBytes, HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.step_times import TimeFactors
 from lightning_autopar.planning import plan_bytes
-from lightning_autopar.planning.candidates import notes_of
+from lightning_autopar.planning.enumerate_plans import notes_of
 from lightning_autopar.planning.plan_bytes import host_bytes
 from lightning_autopar.planning.plan_seconds import predict_seconds
 from lightning_autopar.planning.refusals import cannot_run, host_refusal, memory_refusal
