@@ -100,7 +100,7 @@ def run_alone(case: Any, *, reshard: bool, recompute: bool, precision: str) -> l
 
     from benchmarks.memory.fake_world import measure_fsdp_rank
     from lightning_autopar._fork import run_forked
-    from lightning_autopar.memory.moments import moments_of
+    from lightning_autopar.memory.fullest_moments import moments_of
     from lightning_autopar.memory.trace.trace import trace
     from lightning_autopar.plans import Plan
     from lightning_autopar.strategies.fsdp.memory import fsdp_bytes

@@ -19,7 +19,7 @@ from lightning_autopar.memory.allocator.tape_parts import TapeParts
 from lightning_autopar.memory.allocator.tape_player import Player
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.moments import Moments
+from lightning_autopar.memory.fullest_moments import Moments
 from lightning_autopar.plans import Plan, loaded
 from lightning_autopar.timing.rates import COLLECTIVES, Rates
 from lightning_autopar.timing.step_seconds import Step

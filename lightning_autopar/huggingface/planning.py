@@ -31,7 +31,7 @@ from lightning_autopar.planning.plan_seconds import device_speeds
 from lightning_autopar.planning.refusals import micro_batch_refusal, missing_packages, multi_refusal, own_refusal, split_notes
 from lightning_autopar.plans import Plan, all_engines
 from lightning_autopar.report.report import Candidate, NothingFits, Report
-from lightning_autopar.sharing.run_leases import Leases
+from lightning_autopar.sharing.take_leases import Leases
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.calibration.calibration import calibrated

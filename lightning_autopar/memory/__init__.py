@@ -5,7 +5,7 @@ Modules, in reading order:
     footprint            what one step needs, as data; results that are kept by footprint
     tape                 the allocations of a traced step, in order
     step_parts           what each part of a step takes by itself
-    moments              the fullest moments of a step for a share of the batch
+    fullest_moments      the fullest moments of a step for a share of the batch
     device_bytes         bytes on a device and on the host, by category
     cuda_overhead        CUDA context, cuBLAS, NCCL
     batch_scaling        the footprint at another batch size

@@ -21,7 +21,7 @@ from lightning_autopar.memory.allocator.tape_player import Player, parts_of
 from lightning_autopar.memory.cuda_overhead import context_bytes, nccl_bytes, workspace_bytes
 from lightning_autopar.memory.device_bytes import DeviceBytes, HostBytes
 from lightning_autopar.memory.footprint import Footprint, FootprintCache
-from lightning_autopar.memory.moments import RNG_STATE_BYTES, Moments, moments_of
+from lightning_autopar.memory.fullest_moments import RNG_STATE_BYTES, Moments, moments_of
 from lightning_autopar.plans import Plan
 
 

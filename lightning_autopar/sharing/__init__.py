@@ -6,7 +6,7 @@ Modules, in reading order:
     process_ids   which process is meant by a number
     lease_files   one run's promised memory, as a file
     ledger        all promises of this host; an inventory less what is promised
-    run_leases    what this process was promised
+    take_leases   what this process was promised
     queue         a run's place in the queue, as a file
     queue_order   whose turn it is, and what a waiting run reserves until then
     waiting       waits until it is the run's turn

@@ -19,7 +19,7 @@ from lightning_autopar.exact.data.loader import unwrapped
 from lightning_autopar.plans import Plan, all_engines, offered_engines
 from lightning_autopar.report.report import Report
 from lightning_autopar.report.run_history import RunHistory
-from lightning_autopar.sharing.run_leases import Leases
+from lightning_autopar.sharing.take_leases import Leases
 from lightning_autopar.sharing.wait_options import Turn
 from lightning_autopar.strategies.base.batch_rule import Batch
 from lightning_autopar.strategies.launcher import AutoLauncher

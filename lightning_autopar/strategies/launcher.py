@@ -31,9 +31,9 @@ from lightning_autopar._lightning_compat import (
     requested_nodes,
     run_arguments,
 )
-from lightning_autopar.sharing.run_leases import words
 from lightning_autopar.sharing.runs.display import RunDisplay, showing
 from lightning_autopar.sharing.runs.progress import RunProgress
+from lightning_autopar.sharing.take_leases import words
 from lightning_autopar.sharing.waiting import Waiting
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import gpu_limit_for

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_autopar import engines
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.moments import moments_of
+from lightning_autopar.memory.fullest_moments import moments_of
 from lightning_autopar.planning.plan_bytes import host_bytes, predict
 from lightning_autopar.plans import Plan
 from tests.planning.test_plan_bytes import FOOTPRINT, INVENTORY, moment, one

@@ -15,7 +15,7 @@ from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.memory.cuda_overhead import context_bytes, nccl_bytes, workspace_bytes
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
-from lightning_autopar.memory.moments import RNG_STATE_BYTES
+from lightning_autopar.memory.fullest_moments import RNG_STATE_BYTES
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning import plan_bytes as prediction
 from lightning_autopar.planning.plan_bytes import predict

@@ -14,7 +14,7 @@ from lightning_autopar.memory.allocator.options import MIB
 from lightning_autopar.memory.allocator.played_device import SETUP, PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.moments import drawn_bytes, part_draws
+from lightning_autopar.memory.fullest_moments import drawn_bytes, part_draws
 from lightning_autopar.memory.tape import Kind
 
 CATEGORY: dict[Kind, Category] = {

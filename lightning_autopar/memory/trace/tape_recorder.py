@@ -26,7 +26,7 @@ from lightning_autopar.memory.kernels.cpu_workspace import HiddenOf, ScratchOf
 from lightning_autopar.memory.kernels.measured_workspace import KernelBytes, Rounds
 from lightning_autopar.memory.storages import seen_storages, tensor_bytes
 from lightning_autopar.memory.tape import KINDS, Action, Kind, Tape
-from lightning_autopar.memory.work.batch_dependence import Dependence, Input, may_hook_saving, recomputes
+from lightning_autopar.memory.work.batch_sized import Dependence, Input, may_hook_saving, recomputes
 from lightning_autopar.memory.work.calls import tensors_in
 from lightning_autopar.memory.work.operations import Operation, operation
 from lightning_autopar.memory.work.tally import OPTIMIZER, Tally

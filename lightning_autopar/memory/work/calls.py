@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_autopar.memory.storages import tensor_bytes
-from lightning_autopar.memory.work.batch_dependence import Input
+from lightning_autopar.memory.work.batch_sized import Input
 from lightning_autopar.memory.work.kinds import dtype_name
 from lightning_autopar.memory.work.operations import Operation
 from lightning_autopar.memory.work.work import Work

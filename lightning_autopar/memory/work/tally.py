@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_autopar.memory.work.batch_dependence import Input
+from lightning_autopar.memory.work.batch_sized import Input
 from lightning_autopar.memory.work.calls import Piece, channels_last, pieces
 from lightning_autopar.memory.work.operations import Operation
 from lightning_autopar.memory.work.work import Work

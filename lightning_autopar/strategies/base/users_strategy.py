@@ -9,7 +9,7 @@ from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Report
 from lightning_autopar.report.run_history import RunHistory
-from lightning_autopar.sharing.run_leases import Leases
+from lightning_autopar.sharing.take_leases import Leases
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.run_plan import RunPlan
 

@@ -16,7 +16,7 @@ import psutil
 
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Device, Inventory, busy_share
-from lightning_autopar.sharing.run_leases import Leases
+from lightning_autopar.sharing.take_leases import Leases
 
 #: Bytes of a GPU that measuring takes: of tensors, where the allocator is capped; with context, cuBLAS' and NCCL's memory.
 TENSOR_BYTES, ROOM_BYTES = 1 << 30, 5 << 29

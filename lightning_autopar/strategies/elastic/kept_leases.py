@@ -19,7 +19,7 @@ from lightning_autopar.sharing.queue_order import Need
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.elastic.generation_progress import RunningGeneration
-from lightning_autopar.sharing.run_leases import Leases, words
+from lightning_autopar.sharing.take_leases import Leases, words
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.elastic.yielding import Yielding

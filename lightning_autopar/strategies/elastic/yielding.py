@@ -22,7 +22,7 @@ from lightning_autopar.text import format_bytes, printable
 if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Inventory
     from lightning_autopar.sharing.queue import Place
-    from lightning_autopar.sharing.run_leases import Leases
+    from lightning_autopar.sharing.take_leases import Leases
     from lightning_autopar.strategies.preparation.decision import Decision
 
 #: For whose more important runs a run makes room: "all" users' (the default), its "own" user's, or "none".

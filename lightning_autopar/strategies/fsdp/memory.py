@@ -30,7 +30,7 @@ import numpy as np
 from lightning_autopar.engines import Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
-from lightning_autopar.memory.moments import Column, Moments
+from lightning_autopar.memory.fullest_moments import Column, Moments
 from lightning_autopar.plans import Plan
 
 

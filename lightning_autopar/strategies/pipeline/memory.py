@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from lightning_autopar.engines import Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
-from lightning_autopar.memory.moments import RNG_STATE_BYTES, drawn_bytes, part_draws
+from lightning_autopar.memory.fullest_moments import RNG_STATE_BYTES, drawn_bytes, part_draws
 from lightning_autopar.memory.step_parts import StepPart, parts_of
 from lightning_autopar.plans import INTERLEAVED, Plan
 from lightning_autopar.strategies.pipeline.schedules import rank_actions

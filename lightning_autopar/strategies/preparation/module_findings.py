@@ -41,7 +41,7 @@ from lightning_autopar.memory.trace.guessed_footprint import guess
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
-from lightning_autopar.strategies.parity.sharing_probe import with_shared_network
+from lightning_autopar.strategies.parity.shared_network_probe import with_shared_network
 from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
 from lightning_autopar.strategies.preparation.callback_copies import with_copies
 from lightning_autopar.strategies.preparation.divisible_batch import made_of_samples, whole_of

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from lightning_autopar.engines import Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes, Occasion
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.moments import RNG_STATE_BYTES
+from lightning_autopar.memory.fullest_moments import RNG_STATE_BYTES
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.zero.gather_groups import course_of, layers_of
 from lightning_autopar.strategies.zero.settings import ZeroSettings, settings_of

@@ -27,7 +27,7 @@ from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.allocator.tape_parts import TapePart, read_script
 from lightning_autopar.memory.allocator.tape_player import BUCKET_BYTES, FIRST_BUCKET_BYTES, Player, bucket_sizes, parts_of
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
-from lightning_autopar.memory.moments import DRAWN_ROWS, DRAWN_SHARE, drawn_bytes
+from lightning_autopar.memory.fullest_moments import DRAWN_ROWS, DRAWN_SHARE, drawn_bytes
 from lightning_autopar.memory.step_parts import parts_of as step_parts
 from lightning_autopar.memory.tape import Action, Kind, Tape
 from lightning_autopar.memory.trace.trace import trace

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_autopar.memory.work.batch_dependence import Input
+from lightning_autopar.memory.work.batch_sized import Input
 from lightning_autopar.memory.work.operations import operation
 from lightning_autopar.memory.work.tally import OPTIMIZER, Tally, collected
 from lightning_autopar.memory.work.work import Work

@@ -155,7 +155,7 @@ def test_what_others_were_promised_is_not_taken(host: Callable[..., FakeNvml], m
     ledger, inventory = open_ledger(), probe()
     assert ledger is not None
     held = ledger.claim({"GPU-1": 78 * GIB}, lambda: lambda leases: {device.id: device.free_bytes for device in inventory.devices}, run="b")
-    monkeypatch.setattr("lightning_autopar.sharing.run_leases._is_own", lambda lease: False)  # it is another process's
+    monkeypatch.setattr("lightning_autopar.sharing.take_leases._is_own", lambda lease: False)  # it is another process's
     seen = stand_in(monkeypatch)
     calibration.calibrate(inventory)
     assert seen == [["GPU-0"], ["GPU-0", "GPU-2"]]

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.live_bytes import compiler
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
-from lightning_autopar.memory.moments import moments_of
+from lightning_autopar.memory.fullest_moments import moments_of
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.memory import Widths, evaluation_communication, fsdp_bytes, sharding_of, unit_of
 

@@ -81,7 +81,7 @@ def test_who_is_slower_plans_again(folder: Path, tmp_path: Path, monkeypatch: py
             looks.append(leases)
             return see(inventory, leases if len(looks) > 2 else [])
 
-        monkeypatch.setattr("lightning_autopar.sharing.run_leases.without_leased", late)
+        monkeypatch.setattr("lightning_autopar.sharing.take_leases.without_leased", late)
         with caplog.at_level("INFO"):
             trainer = fit(tmp_path, allow=["single"])
         assert trainer.strategy.plan.devices == ("cpu:1",)

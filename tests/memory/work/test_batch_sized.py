@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_autopar.memory.tape import MARKS, Event
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.memory.work.batch_dependence import Dependence, Input
+from lightning_autopar.memory.work.batch_sized import Dependence, Input
 from tests.memory.measured import Copies, real_peak_bytes
 from tests.memory.tapes import peak_of
 from tests.memory.trace.test_trace import GPT, resnet

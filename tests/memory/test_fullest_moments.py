@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from lightning_autopar.memory.footprint import Moment
-from lightning_autopar.memory.moments import moments_of
+from lightning_autopar.memory.fullest_moments import moments_of
 from tests.planning.test_plan_bytes import FOOTPRINT, one, plan
 
 
