@@ -16,7 +16,6 @@ from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.planning.plan_bytes import predict, replay
-from lightning_autopar.planning.plan_seconds import step_of
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.engine import FSDP
 from lightning_autopar.strategies.fsdp.memory import AS_TRACED, Widths
@@ -288,7 +287,7 @@ def foresee_seconds(footprint: Footprint, asked: Question, laid: Layout, plan: P
     reduced = laid.reduce_bytes if asked.wide_storage and laid.engine == "fsdp" else None
     # Adam's pass is bound by memory: 28 bytes an element in fp32, half of that where parameters and states are of 16 bits.
     rates = HostRates(laid.slow_host * (0.5 if asked.optimizer == "cpu kernel same" else 1.0), laid.slow_python)
-    step = step_of(footprint, plan, inventory, precision=asked.precision, rates=rates, engine=_engine(plan, reduce_bytes=reduced))
+    step = _engine(plan, reduce_bytes=reduced).step(footprint, plan, inventory, asked.precision, rates)
     seconds = step.seconds()
     if laid.waits and plan.engine != "pipeline":
         seconds = replace(seconds, overhead=max(seconds.overhead, _waiting(step.run(0), footprint, laid, plan, rates, seconds)))
