@@ -267,5 +267,5 @@ class Lenient(Tokens):
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_batch_that_lacks_what_counts_ends_the_run_with_a_sentence() -> None:
-    with pytest.raises(ValueError, match=re.escape("training_step computes is a mean over the sum of batch[1], and this batch")):
+    with pytest.raises(ValueError, match=re.escape("training_step computes is a mean over the sum of batch[1], but this batch")):
         train(Lenient, Shrinking(), AutoParallelStrategy(plan=PLANS["ddp"], devices="2xcpu:1GiB"))

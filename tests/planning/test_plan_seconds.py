@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_autopar.devices.inventory import Device, Link, idle_share
+from lightning_autopar.engines import Engine
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.planning.plan_seconds import predict_seconds
 from lightning_autopar.plans import Plan
@@ -29,12 +30,15 @@ MICRO = 1e-6
 
 
 def seconds(engine: Any, *devices: str, step: Any = None, here: Any = HERE, **parts: Any) -> Seconds:
-    asked = {name: parts.pop(name) for name in ("precision", "rates", "asked") if name in parts}
+    asked = {name: parts.pop(name) for name in ("precision", "rates") if name in parts}
+    others: Engine | None = parts.pop("asked", None)
     if engine == "fsdp":
         parts.setdefault("reshard_after_forward", True)
         parts.setdefault("shard", BLOCKS)
-    asked["engine"] = asked.pop("asked", None)
-    return predict_seconds(step or footprint(), Plan(engine=engine, devices=devices, **parts), here, **asked)
+    plan = Plan(engine=engine, devices=devices, **parts)
+    if others is not None:  # somebody else's engine
+        return others.step(step, plan, here, asked.get("precision", "32-true"), asked["rates"]).seconds()
+    return predict_seconds(step or footprint(), plan, here, **asked)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------------------------

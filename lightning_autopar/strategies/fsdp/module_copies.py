@@ -49,7 +49,7 @@ def _swap_others(one: Tensor, other: Tensor) -> None:
     if not (
         isinstance(one, DTensor)
         and isinstance(other, DTensor)
-        and one.dtype == other.dtype
+        and (one.dtype, one.device) == (other.dtype, other.device)
         and one._local_tensor.is_set_to(other._local_tensor)
     ):
         _SWAP(one, other)

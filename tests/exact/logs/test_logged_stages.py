@@ -255,6 +255,7 @@ def test_what_hooks_log() -> None:
 def run_exchange(rank: int, world_size: int) -> Any:
     """Each rank logs other names than the other; counts the collectives that pickle."""
     exchange = Exchange(Combiner(), device=torch.device("cpu"), ranks_per_replica=world_size)
+    exchange.open()
     pickled: list[int] = []
     gather = torch.distributed.all_gather_object
 
