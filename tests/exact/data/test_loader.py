@@ -795,7 +795,7 @@ def test_draws_at_every_batch_are_given_up_beyond_the_limit_and_said_so(monkeypa
         iterator = _steps(loader, 0)
         for _ in range(4):
             next(iterator)
-    assert "no longer resumes exactly" in caplog.text
+    assert "won't resume exactly" in caplog.text
     assert loader.state_dict()["exact"] is False
 
 
