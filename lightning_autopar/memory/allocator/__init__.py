@@ -8,5 +8,5 @@ Modules, in reading order:
     played_device      one device while a step is played on it
     tape_parts         the tape taken apart for a replay
     tape_player        a rank plays the tape
-    replay             a rank's first two steps on the modelled allocator; the engine gives the player
+    replay             a rank's first steps on the modelled allocator; the engine gives the player
 """

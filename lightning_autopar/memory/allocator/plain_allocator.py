@@ -30,27 +30,27 @@ _SMALL, _SMALL_SEGMENT, _MIN_LARGE, _LARGE_ROUNDING = (
 )
 #: A free block's key is its size, then so many bits of its address: with 512 TiB of addresses none is used twice.
 _ADDRESS_BITS = 40
-#: What a block is made of: a list, as Python makes no object sooner. Its address, its size, whether it is handed out, its neighbours in its
-#: segment, the free blocks that it goes back to, and its category.
+#: A block is a list, as Python makes lists faster than objects. It has the block's address, its size, whether it is handed out, its two
+#: neighbours in its segment, the free blocks among which it lies when it is free, and its category.
 _ADDRESS, _SIZE, _ALLOCATED, _PREV, _NEXT, _CACHE, _CATEGORY = range(7)
+#: The free blocks of a stream, for small or for large requests: their keys in order, and the blocks by key.
+_Free = tuple[list[int], dict[int, list[Any]]]
 
 
 class PlainAllocator:
-    """One device's allocator.
+    """One device's allocator. Its attributes are those of :class:`~lightning_autopar.memory.allocator.caching_allocator.CachingAllocator`.
 
     Args:
         limit_bytes: the most that may be reserved; None: no limit.
         options: settings that :meth:`serves`.
-
-    Attributes:
-        allocated_bytes: see :class:`~lightning_autopar.memory.allocator.caching_allocator.CachingAllocator`, as for all attributes.
     """
 
     def __init__(self, *, limit_bytes: int | None = None, options: AllocatorOptions | None = None) -> None:
-        assert self.serves(options or AllocatorOptions()), "settings of torch's own"
+        options = options or AllocatorOptions()
+        assert self.serves(options), "settings of torch's own"
         self.limit_bytes = limit_bytes
         self._limit = sys.maxsize if limit_bytes is None else limit_bytes >> _UNIT
-        self._large_segment = (options or AllocatorOptions()).large_segment_bytes >> _UNIT
+        self._large_segment = options.large_segment_bytes >> _UNIT
         self.released = 0
         self._fullest: dict[Category, int] = {}
         self._allocated = self._reserved = self._peak_allocated = self._peak_reserved = 0
@@ -61,9 +61,9 @@ class PlainAllocator:
         self._settled = 0
         #: The first block of each segment, by address.
         self._heads: dict[int, list[Any]] = {}
-        #: Of small and of large requests, by stream, the free blocks: their keys in order, and themselves by key.
-        self._small: dict[int, tuple[list[int], dict[int, list[Any]]]] = {}
-        self._large: dict[int, tuple[list[int], dict[int, list[Any]]]] = {}
+        #: By stream.
+        self._small: dict[int, _Free] = {}
+        self._large: dict[int, _Free] = {}
 
     @staticmethod
     def serves(options: AllocatorOptions) -> bool:
@@ -192,7 +192,7 @@ class PlainAllocator:
             found.append(blocks)
         return found
 
-    def _new_block(self, size: int, cache: tuple[list[int], dict[int, list[Any]]]) -> list[Any]:
+    def _new_block(self, size: int, cache: _Free) -> list[Any]:
         """A segment of new memory, if need be after giving back those that are unused."""
         if size <= _SMALL:
             segment = _SMALL_SEGMENT
@@ -220,6 +220,6 @@ class PlainAllocator:
                 self._reserved -= block[_SIZE]
                 self.released += 1
 
-    def _caches(self, stream: int) -> tuple[tuple[list[int], dict[int, list[Any]]], tuple[list[int], dict[int, list[Any]]]]:
+    def _caches(self, stream: int) -> tuple[_Free, _Free]:
         """The free blocks of a stream, for small and for large requests."""
         return self._small.setdefault(stream, ([], {})), self._large.setdefault(stream, ([], {}))

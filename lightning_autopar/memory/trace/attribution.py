@@ -157,7 +157,7 @@ class _Segment:
     held: int
     running: bool
     start: tuple[int, ...] = ()
-    #: What is the most by each measure, and what is alive then, by kind, with the size of what a small share takes less of, and its slope.
+    #: By measure: the most that was seen, and the bytes alive then, by kind; the last two are those of which a small share takes less.
     tops: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
 
     def moments(self) -> list[Moment]:

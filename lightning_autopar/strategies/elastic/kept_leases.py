@@ -16,12 +16,10 @@ from lightning_autopar.sharing.lease_files import LeaseFile
 from lightning_autopar.sharing.ledger import Shortage
 from lightning_autopar.sharing.queue import PlaceFile
 from lightning_autopar.sharing.queue_order import Need
-
-if TYPE_CHECKING:
-    from lightning_autopar.strategies.elastic.generation_progress import RunningGeneration
 from lightning_autopar.sharing.take_leases import Leases, words
 
 if TYPE_CHECKING:
+    from lightning_autopar.strategies.elastic.generation_progress import RunningGeneration
     from lightning_autopar.strategies.elastic.yielding import Yielding
     from lightning_autopar.strategies.preparation.decision import Decision
 

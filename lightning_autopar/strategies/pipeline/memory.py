@@ -56,8 +56,9 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
     again = frozenset(2 * index + 1 for index in _indices(footprint, plan.recompute))
     again = again.intersection(itertools.chain.from_iterable(itertools.starmap(range, own.values())))
     how = plan.schedule, plan.stages, plan.devices_per_replica, plan.micro_batches, plan.replicas, plan.shard
-    key = how, position, rows, tuple(own.values()), again, on_cpu, RNG_STATE_BYTES
-    return _RANKS.get(footprint, key, lambda: _rank_bytes(footprint, plan, position, rows, own, again, on_cpu))
+    random_bytes = RNG_STATE_BYTES if on_cpu else 0
+    key = how, position, rows, tuple(own.values()), again, random_bytes
+    return _RANKS.get(footprint, key, lambda: _rank_bytes(footprint, plan, position, rows, own, again, random_bytes))
 
 
 def _rank_bytes(
@@ -67,16 +68,15 @@ def _rank_bytes(
     rows: int,
     own: dict[int, tuple[int, int]],
     recomputed: frozenset[int],
-    on_cpu: bool,
+    random_bytes: int,
 ) -> DeviceBytes:
-    """The same for so many of the batch's samples, by the rank's own stages: where each begins and ends; and which of their parts are
-    recomputed.
+    """The same for so many of the batch's samples, by the rank's own stages: where each begins and ends; which of their parts are
+    recomputed; and the bytes of a random state that each of these keeps on a CPU device, 0 on a GPU.
     """
     assert footprint.tape is not None, "asked before"
     whole = max(1, footprint.batch_size)
     share = -(-rows // (plan.micro_batches if footprint.training else 1)) / whole
-    parts = parts_of(footprint.tape, len(footprint.blocks))
-    random_bytes = RNG_STATE_BYTES if on_cpu else 0
+    parts, on_cpu = parts_of(footprint.tape, len(footprint.blocks)), random_bytes > 0
 
     def stage_of(begin: int, end: int) -> _Stage:
         again = recomputed.intersection(range(begin, end))
