@@ -46,6 +46,18 @@ def processor_seconds() -> float:
     return sum(os.times()[:4])
 
 
+def wait_for_signal() -> None:
+    """Returns, or raises what a handler raises, once a signal has been handled.
+
+    A read or :func:`signal.pause` would sleep through one that comes just before it, as where a process is stopped there: Python runs
+    handlers between its own instructions. The pipe keeps that it came.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    os.read(read, 1)
+
+
 @contextmanager
 def python(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A process that runs this, once it has said a line; killed at the end."""

@@ -30,7 +30,9 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def other(code: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """Another process, once it has said something."""
-    before = "import os, signal, sys; from lightning_autopar.sharing.runs.status import open_run"
+    before = (
+        "import os, signal, sys; from lightning_autopar.sharing.runs.status import open_run; from tests.processes import wait_for_signal"
+    )
     default = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # whatever this process ignores
     return python("\n".join((before, default, code)))
 
@@ -79,7 +81,7 @@ def test_pause_and_resume_ask(command: str, asked: str, capsys: pytest.CaptureFi
 
 
 def test_cancel_ends_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    with other("with open_run('train.py'): print(os.getpid(), flush=True); signal.pause()") as process:
+    with other("with open_run('train.py'): print(os.getpid(), flush=True); wait_for_signal()") as process:
         assert main(["cancel", "train", "--wait", "30", "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert (told["signal"], told["ended"]) == ("SIGINT", True)

@@ -22,6 +22,7 @@ RUN = """
 import os, signal, sys
 from dataclasses import replace
 from lightning_autopar.sharing.runs.status import open_run
+from tests.processes import wait_for_signal
 
 for number in (signal.SIGINT, signal.SIGTERM):
     handler = signal.SIG_IGN if number.name in sys.argv[2] else signal.default_int_handler
@@ -29,7 +30,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
 with open_run("train.py") as files:
     files.show(replace(files.status, state=sys.argv[1], elastic="elastic" in sys.argv[2]))
     print("there", flush=True)
-    sys.stdin.read()
+    wait_for_signal()
 """
 
 
