@@ -145,16 +145,19 @@ def split_devices(devices: str | None) -> tuple[str | None, str | None]:
     return devices, None
 
 
-def check_picture(path: str | None) -> None:
-    """Refuse a wrong ``--picture`` before the script runs, rather than hours later.
+def check_files(*, json: str | None = None, picture: str | None = None) -> None:
+    """Refuse files that couldn't be written, before the script runs rather than hours later.
 
     Raises:
-        ValueError: if the file isn't named as a page.
+        ValueError: if a file's folder isn't there, the file is a folder, or the picture's file isn't named as a page.
     """
-    if path is not None:
+    for option, path in (("--json", json), ("--picture", picture)):
+        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ValueError(f"{option} {path!r} can't be written; name a file in a folder that is there")
+    if picture is not None:
         from lightning_autopar.report.page.markup import check_file
 
-        check_file(path)
+        check_file(picture)
 
 
 def _read_plan(path: str) -> Any:

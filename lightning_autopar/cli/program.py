@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_autopar.cli import devices, doctor, plan, run, runs, sweep
 
@@ -62,6 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
 
 
+class _WholeNames(argparse.ArgumentParser):
+    """Takes no abbreviated options: ``clean --snapshot``, a typing error, would remove snapshots."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(allow_abbrev=False, **arguments)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(
@@ -70,7 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands: argparse._SubParsersAction[argparse.ArgumentParser]
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_WholeNames)
     devices.add_commands(commands)
     plan.add_command(commands)
     run.add_command(commands)

@@ -18,7 +18,7 @@ from lightning_autopar.cli.arguments import (
     add_script,
     add_strategy_options,
     add_turn_options,
-    check_picture,
+    check_files,
     misplaced_options,
     option_words,
     script_of,
@@ -88,7 +88,7 @@ def run_script(options: argparse.Namespace) -> int:
     """
     script, wanted_options = script_of(options), chosen_options(options)
     spec, trainer_devices = split_devices(options.devices)
-    check_picture(options.picture)
+    check_files(json=options.summary, picture=options.picture)
     built: list[Replacement] = []
 
     def replace_from_now_on() -> AbstractContextManager[None]:

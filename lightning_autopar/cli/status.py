@@ -198,7 +198,7 @@ def _page(box: Box, every_seconds: float | None = None) -> RenderableType:
 def _left_lines(box: Box) -> Iterator[str]:
     """What killed runs have left, and the command that removes it."""
     if box.left:
-        yield f"Left by runs of yours that were killed ({format_bytes(sum(each.size_bytes for each in box.left))}):"
+        yield f"Left by runs of yours that have ended ({format_bytes(sum(each.size_bytes for each in box.left))}):"
     for each in box.left:
         yield f"  {each.path}  {left_words(each, box.at)}"
     if box.left:

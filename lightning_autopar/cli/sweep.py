@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_autopar.cli.arguments import add_devices
+from lightning_autopar.cli.arguments import add_devices, check_files
 from lightning_autopar.cli.spinner import progress
 from lightning_autopar.text import format_length
 
@@ -73,6 +73,7 @@ def sweep_scripts(options: argparse.Namespace) -> int:
     from lightning_autopar.sharing.sweep.dry_runs import Stopped, look_at
     from lightning_autopar.sharing.sweep.folder import sweep_folder
 
+    check_files(json=options.result)
     sweep = _listed(options)
     with sweep_folder(sweep) as folder, noted_signals() as signals, Children() as children:
         if options.again:

@@ -253,7 +253,7 @@ def must_leave(
     for device_id in current.plan.devices:
         device = there.get(device_id)
         if device is None:
-            return f"device {device_id} is gone"
+            return f"the run can no longer use device {device_id}"
         if device.error is not None:
             return f"{device_label(device)} is in error: {device.error}"
     for device_id in current.plan.devices:

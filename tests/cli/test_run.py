@@ -188,14 +188,18 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path, capsys: pytest.Captur
         ),
         (["--picture", "run.html", "here.py"], "there is nothing to draw into 'run.html': the script ran no Trainer"),
         (["--picture", "run.png", "here.py"], "must end in '.html'"),
+        (["--picture", "no/run.html", "here.py"], "--picture 'no/run.html' can't be written; name a file in a folder that is there"),
+        (["--json", "no/run.json", "here.py"], "--json 'no/run.json' can't be written; name a file in a folder that is there"),
     ],
 )
 def test_what_cannot_be_started_is_said_in_a_sentence(
     arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _script(tmp_path, "pass", "here.py")
+    _script(tmp_path, "print('it ran')", "here.py")
     assert main(["run", *arguments]) == 2
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert says in said.err
+    assert not said.out or "nothing to draw" in says, "before the script runs, which may take days"
 
 
 def test_a_training_that_sigterm_has_ended_does_not_end_with_zero(tmp_path: Path) -> None:

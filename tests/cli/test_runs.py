@@ -76,7 +76,7 @@ def test_pause_and_resume_ask(command: str, asked: str, capsys: pytest.CaptureFi
         assert f"{files.run_id} is a plain run" in capsys.readouterr().err
         running(files)
         assert main([command, "train"]) == 0
-        assert f"{files.run_id} has been asked to {asked}; it looks at its next boundary" in capsys.readouterr().out
+        assert f"{files.run_id} has been asked to {asked}; it answers between two batches" in capsys.readouterr().out
         assert [request.ask for request in files.requests()] == [asked]
 
 
@@ -128,6 +128,14 @@ def test_what_cannot_be_asked_is_said_in_a_sentence(arguments: list[str], says: 
         assert says in shown.err
         assert not shown.out
         assert files.requests() == []
+
+
+@pytest.mark.parametrize("arguments", [["clean", "--snapshot"], ["run", "--prio", "5", "train.py"]])
+def test_no_option_is_taken_for_one_that_is_longer(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """``clean --snapshot`` removed snapshots."""
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert f"{arguments[0]} has no option {arguments[1]}" in capsys.readouterr().err
 
 
 def test_the_command_line_starts_without_torch() -> None:

@@ -69,7 +69,7 @@ class Asked:
                 "looks (it may be stopped, or in a long step)"
             )
         what = self.request.ask + (f" {self.request.device}" if self.request.device else "")
-        return f"{self.run_id} has been asked to {what}; it looks at its next boundary"
+        return f"{self.run_id} has been asked to {what}; it answers between two batches"
 
 
 def runs() -> list[RunStatus]:

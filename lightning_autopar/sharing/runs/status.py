@@ -314,7 +314,9 @@ def open_run(script: str | Path | None = None) -> Iterator[RunFiles]:
         finally:
             files._leave()
         return
-    raise ValueError(f"this run can't show itself on this host ({'; '.join(problems)}); name a folder of your own by {RUNS_VARIABLE}")
+    raise ValueError(
+        f"this run can't show itself on this host ({'; '.join(problems)}); set {RUNS_VARIABLE} to a folder of your own that exists"
+    )
 
 
 def _open_in(root: Path, script: str) -> RunFiles:

@@ -247,7 +247,7 @@ class Requests:
     def _answer(self, agent: Agent, request: Request) -> tuple[MoveRequest | None, str]:
         if request.ask == "snapshot":
             agent.save_soon()
-            return None, "a snapshot is written at the next boundary"
+            return None, "it writes a snapshot after this batch"
         if request.ask == "resume":
             was_held = agent.paused_by_user
             agent.allow_again()
@@ -258,21 +258,23 @@ class Requests:
             agent.paused_by_user = True
             if agent.parked:
                 return None, "it is parked already, and stays parked until it is resumed"
-            words = "it parks at its next boundary, with a snapshot, and gives its devices back; it stays parked until it is resumed"
+            words = "it saves a snapshot after this batch, releases its devices, and stays parked until it is resumed"
             return MoveRequest(action="park", decision=None, reason=f"{request.by} asked for it", urgent=True), words
         held = agent.decision.run_plan.plan.devices
         leaves = held if request.device is None else tuple(device for device in held if device == request.device)
         agent.leave(held if request.device is None else (request.device,), YIELD_SECONDS)
         if agent.parked or not leaves:
-            return None, "the run isn't on it" if not agent.parked else "the run is parked, and won't use it"
+            return None, "it is parked, and uses no device now" if agent.parked else f"it doesn't use {request.device}"
         reason = f"{request.by} asked it to leave {', '.join(leaves)}"
         try:
             decision = agent.replan(agent.inventory())
         except NothingFits:
             return MoveRequest(
                 action="park", decision=None, reason=f"{reason}, and nothing else fits", urgent=True
-            ), "it parks, as nothing else fits"
-        return MoveRequest(action="move", decision=decision, reason=reason, urgent=True), f"it moves to {decision.run_plan.plan.title()}"
+            ), "it saves a snapshot and parks, as no other plan fits"
+        plan = decision.run_plan.plan
+        words = f"it moves to {plan.title()} on {', '.join(plan.devices)}"
+        return MoveRequest(action="move", decision=decision, reason=reason, urgent=True), words
 
     def show(self, agent: Agent) -> None:
         """Show the run's status."""

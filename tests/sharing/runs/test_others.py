@@ -152,7 +152,8 @@ def test_a_folder_of_the_right_name_that_is_anothers_is_not_trusted(shared: Path
     (squatted / "train-1234" / "status.json").write_text(json.dumps(a_status("train-1234").to_dict()))
     os.chown(squatted, NOBODY, NOBODY)
     with pytest.raises(
-        ValueError, match=f"is there already, and is {run_folders.user_name(NOBODY)}'s.*name a folder of your own by AUTOPAR_RUNS"
+        ValueError,
+        match=f"is there already, and is {run_folders.user_name(NOBODY)}'s.*set AUTOPAR_RUNS to a folder of your own that exists",
     ):
         open_run("a.py").__enter__()
     assert runs() == []
