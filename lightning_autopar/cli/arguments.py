@@ -113,7 +113,6 @@ def misplaced_options(script: Script, *, understood: bool = False) -> str | None
     """A sentence if the script got options of ours, which it may not know; None if it didn't.
 
     Args:
-        script: what was run.
         understood: whether it took them without complaint: then those that its file names are its own.
     """
     own = Path(script.target).read_text(encoding="utf-8", errors="replace") if understood and not script.is_module else ""

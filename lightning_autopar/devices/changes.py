@@ -24,7 +24,6 @@ class DeviceEvent:
     """Something that happened to the devices.
 
     Args:
-        kind: what.
         device: to which, by id; None for the host.
         text: a sentence with the numbers.
         ours: whether the run's plan uses the device.

@@ -59,7 +59,6 @@ class Planned:
     """The plans for one call of ``train``.
 
     Args:
-        report: every plan.
         settings: of the best one; None where nothing fits.
         steps: the optimizer's steps of the run; None where nobody knows.
         said: the values, in the script, of the arguments that plans change.

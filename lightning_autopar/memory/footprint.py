@@ -58,7 +58,6 @@ class LayerFootprint:
         input_extra_bytes: the part of ``input_bytes`` that is freed before backward unless the block is recomputed.
         recomputable: whether running its forward twice leaves the run unchanged (no buffer moves, as in BatchNorm).
         output_bytes: the tensors made in its forward that leave it.
-        buffer_bytes: its buffers.
         parameter_rows: of each of its parameters the length of the first dimension, the bytes of one row of it, and whether it requires
             a gradient: what an engine that shards by rows needs for its padding.
         parameter_modules: of each of these parameters the number of the module that holds it directly, and whether that has others in it:

@@ -152,7 +152,6 @@ def make_report(
     bytes allocated on the fullest device, then by speed. Plans that would fit but can't be run by this version come after those that can.
 
     Args:
-        footprint: what one step needs.
         inventory: the devices; at least one.
         constraints: what a plan must keep to.
         predict: bytes of a plan; :func:`lightning_autopar.planning.plan_bytes.predict` unless given.

@@ -87,7 +87,6 @@ def pace_of(
     relative to each other count, too.
 
     Args:
-        best: the report's best.
         report: of the devices as they are now.
         step_seconds: those measured recently under the current plan.
         factors: the factors by which this run's earlier plans missed, by :func:`plan_kind`.
@@ -313,7 +312,6 @@ def decide_move(
     Args:
         now: seconds by a clock that only goes forward.
         best: the best plan for the devices as they are now; None where nothing fits.
-        rules: when to move.
         pace: seconds a step now and after the move; None where nothing was measured yet.
         remaining_steps: steps to go; ``inf`` where unknown.
         move_seconds: the price of a move.

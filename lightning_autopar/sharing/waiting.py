@@ -98,7 +98,6 @@ class Waiting(Generic[D]):
         inventory: the devices that the run may use as they are now, less what others were promised.
         devices: all devices as the driver shows them.
         wait_seconds: how long it waits at most.
-        shown: where it is shown.
     """
 
     def __init__(

@@ -84,11 +84,7 @@ class LatestSnapshot:
 
 
 class SmallerPlans:
-    """The plans of one call of the trainer, each smaller than the one before it.
-
-    Args:
-        first: the first decision.
-    """
+    """The plans of one call of the trainer, each smaller than the one before it."""
 
     def __init__(self, strategy: RunHost, first: Decision, trainer: Trainer, folder: Path) -> None:
         self._strategy, self._first, self._trainer, self._folder = strategy, first, trainer, folder

@@ -139,10 +139,8 @@ class Combiner:
         """The whole batch's values, and what they weigh in an epoch's mean.
 
         Args:
-            entries: what every part logged.
             values: a row for each part, float64; any value, NaN included, for a part without samples.
             rows: samples that each of them speaks for, float64, on the host.
-            batch_sizes: what each weighs.
             last: names of values whose last part's value is the whole batch's, even if that part has no samples.
         """
         # Before any sample was seen (on_train_start), all parts weigh the same.
@@ -168,7 +166,6 @@ class Combiner:
         """Combine what parts logged one after the other into one log.
 
         Args:
-            parts: the entries of each.
             last: as for :meth:`combine`.
         """
         if len(parts) == 1:
@@ -307,7 +304,6 @@ def log_again(trainer: Trainer, results: Any, entry: Entry, value: Tensor | None
     Args:
         trainer: whose module has logged it.
         results: the collection that it belongs to.
-        entry: what was logged.
         value: the whole batch's; None of a metric that has its own.
         batch_size: what it weighs in its epoch's mean.
     """

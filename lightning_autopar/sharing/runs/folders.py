@@ -195,7 +195,6 @@ def read_json(path: Path, uid: int | None = None) -> Any:
     """A file's contents; it must be a plain file of that user: a pipe or a link could make the reader wait, or read something else.
 
     Args:
-        path: where it lies.
         uid: whose it has to be, this user's by default.
 
     Raises:

@@ -45,8 +45,6 @@ class Asked:
     """What came of a request.
 
     Args:
-        run_id: which run was asked.
-        request: as it was written.
         answered: the run's own words; None if none came, or nobody waited.
         waited_seconds: how long an answer was waited for; 0 where nobody wanted to wait.
         ended: whether the run ended meanwhile.

@@ -177,7 +177,6 @@ class Request:
             the training state now.
         device: ``"yield"`` only: the id of the one device to leave; None for all of them.
         at: when, in seconds since the epoch.
-        by: who.
         id: its file's; set by :func:`ask`. Empty for what didn't come by a file, such as a signal.
 
     Raises:

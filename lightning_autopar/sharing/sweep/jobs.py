@@ -21,7 +21,6 @@ class SweepDevice:
     """A device on which runs are placed.
 
     Args:
-        id: its own.
         kind: devices of one kind are as fast as each other; a way names kinds, not devices.
         free_bytes: what a run may take of it.
     """
@@ -36,7 +35,6 @@ class DeviceNeed:
     """What one rank of a way needs.
 
     Args:
-        kind: of the device.
         needed_bytes: that must be free there.
     """
 
@@ -95,8 +93,6 @@ class Placed:
     """Where and when a job runs.
 
     Args:
-        job: its name.
-        option: how.
         devices: their ids.
         start_seconds: from now on.
     """

@@ -97,7 +97,6 @@ class Agent(RunState):
 
     Args:
         make_job: makes the job of a generation's workers, from decision and folder.
-        decision: the first one.
         moving: see :class:`SnapshotSettings`.
         watchers: asked in their order; the first request counts.
         handler: is asked before the watchers.

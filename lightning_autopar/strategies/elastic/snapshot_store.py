@@ -49,7 +49,6 @@ class Snapshot:
     """A complete snapshot.
 
     Args:
-        path: its folder.
         step: the trainer's global step in it.
         on_disk: whether it survives the machine's restart.
     """
@@ -231,7 +230,6 @@ class SnapshotStore:
         """The run is over: remove its snapshots, unless its next start shall go on from them.
 
         Args:
-            keep: whether it shall.
             within_seconds: how long to wait for checksums, without which only the files' sizes are checked; None: until they are computed.
         """
         if keep:

@@ -95,7 +95,6 @@ class ElasticRun:
 
     Args:
         trainer: as before the run.
-        decision: the first plan.
         function: the trainer's, with ``args`` and ``kwargs``.
         how: how the run is saved and moved.
         shown: where the run is shown, and asked for something.
@@ -215,7 +214,6 @@ class Requests:
     """Takes the requests of others on the run's host, and shows the run's status.
 
     Args:
-        shown: where.
         told: signals that came.
         trainer: for the number of steps.
     """

@@ -19,9 +19,7 @@ class Action(NamedTuple):
     """One piece of a rank's work.
 
     Args:
-        work: which pass.
         stage: index of the stage in the pipeline.
-        micro_batch: which one.
     """
 
     work: Work

@@ -91,10 +91,8 @@ class Prospect:
 
     Args:
         trainer: with module and data attached.
-        look: what was found out.
         batch: how several devices share a batch.
         from_snapshot: see :class:`.run_plan.RunPlan`.
-        weights_only: see there.
         elastic: see :func:`.decide.find_prospect`.
     """
 

@@ -94,7 +94,6 @@ class Findings:
     """What was found out about the module.
 
     Args:
-        footprint: of its step.
         split: what a split batch changes; None where no candidate splits it.
         shared: the submodules that ranks can share where splitting the batch would change its loss; see ``footprint.sharing``.
         draws: the step's random draws; None where it draws nothing.

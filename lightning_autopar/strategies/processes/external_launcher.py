@@ -68,7 +68,6 @@ class Peers:
     Args:
         store: where they meet; only their keys are in it.
         rank: of this process.
-        world_size: how many they are.
         node: this process's.
         environment: Lightning's view of them.
         restartable: whether their launcher may start them anew, in another number.

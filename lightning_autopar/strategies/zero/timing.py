@@ -256,7 +256,6 @@ def zero_calls(plan: Plan, *, parameters: int, modules: int, buckets: int) -> in
 
     Args:
         plan: of engine ``"zero"``.
-        modules: all of them.
         buckets: of gradients that fill in a step.
     """
     assert plan.zero_stage is not None

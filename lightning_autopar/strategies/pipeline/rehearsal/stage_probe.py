@@ -133,7 +133,6 @@ def confirm_stages(
         module: the user's module, set up; meant for a forked child.
         trainer: the trainer that it was passed to, read only.
         batches: as for :func:`probe_stages`.
-        fn: what the trainer does.
         cuts: FQNs of the blocks with which the second and each later stage begins.
         precision: of the run; single unless given.
         flops: of a step on the whole batch, forward and backward.

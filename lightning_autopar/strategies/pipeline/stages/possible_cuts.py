@@ -49,7 +49,6 @@ def record(
         batch: as the hook gets it; copies of it are used.
         blocks: FQNs of the blocks, see :attr:`lightning_autopar.memory.footprint.Footprint.blocks`.
         rows: samples in the batch, for the record.
-        batch_idx: its index.
         context: the precision's forward context (automatic mixed precision).
         written: FQNs of buffers and parameters that another hook of the same run writes to, and this one may read.
 

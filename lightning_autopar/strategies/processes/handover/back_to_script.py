@@ -67,12 +67,8 @@ class Results:
 
     Args:
         value: what the trainer's function returned.
-        measured: of this rank.
-        rank: which one.
         ranks: how many ranks, from rank 0 on, together have the whole state.
         progress: see :func:`progress_of`.
-        random: the random state.
-        changes: of Python objects.
         lost: what else stayed behind.
         built: FQNs of the modules that the run has put into others.
         steps: how many steps the optimizers had begun and ended.
@@ -398,7 +394,6 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     Args:
         before: :func:`survey` of the time before the fork.
         results: of the ranks that wrote any, in rank order.
-        folder: where their files are.
 
     Raises:
         RuntimeError: if, after a failure, a rank with a part of the weights wrote none, or those of another step than the others.
