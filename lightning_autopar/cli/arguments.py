@@ -80,8 +80,8 @@ def script_of(options: argparse.Namespace) -> Script:
         raise ValueError("no script is named; give the path of the Python file that calls fit, or -m and a module")
     if not options.module and _STARTERS.fullmatch(Path(words[0]).name) and not words[0].endswith(".py"):
         raise ValueError(
-            f"{words[0]!r} starts scripts and is none; name the training script itself, as in {options.command} train.py: autopar starts "
-            "its processes"
+            f"{words[0]!r} starts scripts, but is no script; name the training script itself, as in {options.command} train.py: "
+            "autopar starts its processes"
         )
     return Script(target=words[0], arguments=tuple(words[1:]), is_module=bool(options.module))
 
@@ -119,7 +119,9 @@ def misplaced_options(script: Script, *, understood: bool = False) -> str | None
     given = [word for word in script.arguments if (name := word.partition("=")[0]) in _OPTIONS and name not in own]
     if not given:
         return None
-    return f"lightning-autopar: {given[0]} stands after {script.name}, which got it; options of lightning-autopar go before the script"
+    return (
+        f"lightning-autopar: {given[0]} stands after {script.name}, so the script got it; options of lightning-autopar go before the script"
+    )
 
 
 def option_words(options: argparse.Namespace) -> list[str]:

@@ -16,7 +16,7 @@ examples:
   lightning-autopar plan train.py --lr 0.1              how this script would run here
   lightning-autopar run train.py --lr 0.1               and run it so, whatever strategy it names
   lightning-autopar plan --devices 8xH100-80GB train.py plan for what isn't here
-  lightning-autopar sweep sweep.yaml                    many runs, so that the last is over soonest
+  lightning-autopar sweep sweep.yaml                    many runs, so that the last one ends soonest
   lightning-autopar status                              what all runs on this host do, and why
   lightning-autopar yield train-gpt-3f2a                ask one of yours to move off its devices now
   lightning-autopar cancel train-gpt-3f2a               or end it

@@ -286,8 +286,8 @@ class Waiting(Generic[D]):
         self._place = self._leases.queue()
         if self._place is None:
             rank_zero_info(
-                f"autopar: nothing fits now; the run waits for room without a place in a queue, as runs of this host don't know of each "
-                f"other ({LEDGER_VARIABLE})"
+                "autopar: nothing fits now; the run waits for free memory, but in no queue: without leases "
+                f"({LEDGER_VARIABLE}) the runs of this host don't know of each other"
             )
         try:
             yield
@@ -333,7 +333,7 @@ class Waiting(Generic[D]):
             return f"behind {_names(view.ahead)}"
         wants: Mapping[str, int] = {} if self._reserved is None else self._reserved.wants
         holders = [lease for lease in view.leases if any(lease.bytes.get(device) for device in wants or lease.bytes)]
-        return f"held by {_names(holders)}" if holders else "held by processes outside of the ledger"
+        return f"held by {_names(holders)}" if holders else "held by processes that have no lease"
 
     def _tell(self, told: str, *, log: bool) -> None:
         """Show the state; without a terminal, write a line from time to time."""
@@ -352,7 +352,7 @@ class Waiting(Generic[D]):
                 priority=self._leases.priority,
             )
         for request in self._shown.requests():
-            self._shown.answer(request, "the run waits for its turn and has nothing to give; cancel it, or let it wait")
+            self._shown.answer(request, "the run is in the queue and holds no device; cancel it, or let it wait")
 
 
 @contextmanager

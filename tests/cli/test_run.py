@@ -184,7 +184,7 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path, capsys: pytest.Captur
         (["--devices", "3xFOO", "here.py"], "the device spec '3xFOO': there is no device 'FOO' in the catalogue"),
         (
             ["accelerate", "launch", "here.py"],
-            "'accelerate' starts scripts and is none; name the training script itself, as in run train.py",
+            "'accelerate' starts scripts, but is no script; name the training script itself, as in run train.py",
         ),
         (["--picture", "run.html", "here.py"], "there is nothing to draw into 'run.html': the script ran no Trainer"),
         (["--picture", "run.png", "here.py"], "must end in '.html'"),
@@ -221,7 +221,10 @@ def test_options_after_the_script_are_named_where_the_script_refuses_them(
 ) -> None:
     script = _script(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()")
     assert main([command, script, "--devices", "2xcpu:1GiB"]) != 0
-    assert "--devices stands after train.py, which got it; options of lightning-autopar go before the script" in capsys.readouterr().err
+    assert (
+        "--devices stands after train.py, so the script got it; options of lightning-autopar go before the script"
+        in capsys.readouterr().err
+    )
     assert main([command, script, "--lr", "1"]) != 0
     assert "go before the script" not in capsys.readouterr().err
 

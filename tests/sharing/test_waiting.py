@@ -375,8 +375,8 @@ def test_without_a_ledger_it_waits_by_what_the_driver_says(monkeypatch: pytest.M
     made = Waiting(Some(GIB), Leases(), inventory=inventory, devices=inventory, wait_seconds=20, shown=RunDisplay(None, dict))  # type: ignore[arg-type]
     with caplog.at_level("INFO"):
         assert made.start().need.bytes == {"cpu:0": GIB}
-    assert caplog.text.count("waits for room without a place in a queue") == 1
-    assert "waiting for 1 GiB on cpu:0, held by processes outside of the ledger" in caplog.text
+    assert caplog.text.count("waits for free memory, but in no queue") == 1
+    assert "waiting for 1 GiB on cpu:0, held by processes that have no lease" in caplog.text
 
 
 def test_on_a_terminal_it_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -192,8 +192,10 @@ class Request:
     def __post_init__(self) -> None:
         if self.ask not in get_args(Ask):
             raise ValueError(f"a run can't be asked for {self.ask!r}; ask for one of {', '.join(get_args(Ask))}")
-        if self.device is not None and (self.ask != "yield" or not isinstance(self.device, str) or not self.device):
-            raise ValueError(f"the device {self.device!r} says nothing to the request {self.ask!r}; only yield takes one, as its id")
+        if self.device is not None and self.ask != "yield":
+            raise ValueError(f"the request {self.ask!r} takes no device; only 'yield' does")
+        if self.device is not None and (not isinstance(self.device, str) or not self.device):
+            raise ValueError(f"the device {self.device!r} is no device's id; lightning-autopar status shows a run's")
 
 
 class RunFiles:
@@ -257,7 +259,7 @@ class RunFiles:
                 request = _read_request(path)
             except (OSError, ValueError, RecursionError) as error:
                 request = None
-                log.warning("autopar: a request to this run is passed over: %s can't be read (%s)", path, error)
+                log.warning("autopar: this run ignores a request, as %s can't be read (%s)", path, error)
             if take_away(path) and request is not None:
                 taken.append(request)
         return taken

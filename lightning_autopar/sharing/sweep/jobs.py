@@ -63,9 +63,9 @@ class RunOption:
 
     def __post_init__(self) -> None:
         if not self.needs:
-            raise ValueError(f"the way {self.title!r} has no seats; a run needs a device at least")
+            raise ValueError(f"the plan {self.title!r} has no devices; a run needs at least one")
         if not 0 < self.seconds < float("inf"):
-            raise ValueError(f"the way {self.title!r} takes {self.seconds} s; it must be a number above 0")
+            raise ValueError(f"the plan {self.title!r} takes {self.seconds} s; it must be a number above 0")
 
     @property
     def device_seconds(self) -> float:

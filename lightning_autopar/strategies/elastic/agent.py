@@ -52,7 +52,7 @@ def with_more(decision: Decision, promises: Promises) -> Decision | None:
     if not wants or not promises.held_bytes or promises.take(wants, None) is not None:
         return None
     most = max(wants, key=lambda device: wants[device])
-    rank_zero_info(f"autopar: the plan is given more memory: {format_bytes(wants[most])} of {most}, as it ran out of what it had")
+    rank_zero_info(f"autopar: the run ran out of the memory that it had leased; it now leases {format_bytes(wants[most])} of {most}")
     return replace(decision, run_plan=replace(run_plan, at_least=wants))
 
 

@@ -222,7 +222,7 @@ class SnapshotStore:
                 manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
                 return Snapshot(path=path, step=int(manifest["step"]), on_disk=self._homes[1] in path.parents)
             if damage:
-                log.warning("autopar: a snapshot is passed over, and the one before it used: %s", damage)
+                log.warning("autopar: a snapshot can't be used, so the one before it is: %s", damage)
             shutil.rmtree(path, ignore_errors=True)
         return None
 
