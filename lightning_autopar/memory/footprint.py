@@ -220,7 +220,6 @@ class Footprint:
         tied: groups of FQNs that share one parameter.
         training: False where the step is one of validation, test or prediction (no gradients, no optimizer).
         automatic_optimization: the module's own flag.
-        optimizers: how many optimizers the module configures.
         optimizer_classes: their classes' names, where they are torch's own; empty where one isn't, or they aren't known.
         batch_norm: FQNs of the modules whose statistics span the batch.
         random_draws: names of the random operations that the step ran.

@@ -314,7 +314,6 @@ def decide_move(
         best: the best plan for the devices as they are now; None where nothing fits.
         pace: seconds a step now and after the move; None where nothing was measured yet.
         remaining_steps: steps to go; ``inf`` where unknown.
-        move_seconds: the price of a move.
         must: why the run can't stay where it is, by :func:`must_leave`.
     """
     if best is not None and not fits(best, inventory):

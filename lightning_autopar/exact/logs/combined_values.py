@@ -40,11 +40,9 @@ class Entry:
     """One call of ``log``.
 
     Args:
-        collection: which of the trainer's result collections.
         fx: the hook that logged.
         options: ``log``'s other arguments, in the order of ``OPTIONS``.
         dataloader_idx: the collection's at that time.
-        result: the key of its result in the collection.
         is_metric: whether a torchmetrics object was logged, which exchanges its states itself.
         value: what this rank logged; None if another rank logged it, and for a metric. In a pipeline's step, a metric's value is that of
             its ``forward`` on the batch so far.

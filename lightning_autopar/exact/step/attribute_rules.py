@@ -49,7 +49,6 @@ class Before:
 
     Args:
         copy: of what it held; None for a list or a dictionary that only grows, ``MISSING`` if it can't be copied.
-        length: how many items it had.
         items: these, where the copy is None and they may be dropped: by a full ``deque(maxlen=...)``, or by ``pop(0)``.
     """
 
@@ -193,7 +192,6 @@ def combined(rule: str, before: Any, values: Sequence[Any], shares: Sequence[Bat
 
     Args:
         rule: one of those that :class:`Evidence` finds.
-        before: the value that all of them found.
         shares: the parts, each with at least one sample.
 
     Raises:
@@ -434,7 +432,6 @@ class Slot:
     Args:
         before: what was there, by :func:`taken`.
         value: what the step left.
-        put: puts another value in its place.
     """
 
     path: Path
@@ -449,7 +446,6 @@ def slots(path: Path, before: Any, value: Any, rules: PathRules, put: Callable[[
     Args:
         before: the same before the step, by :func:`taken`.
         value: as the step left it.
-        put: puts another value in its place.
     """
     if path in rules:
         yield Slot(path=path, before=before, value=value, put=put)

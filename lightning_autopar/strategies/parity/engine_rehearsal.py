@@ -115,7 +115,6 @@ def rehearse(
 
     Args:
         module: the user's module, set up; it stays as it is.
-        trainer: the trainer that it was passed to, read only.
         flops: of a step on the whole batch.
         conduct: what the traced step does with parameters by themselves; None where it wasn't traced.
     """

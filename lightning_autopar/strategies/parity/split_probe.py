@@ -72,7 +72,6 @@ def probe_split(
 
     Args:
         module: the user's module, set up; it is changed.
-        trainer: the trainer that it was passed to, read only.
         world_sizes: how many parts to try; those larger than the batch are left out.
         flops: the footprint's, of forward and backward on the whole batch; a large step is probed on a few samples, then without most of
             its repeated blocks, or not at all.
@@ -130,7 +129,6 @@ def probe_evaluation(
 
     Args:
         module: the user's module, set up; it is changed.
-        trainer: the trainer that it was passed to, read only.
         first: a batch of that step.
         hook: ``"validation_step"`` or ``"test_step"``.
         known: what explains other batches.

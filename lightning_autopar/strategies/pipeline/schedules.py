@@ -16,11 +16,7 @@ Work = Literal["forward", "backward"]
 
 
 class Action(NamedTuple):
-    """One piece of a rank's work.
-
-    Args:
-        stage: index of the stage in the pipeline.
-    """
+    """One piece of a rank's work."""
 
     work: Work
     stage: int

@@ -47,7 +47,6 @@ def find_batch_size(
 
     Args:
         finder: the callback, which the trainer doesn't have now.
-        trainer: with module and data attached.
         prospects: finds out about the step with the batch size as it is then.
         function: the trainer's ``_fit_impl``.
         arguments: its arguments, by name.

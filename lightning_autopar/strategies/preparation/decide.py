@@ -78,7 +78,6 @@ def find_prospect(
     """Find out what planning needs to know of what the trainer is about to do.
 
     Args:
-        trainer: with module and data attached.
         arguments: those of the trainer's function, by name.
         bound: the devices to choose from, and at most how many of them.
         world_size: the number of processes, where a launcher has started them: a plan then uses exactly as many devices.
@@ -111,7 +110,6 @@ def decide_again(
     Args:
         trainer: as :func:`decide`'s.
         decision: of :func:`decide`.
-        inventory: the devices to choose from now.
         plan: if given, the only one that is considered.
         elastic: as :func:`decide`'s.
         begun: whether the run has, so that its callbacks' copies of weights are handed over.

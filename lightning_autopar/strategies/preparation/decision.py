@@ -35,8 +35,6 @@ class PlanningInputs:
     """All inputs of a report, and what it says of batches that are run again.
 
     Args:
-        inventory: the devices to choose from.
-        constraints: what a plan must keep to.
         rates: of this machine; None to use data sheets.
         questions: the kinds of plans that were considered; None where no engine was left for later.
         undivided: see :class:`.run_plan.RunPlan`; the same for ``unknown``.

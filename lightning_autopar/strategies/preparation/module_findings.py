@@ -486,7 +486,6 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
     that need backward passes on real copies aren't made, and plans that depend on them are left out.
 
     Args:
-        trainer: with module and data attached.
         questions: as for :func:`find_out`.
         reason: why that child can't run, as the end of a sentence.
     """

@@ -146,9 +146,6 @@ def unpartitioned_module(module: nn.Module, precision: str) -> str | None:
 def unpartitioned_optimizer(module: LightningModule, optimizers: Iterable[Optimizer]) -> str | None:
     """Why the optimizer's step can't be partitioned; None where a part of a parameter steps as the whole does. The number of optimizers
     isn't checked here.
-
-    Args:
-        module: the one that configured them.
     """
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:

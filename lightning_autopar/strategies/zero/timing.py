@@ -228,7 +228,6 @@ def play_partitions(
 
     Args:
         width: gives the bytes that so many bytes at rest have when they are sent.
-        events: where spans are recorded.
         collective: how a bucket is reduced. DeepSpeed 0.19.8 gives every rank all of it (``use_multi_rank_bucket_allreduce``); earlier ones
             reduced each rank's part to it.
     """

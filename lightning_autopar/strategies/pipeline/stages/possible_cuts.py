@@ -43,7 +43,6 @@ def record(
 
     Args:
         module: the user's module, set up, on the CPU, with real or fake tensors; it is left as it was.
-        trainer: the trainer that it was passed to, read only.
         hook: ``"training_step"``, ``"validation_step"``, ``"test_step"`` or ``"predict_step"``. For training, the caller sets the module's
             mode; for others it is set to evaluation.
         batch: as the hook gets it; copies of it are used.

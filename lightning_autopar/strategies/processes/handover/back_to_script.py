@@ -296,7 +296,6 @@ def made_whole(module: nn.Module, before: Before, names: Mapping[int, Any], *, k
 
     Args:
         names: of objects that aren't looked at, by ``id``.
-        keep: whether this rank's are wanted.
     """
     if not any(map(is_shard, module.parameters())):
         return []

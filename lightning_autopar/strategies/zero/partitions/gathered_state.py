@@ -171,7 +171,6 @@ class _Place:
         child: the module.
         tensors: its parameters or its buffers.
         path: the tensor's in the root's state dict.
-        name: its name in the module.
         tensor: itself.
         stand_in: what torch replaces.
     """
