@@ -180,7 +180,7 @@ def _is_own(lease: Lease) -> bool:
 
 
 def _is_here(place: Place) -> bool:
-    """Whether a lease is this process's."""
+    """Whether a place in the queue is this process's."""
     return place.here and place.pid == os.getpid()
 
 

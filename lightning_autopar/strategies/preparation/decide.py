@@ -108,10 +108,10 @@ def decide_again(
     """The best plan for the same run on the devices as they are now; what was found out about the module still counts.
 
     Args:
-        trainer: as :func:`decide`'s.
-        decision: of :func:`decide`.
+        trainer: as :func:`find_prospect`'s.
+        decision: of :func:`find_prospect`'s plan.
         plan: if given, the only one that is considered.
-        elastic: as :func:`decide`'s.
+        elastic: as :func:`find_prospect`'s.
         begun: whether the run has, so that its callbacks' copies of weights are handed over.
 
     Raises:
@@ -139,7 +139,7 @@ def decide_again(
 
 
 def plan_only(trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None]) -> tuple[Report, Findings]:
-    """Every plan for what the trainer is about to do, also on devices that can only be planned for. Arguments as :func:`decide`'s.
+    """Every plan for what the trainer is about to do, also on devices that can only be planned for. Arguments as :func:`find_prospect`'s.
 
     Raises:
         NothingFits: if no plan fits.
