@@ -60,7 +60,7 @@ from lightning_autopar.strategies.processes.worker_supervisor import Outcome, ru
 
 if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Inventory
-    from lightning_autopar.strategies.base.users_strategy import RunHost
+    from lightning_autopar.strategies.base.strategy_protocol import RunHost
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from lightning_autopar.strategies.processes.worker_supervisor import Outcome
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.run_plan import RunPlan
-    from lightning_autopar.strategies.base.users_strategy import RunHost
+    from lightning_autopar.strategies.base.strategy_protocol import RunHost
 
 #: A plan that needs more of what it may use of a GPU than this is tight.
 _TIGHT_SHARE = 0.8

@@ -42,7 +42,7 @@ from lightning_autopar.strategies.processes.worker_supervisor import Outcome, no
 
 if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Inventory
-    from lightning_autopar.strategies.base.users_strategy import RunHost
+    from lightning_autopar.strategies.base.strategy_protocol import RunHost
 
 #: How long a run stays off a device that it was asked to leave, unless it is told otherwise.
 YIELD_SECONDS = 600.0

@@ -39,7 +39,7 @@ from lightning_autopar.strategies.processes.users_script import rerun_command
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.engine_mixin import EngineMixin
-    from lightning_autopar.strategies.base.users_strategy import RunHost
+    from lightning_autopar.strategies.base.strategy_protocol import RunHost
 
 #: Where the reruns of a script meet the process that started them, as ``host:port``.
 STORE = "AUTOPAR_STORE"
