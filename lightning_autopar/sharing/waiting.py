@@ -27,8 +27,8 @@ from lightning_autopar.sharing.lease_files import Lease
 from lightning_autopar.sharing.ledger import LEDGER_VARIABLE, is_leased
 from lightning_autopar.sharing.queue import Place, PlaceFile
 from lightning_autopar.sharing.queue_order import Asking, Need, Reservation, ahead, idle, left_for_later, may_ask, quantum_seconds, reserve
-from lightning_autopar.sharing.runs.display import Decided, RunDisplay
 from lightning_autopar.sharing.runs.folders import user_name
+from lightning_autopar.sharing.runs.own_status import Decided, RunDisplay
 from lightning_autopar.sharing.take_leases import Leases
 from lightning_autopar.text import format_bytes, format_seconds, printable
 

@@ -31,7 +31,7 @@ from lightning_autopar._lightning_compat import (
     requested_nodes,
     run_arguments,
 )
-from lightning_autopar.sharing.runs.display import RunDisplay, showing
+from lightning_autopar.sharing.runs.own_status import RunDisplay, showing
 from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.sharing.take_leases import words
 from lightning_autopar.sharing.waiting import Waiting

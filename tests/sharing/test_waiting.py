@@ -27,7 +27,7 @@ from lightning_autopar.sharing.lease_files import LeaseFile
 from lightning_autopar.sharing.ledger import Ledger, without_leased
 from lightning_autopar.sharing.queue import Place, live_places
 from lightning_autopar.sharing.queue_order import Need
-from lightning_autopar.sharing.runs.display import RunDisplay
+from lightning_autopar.sharing.runs.own_status import RunDisplay
 from lightning_autopar.sharing.take_leases import Leases
 from lightning_autopar.sharing.waiting import Waiting, _amounts, _ordinal
 from tests.strategies.modules import TWO, Regression, fit, loader

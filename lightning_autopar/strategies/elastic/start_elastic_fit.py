@@ -22,7 +22,7 @@ import psutil
 from lightning_autopar._lightning import Trainer, rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException, TrainerFn, run_arguments
 from lightning_autopar.report.report import NothingFits
-from lightning_autopar.sharing.runs.display import RunDisplay
+from lightning_autopar.sharing.runs.own_status import RunDisplay
 from lightning_autopar.sharing.runs.status import Request
 from lightning_autopar.state.snapshot_folder import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule

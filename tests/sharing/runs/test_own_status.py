@@ -18,10 +18,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.sharing.process_ids import pid_namespace, started_ticks
-from lightning_autopar.sharing.runs import display as showing
+from lightning_autopar.sharing.runs import own_status as showing
 from lightning_autopar.sharing.runs import progress
 from lightning_autopar.sharing.runs import status as run_files
-from lightning_autopar.sharing.runs.display import RunDisplay
+from lightning_autopar.sharing.runs.own_status import RunDisplay
 from lightning_autopar.sharing.runs.progress import Note, RunProgress, RunSpeed
 from lightning_autopar.sharing.runs.requests import cancel, runs
 from lightning_autopar.sharing.runs.status import RunStatus
