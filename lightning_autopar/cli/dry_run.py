@@ -125,7 +125,7 @@ def _planning(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None
     from lightning_autopar.report.report import NothingFits
     from lightning_autopar.strategies.elastic.start_elastic_fit import watchers
     from lightning_autopar.strategies.launcher import AutoLauncher
-    from lightning_autopar.strategies.preparation.decide import plan_only
+    from lightning_autopar.strategies.preparation.planning_inputs import plan_only
 
     built: list[Replacement] = []
 

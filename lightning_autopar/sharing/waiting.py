@@ -3,7 +3,7 @@ promised.
 
 There is no server. Each waiting run looks by itself and says what it reserves. It takes nothing that would delay a run ahead, nor memory
 that came free before the runs ahead have looked at it. The process that waits touches no GPU. Knows devices, leases and places; of plans
-only what they take (``decide``), and not how they run.
+only what they take (``planning_inputs``), and not how they run.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ from lightning_autopar.strategies.base.worker_exception import AT_FIRST, IN_STEP
 from lightning_autopar.strategies.elastic.run_state import AvoidedDevices
 from lightning_autopar.strategies.elastic.snapshot_schedule import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import Snapshot
-from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.finished_run import learn_shortage
 from lightning_autopar.strategies.preparation.module_findings import stage_of
 from lightning_autopar.strategies.preparation.more_parts import in_more_evaluation_parts, in_more_parts, in_parts_of, samples_at_once
+from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 from lightning_autopar.strategies.processes.agent_protocol import BEGIN, GenerationFiles, ShortageRendezvous, SnapshotRendezvous
 from lightning_autopar.strategies.processes.between_batches import CheckpointJournal
 from lightning_autopar.strategies.processes.out_of_memory_exit import left_step

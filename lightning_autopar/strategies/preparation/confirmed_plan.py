@@ -91,7 +91,7 @@ class Prospect:
     Args:
         batch: how several devices share a batch.
         from_snapshot: see :class:`.run_plan.RunPlan`.
-        elastic: see :func:`.decide.find_prospect`.
+        elastic: see :func:`.planning_inputs.find_prospect`.
     """
 
     def __init__(

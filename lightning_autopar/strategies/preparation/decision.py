@@ -64,7 +64,7 @@ class Decision:
     """The report, and the run plan of its best plan.
 
     Args:
-        look: the report's inputs, for :func:`.decide.decide_again`; it stays in the process that planned.
+        look: the report's inputs, for :func:`.planning_inputs.decide_again`; it stays in the process that planned.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
         memory_margin: the share of what is free that the plan had to leave.
     """

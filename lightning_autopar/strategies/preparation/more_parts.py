@@ -11,8 +11,8 @@ from lightning_autopar._lightning import Trainer
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.worker_exception import EVALUATED
-from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 
 
 def in_more_parts(trainer: Trainer, decision: Decision, inventory: Inventory) -> Decision | None:

@@ -1,4 +1,4 @@
-"""Decides on a plan for one call of the trainer: traces in a forked child, probes the split, rules out what this run can't use, and plans.
+"""What planning is given for one call of the trainer: a forked child traces and probes its step, and what the run can't use is ruled out.
 
 It reads the trainer and changes nothing in it; it doesn't know how a plan is executed.
 """
