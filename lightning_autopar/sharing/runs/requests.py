@@ -85,7 +85,7 @@ def everyones_runs() -> list[RunStatus]:
 
 
 def is_here(status: RunStatus) -> bool:
-    """Whether its process id is of this process's namespace, and not of a container's or an older version's."""
+    """Whether its process id is of this process's namespace, and not of a container's."""
     return bool(status.namespace) and status.namespace == pid_namespace()
 
 

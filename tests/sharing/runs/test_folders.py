@@ -411,15 +411,6 @@ def test_what_cannot_be_asked() -> None:
         assert files.requests() == []
 
 
-def test_a_status_of_an_older_version_is_read() -> None:
-    with open_run("a.py") as files:
-        new = ("predicted_bytes", "ends_at", "waits_for", "priority", "elastic", "external", "task", "started_ticks", "namespace")
-        old = {name: value for name, value in files.status.to_dict().items() if name not in new}
-        (files.folder / "status.json").write_text(json.dumps(old))
-        (seen,) = runs()
-        assert (seen.elastic, seen.priority, seen.ends_at, seen.task, seen.started_ticks) == (False, 0, None, "fit", 0)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
