@@ -158,7 +158,7 @@ class Agent(RunState):
         latest = self._saver.latest
         if latest is not None:
             rank_zero_warn(
-                f"autopar: an earlier start of this run was killed; this start resumes from its snapshot of step {latest.step}. "
+                f"autopar: an earlier start of this run didn't finish; this start resumes from its snapshot of step {latest.step}. "
                 f"To begin anew, remove {latest.path.parent}"
             )
         running = self._begin(self.decision, "the run begins")
