@@ -235,7 +235,7 @@ def test_options_after_a_script_that_reads_none_are_named(tmp_path: Path, capsys
     own = _script(tmp_path, f"import argparse\nargparse.ArgumentParser().add_argument('--devices')\n{body}", "own.py")
     for command, script, told in (("plan", _script(tmp_path, body), True), ("run", _script(tmp_path, body), True), ("plan", own, False)):
         assert main([command, script, "--devices", "8xH100-80GB"]) == 0
-        assert ("--devices stands after train.py, which got it" in capsys.readouterr().err) is told
+        assert ("--devices stands after train.py, so the script got it" in capsys.readouterr().err) is told
 
 
 def test_how_long_and_how_important(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
