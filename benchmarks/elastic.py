@@ -111,7 +111,7 @@ def moves(size: str, folder: Path) -> dict[str, Any]:
     """The pauses of a run that changes its plan every few steps."""
     from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan
     from lightning_autopar.strategies.elastic.move_requests import MoveRequest
-    from lightning_autopar.strategies.preparation.decide import decide_again
+    from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 
     both = ("cpu:0", "cpu:1")
     blocks = tuple(f"blocks.{index}" for index in range(int(SIZES[size]["depth"])))

@@ -51,7 +51,7 @@ COLD = {"ddp": (["ddp"], 7.0), "fsdp": (["fsdp"], 7.0), "pipeline": (["pipeline"
 #: The parts: where each function is called from, and its name there. Parts lie within "planning", and may lie within each other.
 PARTS = {
     "planning": ("lightning_autopar.strategies.launcher", "find_prospect"),
-    "finding out": ("lightning_autopar.strategies.preparation.decide", "find_out"),
+    "finding out": ("lightning_autopar.strategies.preparation.planning_inputs", "find_out"),
     "first batch": ("lightning_autopar.strategies.preparation.module_findings", "first_batch"),
     "trace": ("lightning_autopar.strategies.preparation.module_findings", "_looked_at"),
     "split": ("lightning_autopar.strategies.preparation.module_findings", "_split_as_made"),

@@ -34,7 +34,7 @@ from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.callbacks.checkpoint_migrate import CheckpointMigrate
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest
-from lightning_autopar.strategies.preparation.decide import decide_again
+from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 
 PACKAGE = "lightning_autopar."
 #: Modules that run in a DDP step and not in an FSDP step.

@@ -32,7 +32,7 @@ from lightning_autopar import AutoParallelStrategy, NothingFits, Plan, Report
 from lightning_autopar._lightning_compat import attach_data, run_arguments
 from lightning_autopar.strategies.calibration.calibration import calibrate
 from lightning_autopar.strategies.launcher import AutoLauncher
-from lightning_autopar.strategies.preparation import decide
+from lightning_autopar.strategies.preparation import planning_inputs
 
 #: The first two steps say nothing of time, the next two are recorded for their memory, and the one after that puts the record away.
 WARM_UP = 5
@@ -98,7 +98,7 @@ def _plan(scenario: Scenario, cache: Path) -> tuple[Report, dict[str, Any]]:
         strategy = trainer.strategy
         assert isinstance(strategy, AutoParallelStrategy), "asked for"
         try:
-            reports.append(decide.plan_only(trainer, strategy.settings, strategy.inventory())[0])
+            reports.append(planning_inputs.plan_only(trainer, strategy.settings, strategy.inventory())[0])
         except NothingFits as error:
             reports.append(error.report)
         raise _Asked
@@ -127,7 +127,7 @@ def _fit(
 @contextlib.contextmanager
 def remembering(known: dict[str, Any]) -> Iterator[None]:
     """Inside, planning takes what it would find out about a module from ``known``, or puts it there."""
-    look = decide.find_out
+    look = planning_inputs.find_out
 
     def remembered(trainer: pl.Trainer, *arguments: Any) -> Any:
         asked = repr(arguments)  # they hold mappings
@@ -135,7 +135,7 @@ def remembering(known: dict[str, Any]) -> Iterator[None]:
             known[asked] = look(trainer, *arguments)
         return known[asked]
 
-    with mock.patch.object(decide, "find_out", remembered):
+    with mock.patch.object(planning_inputs, "find_out", remembered):
         yield
 
 

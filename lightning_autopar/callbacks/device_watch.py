@@ -326,7 +326,7 @@ class Watch:
             if self._budget.allows(now, self._max_overhead):
                 answer = self._replan(run, left)
             elif answer.stale(left, concerned):
-                told = "the devices have changed; planning again has to wait, as it may take only a small share of the time"
+                told = "the devices have changed; planning again waits, so that it takes only a small share of the run's time"
                 return Verdict(action="stay", code="later", reason=told, history=self._history.seen((), now)), None
         decision, best = answer.decision, answer.best
         pace = None if must is not None or best is None else self._pace(run, best, answer)
@@ -433,7 +433,7 @@ def _as_measured(inventory: Inventory, candidate: Candidate, measured: Mapping[s
         return inventory
     devices = tuple(replace(device, free_bytes=max(0, device.free_bytes - beyond.get(device.id, 0))) for device in inventory.devices)
     told = ", ".join(f"{format_bytes(size)} of {device}" for device, size in beyond.items())
-    note = f"this run takes more memory than predicted; new plans count the difference as not free: {told}"
+    note = f"this run takes more memory than predicted; new plans reserve the difference: {told}"
     return replace(inventory, devices=devices, notes=(*inventory.notes, note))
 
 

@@ -80,8 +80,8 @@ def script_of(options: argparse.Namespace) -> Script:
         raise ValueError("no script is named; give the path of the Python file that calls fit, or -m and a module")
     if not options.module and _STARTERS.fullmatch(Path(words[0]).name) and not words[0].endswith(".py"):
         raise ValueError(
-            f"{words[0]!r} starts scripts and is none; name the training script itself, as in {options.command} train.py: autopar starts "
-            "its processes"
+            f"{words[0]!r} starts scripts, but is no script; name the training script itself, as in {options.command} train.py: "
+            "autopar starts its processes"
         )
     return Script(target=words[0], arguments=tuple(words[1:]), is_module=bool(options.module))
 
@@ -113,14 +113,15 @@ def misplaced_options(script: Script, *, understood: bool = False) -> str | None
     """A sentence if the script got options of ours, which it may not know; None if it didn't.
 
     Args:
-        script: what was run.
         understood: whether it took them without complaint: then those that its file names are its own.
     """
     own = Path(script.target).read_text(encoding="utf-8", errors="replace") if understood and not script.is_module else ""
     given = [word for word in script.arguments if (name := word.partition("=")[0]) in _OPTIONS and name not in own]
     if not given:
         return None
-    return f"lightning-autopar: {given[0]} stands after {script.name}, which got it; options of lightning-autopar go before the script"
+    return (
+        f"lightning-autopar: {given[0]} stands after {script.name}, so the script got it; options of lightning-autopar go before the script"
+    )
 
 
 def option_words(options: argparse.Namespace) -> list[str]:
@@ -145,16 +146,19 @@ def split_devices(devices: str | None) -> tuple[str | None, str | None]:
     return devices, None
 
 
-def check_picture(path: str | None) -> None:
-    """Refuse a wrong ``--picture`` before the script runs, rather than hours later.
+def check_files(*, json: str | None = None, picture: str | None = None) -> None:
+    """Refuse files that couldn't be written, before the script runs rather than hours later.
 
     Raises:
-        ValueError: if the file isn't named as a page.
+        ValueError: if a file's folder isn't there, the file is a folder, or the picture's file isn't named as a page.
     """
-    if path is not None:
+    for option, path in (("--json", json), ("--picture", picture)):
+        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ValueError(f"{option} {path!r} can't be written; name a file in a folder that is there")
+    if picture is not None:
         from lightning_autopar.report.page.markup import check_file
 
-        check_file(path)
+        check_file(picture)
 
 
 def _read_plan(path: str) -> Any:

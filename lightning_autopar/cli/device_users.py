@@ -28,7 +28,6 @@ class DeviceUser:
     Args:
         pid: as the driver counts; of a run without processes there, its agent's.
         name: whose it is; None where that can't be told.
-        command: what it runs; None where that can't be told.
         used_bytes: what it holds of the device; None where unknown.
         run: the id of the run that it belongs to.
         owner: whose run that is.

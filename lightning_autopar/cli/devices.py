@@ -109,8 +109,8 @@ examples:
   lightning-autopar devices --json                      for a program to read
   watch -n 2 lightning-autopar devices                  again and again
 
-"a plan sees" is the free memory, minus what was promised to runs that haven't taken it yet, minus the margin of 5 % that the strategy
-leaves unused (memory_margin).
+"a plan sees" is the free memory less what other runs have leased and not taken yet, less the margin of 5 % that the strategy leaves
+unused (memory_margin).
 
 exit codes: 0 listed, 2 the devices can't be read, or the spec is malformed
 """
@@ -128,7 +128,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add ``devices`` and ``calibrate`` to the command line's commands."""
     for name, what, examples in (
         ("devices", "list the devices, who is on them, what is free and what a plan would see", _DEVICES_EXAMPLES),
-        ("calibrate", "measure now how fast the devices are, alone and together, and keep it", _CALIBRATE_EXAMPLES),
+        ("calibrate", "measure now how fast the devices are, alone and together, and keep the result", _CALIBRATE_EXAMPLES),
     ):
         command = commands.add_parser(name, help=what, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
         add_devices(command, "2xcpu:4GiB")

@@ -71,7 +71,6 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
     Trainer a call of ``evaluate`` runs nothing. The script's Trainer gets our strategy, if it names another one.
 
     Args:
-        script: what to run.
         wanted: what to plan for, beside what the script says.
         on_plan: told of each function of the trainer that is about to be planned for.
 
@@ -126,7 +125,7 @@ def _planning(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None
     from lightning_autopar.report.report import NothingFits
     from lightning_autopar.strategies.elastic.start_elastic_fit import watchers
     from lightning_autopar.strategies.launcher import AutoLauncher
-    from lightning_autopar.strategies.preparation.decide import plan_only
+    from lightning_autopar.strategies.preparation.planning_inputs import plan_only
 
     built: list[Replacement] = []
 

@@ -16,7 +16,7 @@ from lightning_autopar.cli.arguments import (
     add_devices,
     add_script,
     add_strategy_options,
-    check_picture,
+    check_files,
     misplaced_options,
     script_of,
     split_devices,
@@ -65,7 +65,7 @@ def plan_script(options: argparse.Namespace) -> int:
     """
     script, wanted_options = script_of(options), strategy_options(options)
     spec, trainer_devices = split_devices(options.devices)
-    check_picture(options.picture)
+    check_files(picture=options.picture)
     # Standard output has only the report: what the script prints goes to stderr.
     with contextlib.redirect_stdout(sys.stderr), progress(lines=True) as show, contextlib.ExitStack() as until_the_end:
         for root in ROOTS:  # whose logger gets its level when it is imported

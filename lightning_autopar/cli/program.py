@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_autopar.cli import devices, doctor, plan, run, runs, sweep
 
@@ -15,7 +16,7 @@ examples:
   lightning-autopar plan train.py --lr 0.1              how this script would run here
   lightning-autopar run train.py --lr 0.1               and run it so, whatever strategy it names
   lightning-autopar plan --devices 8xH100-80GB train.py plan for what isn't here
-  lightning-autopar sweep sweep.yaml                    many runs, so that the last is over soonest
+  lightning-autopar sweep sweep.yaml                    many runs, so that the last one ends soonest
   lightning-autopar status                              what all runs on this host do, and why
   lightning-autopar yield train-gpt-3f2a                ask one of yours to move off its devices now
   lightning-autopar cancel train-gpt-3f2a               or end it
@@ -62,6 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
 
 
+class _WholeNames(argparse.ArgumentParser):
+    """Takes no abbreviated options: ``clean --snapshot``, a typing error, would remove snapshots."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(allow_abbrev=False, **arguments)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(
@@ -70,7 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands: argparse._SubParsersAction[argparse.ArgumentParser]
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_WholeNames)
     devices.add_commands(commands)
     plan.add_command(commands)
     run.add_command(commands)

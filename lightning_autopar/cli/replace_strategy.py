@@ -109,7 +109,6 @@ def strategies_replaced(
 
     Args:
         built: each new one is appended, before its Trainer is built.
-        wanted: for all of them.
         on_replace: told of each new one.
     """
 

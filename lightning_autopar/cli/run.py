@@ -18,7 +18,7 @@ from lightning_autopar.cli.arguments import (
     add_script,
     add_strategy_options,
     add_turn_options,
-    check_picture,
+    check_files,
     misplaced_options,
     option_words,
     script_of,
@@ -53,10 +53,10 @@ examples:
   lightning-autopar run --json run.json train.py        plan, prediction and measurement for a program to read
   torchrun --nproc-per-node 4 -m lightning_autopar run train.py
 
-A script of transformers' Trainer is planned for when it calls train, and then started again, in as many processes as the plan has
-devices, with other TrainingArguments: it says which.
+With transformers' Trainer, the command plans when the script calls train. Then it starts the script again, with one process for each
+device of the plan and with other TrainingArguments, and says which.
 
-What it replaces, and which settings of that are lost, it says on stderr.
+Standard error says which strategy is replaced, and which of its settings are lost.
 
 exit codes: the script's own, or 143 where SIGTERM ended the training; 2 where it couldn't be started, or what --json and --picture
 name couldn't be written
@@ -73,8 +73,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_devices(command, "2xcpu:4GiB, or as the Trainer takes them: auto, 2, or 0,1")
-    command.add_argument("--json", dest="summary", metavar="FILE", help="write what ran, predicted and measured, as JSON when it is over")
-    command.add_argument("--picture", metavar="FILE", help="draw the plan, when the run is over, into a page (.html)")
+    command.add_argument(
+        "--json", dest="summary", metavar="FILE", help="when the run is over, write the plan that ran, predicted and measured, as JSON"
+    )
+    command.add_argument("--picture", metavar="FILE", help="when the run is over, draw its plan into a page (.html)")
     add_strategy_options(command)
     add_turn_options(command)
     add_script(command)
@@ -88,7 +90,7 @@ def run_script(options: argparse.Namespace) -> int:
     """
     script, wanted_options = script_of(options), chosen_options(options)
     spec, trainer_devices = split_devices(options.devices)
-    check_picture(options.picture)
+    check_files(json=options.summary, picture=options.picture)
     built: list[Replacement] = []
 
     def replace_from_now_on() -> AbstractContextManager[None]:
@@ -147,7 +149,7 @@ def _start_planned(asked: Mapping[str, Any], options: argparse.Namespace, what: 
     if catalogue := [device.id for device in planned.report.inventory.devices if device.kind == "catalogue"]:
         raise ValueError(f"devices {', '.join(catalogue)} can be planned for, not run on; give devices that are here, such as 2xcpu:4GiB")
     print(planned.report, file=sys.stderr)
-    left_out = [f"  otherwise than in the script: {words}; --exact leaves such plans out" for words in planned.differs]
+    left_out = [f"  not as in the script: {words}; --exact excludes such plans" for words in planned.differs]
     print("\n".join([*settings.lines(planned.said), *left_out]), file=sys.stderr, flush=True)
     if options.picture is not None:
         planned.report.save_picture(options.picture)

@@ -43,14 +43,14 @@ examples:
   lightning-autopar pause train-gpt-3f2a                save, give all devices back, and wait until it is resumed
   lightning-autopar pause train --wait 30               and wait for the run's answer
 
-exit codes: as of yield
+exit codes: the same as of yield
 """
 _RESUME_EXAMPLES = """\
 examples:
   lightning-autopar resume train-gpt-3f2a               go on as soon as there is room, at the step where it was paused
   lightning-autopar resume train --wait 30              and wait for the run's answer
 
-exit codes: as of yield
+exit codes: the same as of yield
 """
 _CLEAN_EXAMPLES = """\
 examples:
@@ -86,7 +86,9 @@ def add_run_commands(commands: argparse._SubParsersAction[argparse.ArgumentParse
     move = _add(commands, "yield", "ask one of your elastic runs to move off its devices now, without losing a step", _YIELD_EXAMPLES)
     move.add_argument("--device", metavar="UUID", help="leave this device only, which lightning-autopar status names")
     pause = _add(commands, "pause", "ask one of your elastic runs to save, give its devices back and wait to be resumed", _PAUSE_EXAMPLES)
-    resume = _add(commands, "resume", "ask one of your elastic runs that was paused, or moved off a device, to go on", _RESUME_EXAMPLES)
+    resume = _add(
+        commands, "resume", "let one of your elastic runs go on after pause, and use all devices again after yield", _RESUME_EXAMPLES
+    )
     end = _add(commands, "cancel", "end one of your runs, as Ctrl-C in its terminal does", _CANCEL_EXAMPLES)
     clean = _add(commands, "clean", "remove what killed runs of yours have left in memory and on disk", _CLEAN_EXAMPLES)
     clean.add_argument("--snapshots", action="store_true", help="also the snapshots from which their next start would go on")

@@ -182,7 +182,7 @@ def _page(box: Box, every_seconds: float | None = None) -> RenderableType:
     for device, strangers in box.strangers():
         used_bytes = device.total_bytes - device.free_bytes
         told = all(user.name is not None for user in strangers)  # in a container, even a run's own processes may be among these
-        whose = "by no run" if told else "by no run, or by one that can't be told from here"
+        whose = "by no run" if told else "by no run, or by one that isn't visible here"
         parts.append(
             Text.assemble(
                 (short_device(device.id), "bold"),
@@ -198,7 +198,7 @@ def _page(box: Box, every_seconds: float | None = None) -> RenderableType:
 def _left_lines(box: Box) -> Iterator[str]:
     """What killed runs have left, and the command that removes it."""
     if box.left:
-        yield f"Left by runs of yours that were killed ({format_bytes(sum(each.size_bytes for each in box.left))}):"
+        yield f"Left by runs of yours that have ended ({format_bytes(sum(each.size_bytes for each in box.left))}):"
     for each in box.left:
         yield f"  {each.path}  {left_words(each, box.at)}"
     if box.left:
@@ -268,7 +268,7 @@ def _why(status: RunStatus, now: float) -> str:
     """Why it is where it is, or what it waits for; and whether it is silent."""
     words: Iterable[str] = (status.waits_for if status.state == "queued" else "", status.reason)
     if is_here(status) and is_stopped(status.pid):
-        words = (f"stopped, and goes on with kill -CONT {status.pid}", *words)
+        words = (f"stopped; kill -CONT {status.pid} lets it go on", *words)
     elif now - status.shown_at > _SILENT_SECONDS:
         doing = "planning takes long" if status.state == "planning" else "in a long step"
         words = (f"silent for {_ago(now - status.shown_at)}: {doing}, or it hangs", *words)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_autopar.cli.arguments import add_devices
+from lightning_autopar.cli.arguments import add_devices, check_files
 from lightning_autopar.cli.spinner import progress
 from lightning_autopar.text import format_length
 
@@ -35,8 +35,8 @@ examples:
   lightning-autopar sweep --retries 2 sweep.yaml        a run that fails is started up to twice again
   lightning-autopar sweep --json result.json sweep.yaml
 
-Each run is a process of its own, lightning-autopar run SCRIPT ..., with a log in the folder sweep-NAME. Started again, a sweep
-leaves out what is done.
+Each run is a process of its own, lightning-autopar run SCRIPT ..., with a log in the folder sweep-NAME. A sweep that is started again
+skips finished runs.
 
 exit codes: 0 all runs ended with 0, 1 some didn't, 2 the command can't be done, 128 + the signal's number where one stopped it
 """
@@ -46,16 +46,16 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add ``sweep`` to the command line's commands."""
     command = commands.add_parser(
         "sweep",
-        help="place many runs on the devices so that the last is over soonest, and run them",
+        help="run many scripts, placed on the devices so that the last one ends soonest",
         usage="%(prog)s [options] (FILE | -- COMMAND ...)",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_devices(command, "2xcpu:4GiB, or as the Trainer takes them: auto, 2, or 0,1")
     command.add_argument("--name", metavar="NAME", help="the sweep's name, by default the file's; its folder is sweep-NAME")
-    command.add_argument("--retries", metavar="N", type=int, help="how many times to start a run again that fails; by default 0")
+    command.add_argument("--retries", metavar="N", type=int, help="how often a run that fails is started again; by default 0")
     command.add_argument("--dry-run", action="store_true", help="print what would run where, and until when; run nothing")
-    command.add_argument("--again", action="store_true", help="run again what is done already")
+    command.add_argument("--again", action="store_true", help="also run what is done already")
     command.add_argument("--json", dest="result", metavar="FILE", help="write each run's plan, devices, seconds and exit code as JSON")
     command.add_argument(
         "sweep", nargs="+", metavar="FILE | COMMAND", help="a YAML file, a text file with a command a line, or commands in quotes"
@@ -73,6 +73,7 @@ def sweep_scripts(options: argparse.Namespace) -> int:
     from lightning_autopar.sharing.sweep.dry_runs import Stopped, look_at
     from lightning_autopar.sharing.sweep.folder import sweep_folder
 
+    check_files(json=options.result)
     sweep = _listed(options)
     with sweep_folder(sweep) as folder, noted_signals() as signals, Children() as children:
         if options.again:

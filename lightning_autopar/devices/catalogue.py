@@ -62,7 +62,6 @@ class KnownDevice:
         l2_bytes: the cache that all of them share.
         memory_bytes_per_second: bandwidth of its memory.
         nvlink_bytes_per_second: NVLink (Infinity Fabric on AMD) of all its links together, one direction; None without.
-        nvlink_links: how many links that is.
         mesh: whether each link always leads to one other device, so that fewer devices share fewer links (no switch between them).
         pcie_bytes_per_second: PCIe, one direction.
         peer_access: whether the driver lets it read another's memory over PCIe.

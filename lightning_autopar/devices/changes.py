@@ -24,7 +24,6 @@ class DeviceEvent:
     """Something that happened to the devices.
 
     Args:
-        kind: what.
         device: to which, by id; None for the host.
         text: a sentence with the numbers.
         ours: whether the run's plan uses the device.
@@ -47,13 +46,17 @@ def device_events(before: Inventory, now: Inventory, devices: Collection[str] = 
     events: list[DeviceEvent] = []
     for device in before.devices:
         if device.id not in there:
-            events.append(DeviceEvent(kind="vanished", device=device.id, text=f"{device_label(device)} is gone", ours=device.id in devices))
+            events.append(
+                DeviceEvent(
+                    kind="vanished", device=device.id, text=f"the run can no longer use {device_label(device)}", ours=device.id in devices
+                )
+            )
     for device in now.devices:
         ours = device.id in devices
         if device.id not in was:
             free = f"{format_bytes(device.free_bytes)} free"
             events.append(
-                DeviceEvent(kind="appeared", device=device.id, text=f"{device_label(device)} has appeared, with {free}", ours=ours)
+                DeviceEvent(kind="appeared", device=device.id, text=f"the run can now use {device_label(device)}, with {free}", ours=ours)
             )
         else:
             events += _of_device(was[device.id], device, ours)

@@ -59,7 +59,6 @@ class Planned:
     """The plans for one call of ``train``.
 
     Args:
-        report: every plan.
         settings: of the best one; None where nothing fits.
         steps: the optimizer's steps of the run; None where nobody knows.
         said: the values, in the script, of the arguments that plans change.
@@ -88,11 +87,11 @@ def plan_for(trainer: Any, asked: Asked) -> Planned:
     settings = AutoParallelStrategy(**asked.options).settings
     if settings.batch != "global":
         raise ValueError(
-            "--batch per_device isn't done for transformers' Trainer, whose step keeps its batch; multiply per_device_train_batch_size by "
-            "the number of devices instead"
+            "--batch per_device doesn't work for transformers' Trainer, where a step's whole batch stays the same; multiply "
+            "per_device_train_batch_size by the number of devices instead"
         )
     if "wait" in asked.options:
-        raise ValueError("--wait and --priority aren't done for transformers' Trainer, which takes no turns; leave them out")
+        raise ValueError("--wait and --priority don't work for transformers' Trainer, whose runs don't queue; leave them out")
     told = told_by(trainer.args)
     inventory, most = _devices(asked, on_cpu=told.use_cpu)
     on_cpu = all(device.kind == "cpu" for device in inventory.devices)
@@ -393,7 +392,7 @@ def notes(trainer: Any) -> tuple[str, ...]:
     evaluates = getattr(args, "eval_strategy", "no") != "no"
     if has_own(trainer, "training_step"):
         own = f"{type(trainer).__name__} has a training_step of its own"
-        found.append(f"{own}: the prediction is of its compute_loss and a backward pass, and not of what else it does")
+        found.append(f"{own}: the prediction is of its compute_loss and a backward pass alone, without what else it does")
     if trainer.compute_metrics is not None and evaluates:
         found.append("compute_metrics: an evaluation keeps the model's outputs for all samples; the predicted memory leaves them out")
     return (*found, *(f"{name}={getattr(args, name)}: {words}" for name, words in _UNCOUNTED.items() if getattr(args, name, None)))

@@ -75,7 +75,7 @@ def promised(settings: Settings, spec: str | None) -> Iterator[None]:
     if isinstance(held, Shortage):
         log.warning(
             f"autopar: this process is predicted to take {format_bytes(wanted)} of {device}, of which only {format_bytes(held.room_bytes)} "
-            "are free; it starts all the same, and may run out of memory"
+            "are free; it starts anyway, and may run out of memory"
         )
         yield
         return

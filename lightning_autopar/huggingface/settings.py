@@ -43,14 +43,12 @@ class Settings:
     """What is set for one call of ``train``.
 
     Args:
-        plan: what runs.
         number: which of the script's TrainingArguments are changed, counted from 0 as they are made.
         batch: as those have it before.
         checkpointing: whether gradient checkpointing is switched on.
         checkpointed: the field that switches it, which transformers has renamed.
         layers: names of the classes that FSDP shards as units.
         on_cpu: whether the plan's devices are CPUs.
-        step_seconds: as predicted.
         peak_bytes: as predicted, on the fullest device.
         weighed: whether the loss is a mean over each part of a batch, so that parts of different sizes have to be weighed.
     """

@@ -52,7 +52,7 @@ def _instead_of_evaluating(kind: Any, left_out: list[str]) -> None:
         trainer: Any, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **options: Any
     ) -> _Unknown:
         left_out.append("evaluate")
-        log.warning("autopar: evaluate() isn't run while planning; each metric that the script reads of it is nan")
+        log.warning("autopar: planning doesn't run evaluate(); each metric that the script reads from its result is nan")
         return _Unknown({f"{metric_key_prefix}_loss": math.nan})
 
     def save(trainer: Any, split: str, metrics: Any, *args: Any, **kwargs: Any) -> None:

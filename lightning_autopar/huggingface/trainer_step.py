@@ -207,7 +207,7 @@ def _is_layer(module: Any) -> bool:
 def _first(loader: Any, name: str) -> FirstBatch:
     batches = list(itertools.islice(loader, 1))
     if not batches:
-        raise ValueError(f"{name} has no batch; give the Trainer one that has at least a batch of samples")
+        raise ValueError(f"{name} gives no batch; give the Trainer a dataset with at least one batch of samples")
     batch = dict(batches[0]) if isinstance(batches[0], Mapping) or hasattr(batches[0], "keys") else batches[0]
     if not isinstance(batch, dict):
         raise ValueError(f"a batch of {name} is a {type(batch).__name__}, but transformers' Trainer takes mappings; see its data_collator")

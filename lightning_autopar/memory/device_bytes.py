@@ -23,7 +23,6 @@ class DeviceBytes:
         optimizer: its part of the optimizers' state.
         activations: tensors that forward made and that are still held.
         temporary: the rest of the peak: gradients of activations, gradients in the making, the optimizer's scratch.
-        buffers: the module's buffers.
         input: its part of the batch.
         communication: gathered parameters, whole gradients on their way and buffers of collectives.
         workspace: what libraries keep inside of torch's allocator (cuBLAS's workspaces).

@@ -58,7 +58,6 @@ class LayerFootprint:
         input_extra_bytes: the part of ``input_bytes`` that is freed before backward unless the block is recomputed.
         recomputable: whether running its forward twice leaves the run unchanged (no buffer moves, as in BatchNorm).
         output_bytes: the tensors made in its forward that leave it.
-        buffer_bytes: its buffers.
         parameter_rows: of each of its parameters the length of the first dimension, the bytes of one row of it, and whether it requires
             a gradient: what an engine that shards by rows needs for its padding.
         parameter_modules: of each of these parameters the number of the module that holds it directly, and whether that has others in it:
@@ -221,7 +220,6 @@ class Footprint:
         tied: groups of FQNs that share one parameter.
         training: False where the step is one of validation, test or prediction (no gradients, no optimizer).
         automatic_optimization: the module's own flag.
-        optimizers: how many optimizers the module configures.
         optimizer_classes: their classes' names, where they are torch's own; empty where one isn't, or they aren't known.
         batch_norm: FQNs of the modules whose statistics span the batch.
         random_draws: names of the random operations that the step ran.

@@ -26,7 +26,6 @@ class Lengths:
     Args:
         unseen: why nothing but the first batch was looked at; None where more was.
         unit: what was looked at.
-        looked: how many of them.
         of: how many there are; None where nobody knows.
         name: where the tensor lies in the batch; "" where it is the batch, or where no single tensor can be named.
         usual: its shape in a batch like most, or in one that is shorter; empty where no size varies, as far as is known.

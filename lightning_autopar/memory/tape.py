@@ -68,7 +68,6 @@ class Event(NamedTuple):
     forward (0) and of that which runs backward (1) a ``"product"``: there libraries take their workspaces.
 
     Args:
-        action: see above.
         storage: number of the storage, unique on the tape and never used again; of a mark the index in the table above.
         size_bytes: the storage's new size; 0 for marks, notes, and for what is freed.
         kind: what it holds from now on (of a ``"free"``: what it held); None for marks and notes. ``"input"``, ``"activations"`` and

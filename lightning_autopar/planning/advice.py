@@ -98,7 +98,6 @@ def advise(asked: Question, candidates: Sequence[Candidate], asking: Callable[[]
     times in ten seconds. If no single change lets a plan fit, the first pair of changes does that is found, the smallest first.
 
     Args:
-        asked: what was planned for.
         candidates: what it found, in order.
         asking: makes the search, whose questions share what they predict; it is forgotten afterwards, as a report may be kept for long.
     """

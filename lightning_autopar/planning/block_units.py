@@ -62,7 +62,6 @@ def recomputable_order(footprint: Footprint, seconds: Mapping[str, float] | None
     come on top of what earlier ones still hold.
 
     Args:
-        footprint: with the blocks.
         seconds: of each block's forward; unless given, its FLOPs stand for them.
     """
 

@@ -65,7 +65,6 @@ def device_sets(
 
     Args:
         batch_size: the most devices, where they share a batch.
-        inventory: the devices and their links.
         constraints: the least and the most devices, and what may be used of a device.
         speed: of each device by id, in any unit.
         sizes: numbers of devices; unless given, those of :func:`coarse_sizes`.

@@ -152,9 +152,7 @@ def make_report(
     bytes allocated on the fullest device, then by speed. Plans that would fit but can't be run by this version come after those that can.
 
     Args:
-        footprint: what one step needs.
         inventory: the devices; at least one.
-        constraints: what a plan must keep to.
         predict: bytes of a plan; :func:`lightning_autopar.planning.plan_bytes.predict` unless given.
         rates: rates of devices, for the seconds; data sheets' unless given.
         plans: what runs the step can take no others; unless given, the search finds them.

@@ -87,7 +87,6 @@ def pace_of(
     relative to each other count, too.
 
     Args:
-        best: the report's best.
         report: of the devices as they are now.
         step_seconds: those measured recently under the current plan.
         factors: the factors by which this run's earlier plans missed, by :func:`plan_kind`.
@@ -253,7 +252,7 @@ def must_leave(
     for device_id in current.plan.devices:
         device = there.get(device_id)
         if device is None:
-            return f"device {device_id} is gone"
+            return f"the run can no longer use device {device_id}"
         if device.error is not None:
             return f"{device_label(device)} is in error: {device.error}"
     for device_id in current.plan.devices:
@@ -313,10 +312,8 @@ def decide_move(
     Args:
         now: seconds by a clock that only goes forward.
         best: the best plan for the devices as they are now; None where nothing fits.
-        rules: when to move.
         pace: seconds a step now and after the move; None where nothing was measured yet.
         remaining_steps: steps to go; ``inf`` where unknown.
-        move_seconds: the price of a move.
         must: why the run can't stay where it is, by :func:`must_leave`.
     """
     if best is not None and not fits(best, inventory):

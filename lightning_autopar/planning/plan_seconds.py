@@ -31,7 +31,6 @@ def predict_seconds(
     Args:
         footprint: of the whole batch, which the ranks share as the plan says.
         plan: its devices must be in the inventory.
-        inventory: the devices and the links between them.
         precision: Lightning's name of the precision, where the footprint's operations aren't known.
         rates: of single operations and collectives; by data sheet, unless given.
 

@@ -29,7 +29,6 @@ def cannot_run(plan: Plan, *, allow: Sequence[Engine] = (), pinned: bool = False
     """That nobody asked for the plan's engine, in a few words; None where the plan may be taken.
 
     Args:
-        plan: any.
         allow: the engines that the user names.
         pinned: whether the user asked for it.
     """

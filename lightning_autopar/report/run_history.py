@@ -56,7 +56,6 @@ class RunHistory:
     """What happened to a run. Times are in seconds since it began. ``print(history)`` tells it, as a notebook's cell does.
 
     Args:
-        title: what ran.
         spans: plans and times of being parked; those between two of them were spent moving.
         marks: moves, parks, failures, with their reasons.
     """

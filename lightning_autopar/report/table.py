@@ -329,7 +329,6 @@ class Figures:
     """A table of figures, for rich as it is, and for the page.
 
     Args:
-        title: what it shows.
         columns: their titles.
         rows: of each the name, a cell for each column, and whether it stands out.
     """

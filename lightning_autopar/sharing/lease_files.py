@@ -23,7 +23,6 @@ class Lease:
     """A live lease, as every process on the host can read it.
 
     Args:
-        name: of its file.
         uid: whose it is, by the file system.
         pid: its process, as that one's namespace counts.
         here: whether that is this process's namespace, not a container's.
@@ -68,7 +67,6 @@ class LeaseFile(LiveFile):
     """A lease of this process, a context manager; once granted it lasts until it is released or the process ends in any way.
 
     Args:
-        folder: the shared one.
         wants: bytes by device id.
         run: a name for others to read.
         priority: see :class:`Lease`.

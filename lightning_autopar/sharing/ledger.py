@@ -42,7 +42,6 @@ class Shortage:
 
     Args:
         device: one that has too little.
-        wanted_bytes: of it.
         room_bytes: the bytes that are free there and promised to nobody else.
         holders: who has a lease on it.
     """

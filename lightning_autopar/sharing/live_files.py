@@ -64,7 +64,6 @@ class LiveFile:
     """A file of this process.
 
     Args:
-        folder: the shared one.
         prefix: of its name: what it is.
         said: what it says for good, beside whose it is.
         body: what it says now, which :meth:`write` changes in place.
@@ -119,14 +118,12 @@ class Found:
     """A file whose process is alive.
 
     Args:
-        name: of the file.
         uid: whose it is, by the file system.
         made_ns: when it was made, on the host's monotonic clock, which no change of the date moves.
         pid: its process, as that one's namespace counts.
         here: whether that is this process's namespace; else it is a container's.
         started_ticks: when its process began, in the kernel's ticks since the host's start; 0 if unknown.
         said: what it says for good.
-        body: what it says now.
     """
 
     name: str

@@ -31,12 +31,10 @@ class Place:
     """The place of a waiting run, as every process on the host can read it. All times are on the host's monotonic clock.
 
     Args:
-        name: of its file.
         uid: whose it is, by the file system.
         pid: its process, as that one's namespace counts.
         here: whether that is this process's namespace; else it is a container's.
         run: what its owner calls the run.
-        made_ns: when it was made.
         priority: from -100 to 100, larger first.
         since_ns: when the run first asked; not before its process began, whatever it says.
         seen_ns: when its process was last there.

@@ -170,7 +170,7 @@ class Leases:
     def _do_without(self, why: str) -> None:
         self._ledger = None
         rank_zero_warn(
-            f"autopar: this run takes no leases, so that others may count on the same memory; it goes by the driver's figures alone: {why}"
+            f"autopar: this run takes no leases, so other runs may plan with the same memory; it knows the driver's figures alone: {why}"
         )
 
 
@@ -180,7 +180,7 @@ def _is_own(lease: Lease) -> bool:
 
 
 def _is_here(place: Place) -> bool:
-    """Whether a lease is this process's."""
+    """Whether a place in the queue is this process's."""
     return place.here and place.pid == os.getpid()
 
 

@@ -3,7 +3,7 @@ promised.
 
 There is no server. Each waiting run looks by itself and says what it reserves. It takes nothing that would delay a run ahead, nor memory
 that came free before the runs ahead have looked at it. The process that waits touches no GPU. Knows devices, leases and places; of plans
-only what they take (``decide``), and not how they run.
+only what they take (``planning_inputs``), and not how they run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lightning_autopar.sharing.lease_files import Lease
 from lightning_autopar.sharing.ledger import LEDGER_VARIABLE, is_leased
 from lightning_autopar.sharing.queue import Place, PlaceFile
 from lightning_autopar.sharing.queue_order import Asking, Need, Reservation, ahead, idle, left_for_later, may_ask, quantum_seconds, reserve
-from lightning_autopar.sharing.runs.display import Decided, RunDisplay
 from lightning_autopar.sharing.runs.folders import user_name
+from lightning_autopar.sharing.runs.own_status import Decided, RunDisplay
 from lightning_autopar.sharing.take_leases import Leases
 from lightning_autopar.text import format_bytes, format_seconds, printable
 
@@ -98,7 +98,6 @@ class Waiting(Generic[D]):
         inventory: the devices that the run may use as they are now, less what others were promised.
         devices: all devices as the driver shows them.
         wait_seconds: how long it waits at most.
-        shown: where it is shown.
     """
 
     def __init__(
@@ -287,8 +286,8 @@ class Waiting(Generic[D]):
         self._place = self._leases.queue()
         if self._place is None:
             rank_zero_info(
-                f"autopar: nothing fits now; the run waits for room without a place in a queue, as runs of this host don't know of each "
-                f"other ({LEDGER_VARIABLE})"
+                "autopar: nothing fits now; the run waits for free memory, but in no queue: without leases "
+                f"({LEDGER_VARIABLE}) the runs of this host don't know of each other"
             )
         try:
             yield
@@ -334,7 +333,7 @@ class Waiting(Generic[D]):
             return f"behind {_names(view.ahead)}"
         wants: Mapping[str, int] = {} if self._reserved is None else self._reserved.wants
         holders = [lease for lease in view.leases if any(lease.bytes.get(device) for device in wants or lease.bytes)]
-        return f"held by {_names(holders)}" if holders else "held by processes outside of the ledger"
+        return f"held by {_names(holders)}" if holders else "held by processes that have no lease"
 
     def _tell(self, told: str, *, log: bool) -> None:
         """Show the state; without a terminal, write a line from time to time."""
@@ -353,7 +352,7 @@ class Waiting(Generic[D]):
                 priority=self._leases.priority,
             )
         for request in self._shown.requests():
-            self._shown.answer(request, "the run waits for its turn and has nothing to give; cancel it, or let it wait")
+            self._shown.answer(request, "the run is in the queue and holds no device; cancel it, or let it wait")
 
 
 @contextmanager

@@ -58,7 +58,6 @@ def save_snapshot(trainer: Trainer, path: str | Path) -> None:
     """Write the trainer's whole state; every rank must call it, between two steps.
 
     Args:
-        trainer: in a run.
         path: a folder that doesn't exist yet, on a file system that all ranks share.
     """
     strategy: Any = trainer.strategy
@@ -305,8 +304,6 @@ class FileRange:
 
     Args:
         file: its name, in the snapshot's folder.
-        offset_bytes: where it begins.
-        size_bytes: what it takes.
         dtype: of a tensor that lies there as in memory; None for what ``torch.save`` wrote, or for bytes.
         shape: of such a tensor.
     """

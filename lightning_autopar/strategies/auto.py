@@ -23,7 +23,7 @@ from lightning_autopar.sharing.take_leases import Leases
 from lightning_autopar.sharing.wait_options import Turn
 from lightning_autopar.strategies.base.batch_rule import Batch
 from lightning_autopar.strategies.launcher import AutoLauncher
-from lightning_autopar.strategies.preparation.decide import CalibrationRule, Settings
+from lightning_autopar.strategies.preparation.planning_inputs import CalibrationRule, Settings
 from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
 from lightning_autopar.text import is_number
 

@@ -1,6 +1,6 @@
 """From a call of ``fit`` to a running plan: decide in the parent, then run where the plan says.
 
-The parent touches no GPU before the plan is made. It doesn't know how a plan is found (``decide``), nor how
+The parent touches no GPU before the plan is made. It doesn't know how a plan is found (``planning_inputs``), nor how
 workers live (``worker_supervisor``).
 """
 
@@ -31,7 +31,7 @@ from lightning_autopar._lightning_compat import (
     requested_nodes,
     run_arguments,
 )
-from lightning_autopar.sharing.runs.display import RunDisplay, showing
+from lightning_autopar.sharing.runs.own_status import RunDisplay, showing
 from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.sharing.take_leases import words
 from lightning_autopar.sharing.waiting import Waiting
@@ -48,9 +48,9 @@ from lightning_autopar.strategies.elastic.start_elastic_fit import ElasticRun, s
 from lightning_autopar.strategies.out_of_memory_restart import SmallerPlans, needs_way_back
 from lightning_autopar.strategies.preparation.batch_size_finder import find_batch_size
 from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
-from lightning_autopar.strategies.preparation.decide import decide_again, find_prospect, has_several
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.finished_run import announce_measured, learn, learn_shortage
+from lightning_autopar.strategies.preparation.planning_inputs import decide_again, find_prospect, has_several
 from lightning_autopar.strategies.preparation.trainer_options import finder_of
 from lightning_autopar.strategies.processes.external_launcher import Peers, rerun_script, under_external_launcher, unknown_launcher
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
@@ -60,7 +60,7 @@ from lightning_autopar.strategies.processes.worker_supervisor import Outcome, ru
 
 if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Inventory
-    from lightning_autopar.strategies.base.users_strategy import RunHost
+    from lightning_autopar.strategies.base.strategy_protocol import RunHost
 
 log = logging.getLogger(__name__)
 

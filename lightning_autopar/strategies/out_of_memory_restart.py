@@ -22,11 +22,11 @@ from lightning_autopar.strategies.base.worker_exception import AT_FIRST, IN_STEP
 from lightning_autopar.strategies.elastic.run_state import AvoidedDevices
 from lightning_autopar.strategies.elastic.snapshot_schedule import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import Snapshot
-from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.finished_run import learn_shortage
 from lightning_autopar.strategies.preparation.module_findings import stage_of
 from lightning_autopar.strategies.preparation.more_parts import in_more_evaluation_parts, in_more_parts, in_parts_of, samples_at_once
+from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 from lightning_autopar.strategies.processes.agent_protocol import BEGIN, GenerationFiles, ShortageRendezvous, SnapshotRendezvous
 from lightning_autopar.strategies.processes.between_batches import CheckpointJournal
 from lightning_autopar.strategies.processes.out_of_memory_exit import left_step
@@ -35,7 +35,7 @@ from lightning_autopar.strategies.processes.worker_supervisor import Outcome
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.run_plan import RunPlan
-    from lightning_autopar.strategies.base.users_strategy import RunHost
+    from lightning_autopar.strategies.base.strategy_protocol import RunHost
 
 #: A plan that needs more of what it may use of a GPU than this is tight.
 _TIGHT_SHARE = 0.8
@@ -84,11 +84,7 @@ class LatestSnapshot:
 
 
 class SmallerPlans:
-    """The plans of one call of the trainer, each smaller than the one before it.
-
-    Args:
-        first: the first decision.
-    """
+    """The plans of one call of the trainer, each smaller than the one before it."""
 
     def __init__(self, strategy: RunHost, first: Decision, trainer: Trainer, folder: Path) -> None:
         self._strategy, self._first, self._trainer, self._folder = strategy, first, trainer, folder

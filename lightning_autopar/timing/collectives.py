@@ -225,7 +225,6 @@ def collective_seconds(collective: Collective, size_bytes: int, group: Group) ->
 
     Args:
         size_bytes: of the whole result of an all_gather, the whole input of a reduce_scatter, the tensor of the others.
-        group: what it goes through.
     """
     if group.size < 2:
         return 0.0

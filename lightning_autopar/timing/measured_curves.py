@@ -100,7 +100,6 @@ class Calibration:
     Args:
         curves: by :attr:`Curve.key`, and of each by the number of ranks.
         day: when the newest of them was measured, as ``"2026-11-21"``; empty where there is none.
-        took_seconds: how long that took.
         failures: by the name of what couldn't be measured, the day of the attempt.
     """
 

@@ -111,7 +111,6 @@ def play_replicas(layout: Layout, run: RankWork, links: Links, scale: float, eve
 
     Args:
         scale: a gradient's bytes on the wire over its bytes at rest.
-        events: where spans are recorded.
     """
     backwards = run.backwards()
     before = run.copied + run.parts * sum(run.forward) + (run.parts - 1) * sum(backwards)
@@ -198,7 +197,6 @@ def play_shards(
         root: the rest, which stays gathered from the beginning of forward to the end of backward.
         again: whether backward gathers a second time.
         training: whether there is a backward.
-        events: where spans are recorded.
     """
     player = _Lanes(layout, run, units, root, again, training, events)
     clock = run.copied

@@ -72,7 +72,6 @@ class Step:
 
     Args:
         footprint: of the whole batch.
-        plan: what to time.
         precision: Lightning's name.
 
     Attributes:

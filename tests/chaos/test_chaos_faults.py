@@ -65,7 +65,7 @@ def test_a_full_file_system_and_a_damaged_snapshot(plain: Run, tmp_path: Path) -
     finally:
         snapshots.log.removeHandler(said)
     compare(plain, run, exact=True)
-    assert "is passed over, and the one before it used" in said.words
+    assert "can't be used, so the one before it is" in said.words
 
 
 def test_a_full_shared_memory_sends_snapshots_to_the_disk(plain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,12 @@ def test_a_script_that_python_cannot_read(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["plan", "nowhere.py"], "there is no script 'nowhere.py'"), (["devices", "--devices", "3xFOO"], "FOO")],
+    [
+        (["plan", "nowhere.py"], "there is no script 'nowhere.py'"),
+        (["plan", "--picture", "plan.txt", __file__], "must end in '.html'"),
+        (["devices", "--devices", "3xFOO"], "FOO"),
+        (["calibrate", "--devices", "8xH100-80GB"], "catalogue devices can be planned for only"),
+    ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
@@ -226,18 +231,6 @@ def test_devices_with_what_was_measured_of_them(
     assert found["measured"]
     assert found["devices"][1]["rates"]["flops_per_second"] == pytest.approx(90e9)
     assert found["devices"][1]["rates"]["bytes_per_second"] is None
-
-
-def test_catalogue_devices_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "--devices", "8xH100-80GB"]) == 2
-    assert "catalogue devices can be planned for only" in capsys.readouterr().err
-
-
-def test_a_picture_of_an_unknown_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["plan", "--devices", "2xcpu:64MiB", "--picture", str(tmp_path / "plan.txt"), _script(tmp_path, "raise SystemExit(7)")]) == 2
-    )
-    assert "must end in '.html'" in capsys.readouterr().err
 
 
 def test_lightning_cli_as_a_program(tmp_path: Path) -> None:

@@ -184,18 +184,22 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path, capsys: pytest.Captur
         (["--devices", "3xFOO", "here.py"], "the device spec '3xFOO': there is no device 'FOO' in the catalogue"),
         (
             ["accelerate", "launch", "here.py"],
-            "'accelerate' starts scripts and is none; name the training script itself, as in run train.py",
+            "'accelerate' starts scripts, but is no script; name the training script itself, as in run train.py",
         ),
         (["--picture", "run.html", "here.py"], "there is nothing to draw into 'run.html': the script ran no Trainer"),
         (["--picture", "run.png", "here.py"], "must end in '.html'"),
+        (["--picture", "no/run.html", "here.py"], "--picture 'no/run.html' can't be written; name a file in a folder that is there"),
+        (["--json", "no/run.json", "here.py"], "--json 'no/run.json' can't be written; name a file in a folder that is there"),
     ],
 )
 def test_what_cannot_be_started_is_said_in_a_sentence(
     arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _script(tmp_path, "pass", "here.py")
+    _script(tmp_path, "print('it ran')", "here.py")
     assert main(["run", *arguments]) == 2
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert says in said.err
+    assert not said.out or "nothing to draw" in says, "before the script runs, which may take days"
 
 
 def test_a_training_that_sigterm_has_ended_does_not_end_with_zero(tmp_path: Path) -> None:
@@ -217,7 +221,10 @@ def test_options_after_the_script_are_named_where_the_script_refuses_them(
 ) -> None:
     script = _script(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()")
     assert main([command, script, "--devices", "2xcpu:1GiB"]) != 0
-    assert "--devices stands after train.py, which got it; options of lightning-autopar go before the script" in capsys.readouterr().err
+    assert (
+        "--devices stands after train.py, so the script got it; options of lightning-autopar go before the script"
+        in capsys.readouterr().err
+    )
     assert main([command, script, "--lr", "1"]) != 0
     assert "go before the script" not in capsys.readouterr().err
 
@@ -228,7 +235,7 @@ def test_options_after_a_script_that_reads_none_are_named(tmp_path: Path, capsys
     own = _script(tmp_path, f"import argparse\nargparse.ArgumentParser().add_argument('--devices')\n{body}", "own.py")
     for command, script, told in (("plan", _script(tmp_path, body), True), ("run", _script(tmp_path, body), True), ("plan", own, False)):
         assert main([command, script, "--devices", "8xH100-80GB"]) == 0
-        assert ("--devices stands after train.py, which got it" in capsys.readouterr().err) is told
+        assert ("--devices stands after train.py, so the script got it" in capsys.readouterr().err) is told
 
 
 def test_how_long_and_how_important(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

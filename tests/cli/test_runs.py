@@ -73,10 +73,10 @@ def test_yield_asks(capsys: pytest.CaptureFixture[str]) -> None:
 def test_pause_and_resume_ask(command: str, asked: str, capsys: pytest.CaptureFixture[str]) -> None:
     with open_run("train_gpt.py") as files:
         assert main([command, "train"]) == 2
-        assert f"{files.run_id} is a plain run" in capsys.readouterr().err
+        assert f"{files.run_id} isn't elastic" in capsys.readouterr().err
         running(files)
         assert main([command, "train"]) == 0
-        assert f"{files.run_id} has been asked to {asked}; it looks at its next boundary" in capsys.readouterr().out
+        assert f"{files.run_id} has been asked to {asked}; it answers between two batches" in capsys.readouterr().out
         assert [request.ask for request in files.requests()] == [asked]
 
 
@@ -85,7 +85,7 @@ def test_cancel_ends_a_run(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["cancel", "train", "--wait", "30", "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert (told["signal"], told["ended"]) == ("SIGINT", True)
-        assert told["message"] == f"{told['run']} has ended by SIGINT; nothing of it has run"
+        assert told["message"] == f"{told['run']} has ended by SIGINT; it hadn't begun to train"
         assert process.wait(30) == -signal.SIGINT  # as Python ends by KeyboardInterrupt
     assert main(["cancel", told["run"]]) == 2
     assert "(one that has ended isn't there any more)" in capsys.readouterr().err
@@ -95,7 +95,7 @@ def test_cancel_says_when_a_run_has_not_ended(capsys: pytest.CaptureFixture[str]
     lingers = "signal.signal(signal.SIGINT, lambda *_: None)\nwith open_run('train.py'): print(1, flush=True); sys.stdin.read()"
     with other(lingers):
         assert main(["cancel", "train", "--wait", "0.05"]) == 1
-        assert "has been told to end by SIGINT; nothing of it has run; after 0.05 s it is still there" in capsys.readouterr().out
+        assert "has been told to end by SIGINT; it hadn't begun to train; after 0.05 s it is still there" in capsys.readouterr().out
 
 
 def test_yield_waits_for_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +117,7 @@ def test_yield_waits_for_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
         (["nowhere"], "there is no run 'nowhere' of yours; there are: train-gpt-"),
         (["train", "--device", "cpu:7"], "'cpu:7' is no device of train-gpt-"),
         (["train", "--wait", "-3"], "must be at least 0, but are -3.0"),
-        (["train", "--device", ""], "the device '' says nothing"),
+        (["train", "--device", ""], "the device '' is no device's id"),
     ],
 )
 def test_what_cannot_be_asked_is_said_in_a_sentence(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +128,14 @@ def test_what_cannot_be_asked_is_said_in_a_sentence(arguments: list[str], says: 
         assert says in shown.err
         assert not shown.out
         assert files.requests() == []
+
+
+@pytest.mark.parametrize("arguments", [["clean", "--snapshot"], ["run", "--prio", "5", "train.py"]])
+def test_no_option_is_taken_for_one_that_is_longer(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """``clean --snapshot`` removed snapshots."""
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert f"{arguments[0]} has no option {arguments[1]}" in capsys.readouterr().err
 
 
 def test_the_command_line_starts_without_torch() -> None:

@@ -135,7 +135,7 @@ def test_a_stopped_process_is_told(capsys: pytest.CaptureFixture[str], monkeypat
     with open_run("train_gpt.py"):
         monkeypatch.setattr(status, "is_stopped", lambda pid: pid == os.getpid())
         assert main(["status"]) == 0
-        assert f"stopped, and goes on with kill -CONT {os.getpid()}" in capsys.readouterr().out
+        assert f"stopped; kill -CONT {os.getpid()} lets it go on" in capsys.readouterr().out
 
 
 def test_a_narrow_terminal_keeps_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_runs_of_others_and_strangers_are_there(
     assert lines[1] == "  GPU-7c1e9b04  4 GiB used, 3 GiB leased, 2.5 GiB predicted", "what the driver sees"
     assert any(line.startswith("adas-1234  ada  train_gpt.py  running") for line in lines)
     at = next(place for place, line in enumerate(lines) if line.startswith("GPU-7c1e9b04  NVIDIA H200, 80 GiB of 100 GiB used"))
-    assert lines[at].endswith("by no run, or by one that can't be told from here:")
+    assert lines[at].endswith("by no run, or by one that isn't visible here:")
     assert lines[at + 1].split() == [str(stranger.pid), "7", "GiB", psutil.Process().username(), "sleep", "60"]
     assert lines[at + 2].split() == [str(2**22 + 1), "?", "MiB", "not", "told"]
     assert lines[at + 3 :] == ["a note\ufffd[2J"]

@@ -66,7 +66,8 @@ def test_what_cant_be_done_is_said_on_a_line(tmp_path: Path, monkeypatch: pytest
     assert main(["sweep", "nowhere.yaml"]) == 2
     assert main(["sweep", "--retries", "-1", "--", "train.py 1", "train.py 2"]) == 2
     assert main(["sweep", "--name", "a/b", "--", "train.py 1"]) == 2
+    assert main(["sweep", "--json", "no/result.json", "--", "train.py 1"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert all(line.startswith("lightning-autopar: ") for line in lines)
     assert list(tmp_path.iterdir()) == []

@@ -190,8 +190,8 @@ def test_run_says_with_its_settings_what_the_plan_takes_otherwise(
     path.write_text(f"{_SCRIPT}\nTrainer(model=lm(), args=arguments(), train_dataset=texts(25)).train()\n", "utf-8")
     assert main(["run", "--devices", "2xcpu:2GiB", "--allow", "ddp", str(path)]) == 0
     settings = capsys.readouterr().err.split("its TrainingArguments are changed:")[1]
-    assert "  otherwise than in the script: accelerate fills up an epoch's last batch with 7 of its first samples" in settings
-    assert "; --exact leaves such plans out" in settings
+    assert "  not as in the script: accelerate fills up an epoch's last batch with 7 of its first samples" in settings
+    assert "; --exact excludes such plans" in settings
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_what_cannot_be_planned_for_gets_a_sentence(body: str, says: str, tmp_pa
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--devices", "2xcpu:2GiB", "--batch", "per_device"), "--batch per_device isn't done for transformers' Trainer"),
+        (("--devices", "2xcpu:2GiB", "--batch", "per_device"), "--batch per_device doesn't work for transformers' Trainer"),
         (("--devices", "2xA100-40GB"), "the script sets use_cpu=True, but the devices to plan for are GPUs"),
     ],
 )

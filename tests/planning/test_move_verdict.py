@@ -75,7 +75,7 @@ def changed(device_id: str, **figures: Any) -> Inventory:
     [
         (changed("cpu:0", free_bytes=3 * GIB), "shrank", ("cpu:0", "shrank by 1 GiB", "somebody took it")),
         (changed("cpu:0", free_bytes=5 * GIB), "grew", ("grew by 1 GiB", "gave it back")),
-        (inventory(cpu(0)), "vanished", ("cpu:1 is gone",)),
+        (inventory(cpu(0)), "vanished", ("the run can no longer use cpu:1",)),
         (inventory(cpu(0), cpu(1), cpu(2)), "appeared", ("cpu:2", "4 GiB free")),
         (changed("cpu:1", error="XID 79"), "error", ("cpu:1", "XID 79")),
         (changed("cpu:1", slowdown=1.5), "slower", ("cpu:1 became slower", "1.5 times")),
@@ -125,7 +125,7 @@ def test_the_larger_of_predicted_and_measured_counts() -> None:
 
 def test_a_plan_leaves_a_device_that_is_gone_or_in_error() -> None:
     current = candidate("cpu:0", "cpu:1")
-    assert must_leave(current, inventory(cpu(0))) == "device cpu:1 is gone"
+    assert must_leave(current, inventory(cpu(0))) == "the run can no longer use device cpu:1"
     assert must_leave(current, changed("cpu:1", error="XID 79")) == "cpu:1 is in error: XID 79"
     assert must_leave(candidate("cpu:0"), changed("cpu:1", error="XID 79")) is None
 

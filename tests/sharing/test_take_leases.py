@@ -17,7 +17,7 @@ from lightning_autopar.sharing import ledger as promised
 from lightning_autopar.sharing.lease_files import LeaseFile
 from lightning_autopar.sharing.ledger import Ledger
 from lightning_autopar.strategies.elastic.move_requests import MoveRequest
-from lightning_autopar.strategies.preparation.decide import decide_again
+from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 from tests.strategies.modules import QUIET, TWO, Regression, fit, loader, on_rank
 
 GIB = 1 << 30
@@ -110,7 +110,7 @@ def test_a_full_disk_under_the_ledger_ends_no_run(folder: Path, tmp_path: Path, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("lightning_autopar.sharing.ledger.LeaseFile", full)
-    with pytest.warns(UserWarning, match="goes by the driver.s figures alone: OSError: .*No space left"):
+    with pytest.warns(UserWarning, match="knows the driver.s figures alone: OSError: .*No space left"):
         trainer = fit(tmp_path, allow=["single"])
     assert trainer.global_step > 0
 
@@ -118,7 +118,7 @@ def test_a_full_disk_under_the_ledger_ends_no_run(folder: Path, tmp_path: Path, 
 def test_a_ledger_that_nobody_named_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOPAR_LEDGER", raising=False)
     monkeypatch.setattr(promised, "ledger_folder", lambda: tmp_path / "missing")
-    with pytest.warns(UserWarning, match="goes by the driver.s figures alone"):
+    with pytest.warns(UserWarning, match="knows the driver.s figures alone"):
         assert fit(tmp_path, allow=["single"]).global_step > 0
 
 

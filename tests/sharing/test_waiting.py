@@ -27,7 +27,7 @@ from lightning_autopar.sharing.lease_files import LeaseFile
 from lightning_autopar.sharing.ledger import Ledger, without_leased
 from lightning_autopar.sharing.queue import Place, live_places
 from lightning_autopar.sharing.queue_order import Need
-from lightning_autopar.sharing.runs.display import RunDisplay
+from lightning_autopar.sharing.runs.own_status import RunDisplay
 from lightning_autopar.sharing.take_leases import Leases
 from lightning_autopar.sharing.waiting import Waiting, _amounts, _ordinal
 from tests.strategies.modules import TWO, Regression, fit, loader
@@ -375,8 +375,8 @@ def test_without_a_ledger_it_waits_by_what_the_driver_says(monkeypatch: pytest.M
     made = Waiting(Some(GIB), Leases(), inventory=inventory, devices=inventory, wait_seconds=20, shown=RunDisplay(None, dict))  # type: ignore[arg-type]
     with caplog.at_level("INFO"):
         assert made.start().need.bytes == {"cpu:0": GIB}
-    assert caplog.text.count("waits for room without a place in a queue") == 1
-    assert "waiting for 1 GiB on cpu:0, held by processes outside of the ledger" in caplog.text
+    assert caplog.text.count("waits for free memory, but in no queue") == 1
+    assert "waiting for 1 GiB on cpu:0, held by processes that have no lease" in caplog.text
 
 
 def test_on_a_terminal_it_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -206,8 +206,6 @@ class _Cutter:
     Args:
         batch: the whole one, to be named where it can't be cut.
         of: how many samples it has.
-        rank: who takes its rows.
-        dealing: whose rows are whose.
         listed: sequences that are known to hold an entry a sample.
         ambiguous: sequences that may do so, and whose entries were cut.
         cuts: how much was cut so far.

@@ -60,8 +60,6 @@ class CollateAll:
     """Collates the whole batch and cuts a rank's rows out of it: exact, whatever the collate function does.
 
     Args:
-        collate: the user's.
-        rank: this rank.
         dealing: whose samples are whose.
         by_samples: whether a batch that isn't rows is collated of the rank's own samples instead.
     """

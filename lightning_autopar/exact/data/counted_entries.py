@@ -104,7 +104,6 @@ def candidates(batch: Any, samples: int, ignored: Collection[int]) -> Iterator[C
 
     Args:
         batch: on the host.
-        samples: how many it has.
         ignored: values of entries that may not count.
     """
     found = {path: tensor for path, tensor in _tensors(batch) if 0 < tensor.numel() <= _MOST and tensor.ndim}

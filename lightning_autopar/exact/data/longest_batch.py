@@ -62,7 +62,6 @@ def look(first: FirstBatch, *, seconds: float = _SECONDS, clock: Callable[[], fl
     """Look at the sizes of the samples of a stage's loaders. Random generators are left as they were.
 
     Args:
-        first: the stage's first batch.
         seconds: how long that may take, but for the sample or batch that is being loaded then.
     """
     if first.kind == "combined":

@@ -71,7 +71,6 @@ class Tally:
     """How many of a batch's entries that count (:mod:`.counted_entries`) a share holds.
 
     Args:
-        own: how many.
         total: how many the global batch has.
         samples: gives the number of each of its samples.
     """

@@ -40,11 +40,9 @@ class Entry:
     """One call of ``log``.
 
     Args:
-        collection: which of the trainer's result collections.
         fx: the hook that logged.
         options: ``log``'s other arguments, in the order of ``OPTIONS``.
         dataloader_idx: the collection's at that time.
-        result: the key of its result in the collection.
         is_metric: whether a torchmetrics object was logged, which exchanges its states itself.
         value: what this rank logged; None if another rank logged it, and for a metric. In a pipeline's step, a metric's value is that of
             its ``forward`` on the batch so far.
@@ -139,10 +137,8 @@ class Combiner:
         """The whole batch's values, and what they weigh in an epoch's mean.
 
         Args:
-            entries: what every part logged.
             values: a row for each part, float64; any value, NaN included, for a part without samples.
             rows: samples that each of them speaks for, float64, on the host.
-            batch_sizes: what each weighs.
             last: names of values whose last part's value is the whole batch's, even if that part has no samples.
         """
         # Before any sample was seen (on_train_start), all parts weigh the same.
@@ -168,7 +164,6 @@ class Combiner:
         """Combine what parts logged one after the other into one log.
 
         Args:
-            parts: the entries of each.
             last: as for :meth:`combine`.
         """
         if len(parts) == 1:
@@ -307,7 +302,6 @@ def log_again(trainer: Trainer, results: Any, entry: Entry, value: Tensor | None
     Args:
         trainer: whose module has logged it.
         results: the collection that it belongs to.
-        entry: what was logged.
         value: the whole batch's; None of a metric that has its own.
         batch_size: what it weighs in its epoch's mean.
     """

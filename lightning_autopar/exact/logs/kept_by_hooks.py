@@ -34,7 +34,6 @@ def keeping_hooks(trainer: Trainer, *, predicting: bool = False) -> tuple[str, .
     """A sentence on each hook of a batch whose code uses the batch or the step's outputs, and stores something or draws random numbers.
 
     Args:
-        trainer: with its module and callbacks.
         predicting: whether the hooks of a prediction count, rather than those of the other loops.
     """
     own = "on each rank is that of its own batches" if predicting else "on each rank and in each part is that of its own samples"

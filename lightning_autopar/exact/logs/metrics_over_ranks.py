@@ -162,7 +162,6 @@ def sync_states(metric: Metric, group: dist.ProcessGroup | None, size: int = 0, 
     that did. Here each rank's states are sent as a whole, and those of ranks without an update are left out.
 
     Args:
-        metric: whose states become those of all.
         size: how many they are; 0 for all.
         graph: whether any rank's states have a graph; then backward runs through it on all of them.
     """

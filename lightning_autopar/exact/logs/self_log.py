@@ -242,7 +242,6 @@ class GlobalLogging:
             share: what the part is of the whole batch.
             batch: what the user's step gets.
             number: 0 for the first part of the step.
-            stage: which stage of a pipeline runs.
             owns: whether the code that runs now is the stage's own. Values that other code logs, or updates metrics with, are left out.
         """
         assert self._in_parts

@@ -48,9 +48,7 @@ class Before:
     """A container, a tensor or an object as a step found it.
 
     Args:
-        container: itself.
         copy: of what it held; None for a list or a dictionary that only grows, ``MISSING`` if it can't be copied.
-        length: how many items it had.
         items: these, where the copy is None and they may be dropped: by a full ``deque(maxlen=...)``, or by ``pop(0)``.
     """
 
@@ -194,8 +192,6 @@ def combined(rule: str, before: Any, values: Sequence[Any], shares: Sequence[Bat
 
     Args:
         rule: one of those that :class:`Evidence` finds.
-        before: the value that all of them found.
-        values: of each part.
         shares: the parts, each with at least one sample.
 
     Raises:
@@ -434,10 +430,8 @@ class Slot:
     """The place of a value that a step has changed.
 
     Args:
-        path: its path.
         before: what was there, by :func:`taken`.
         value: what the step left.
-        put: puts another value in its place.
     """
 
     path: Path
@@ -452,8 +446,6 @@ def slots(path: Path, before: Any, value: Any, rules: PathRules, put: Callable[[
     Args:
         before: the same before the step, by :func:`taken`.
         value: as the step left it.
-        rules: of all paths.
-        put: puts another value in its place.
     """
     if path in rules:
         yield Slot(path=path, before=before, value=value, put=put)

@@ -332,7 +332,6 @@ def whole_share(batch: Any, samples: int | None = None, *, several: bool = False
     """A whole batch as the share of the only rank.
 
     Args:
-        batch: as the user's step gets it.
         samples: of how many its loader made it, where that is known.
         several: whether it holds the batches of several loaders.
 
@@ -363,7 +362,6 @@ def take_part(batch: Any, index: int, number: int, samples: int | None = None, *
     """A part of a rank's batch: every ``number``-th sample from the ``index``-th on, the first one where there is none.
 
     Args:
-        batch: as the user's step gets it.
         number: how many parts there are.
         samples: how many samples it has, where that is known.
         several: whether it holds the batches of several loaders; then the part has a part of each.

@@ -42,7 +42,6 @@ class Window:
     """What all threads of a GPU fill at once.
 
     Args:
-        elements: how many.
         offset: by how much the generator moves on in it.
         least: a draw of fewer elements isn't given to all the threads.
     """

@@ -78,8 +78,6 @@ class Call:
 
     Args:
         name: the submodule's FQN.
-        shared: how it is shared.
-        given: arguments and keyword arguments.
     """
 
     name: str

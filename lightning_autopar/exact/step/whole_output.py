@@ -37,7 +37,6 @@ def whole_output(outputs: Sequence[Any], rows: Sequence[int], lists: Container[P
         outputs: of the parts, which have every ``len(outputs)``-th sample each.
         rows: how many samples each part has; 0 where it was fed one that isn't its own.
         lists: of :func:`lists_of_samples`.
-        path: as there.
 
     Raises:
         ValueError: if something in it has no entry for each sample, with a phrase that says what.

@@ -269,7 +269,7 @@ def _enter_optimizers(stack: ExitStack, notes: dict[str, None]) -> None:
 
 #: cuDNN's modes (``cudnnRNNMode_t``).
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-#: A layer keeps so many values for each position, in multiples of the hidden size, see :func:`reserve_elements`.
+#: A layer keeps so many values for each position, in multiples of the hidden size, see :func:`reserve_bytes`.
 _KEPT = {0: 1, 1: 1, 2: 5, 3: 6}
 _NOTE = "recurrent layers run by cuDNN"
 _NATIVE = "cuDNN is off: recurrent layers run by torch's fused cells"

@@ -339,7 +339,6 @@ def reduction(tensor: Tensor, dims: Sequence[int]) -> KernelBytes:
     there are many rows.
 
     Args:
-        tensor: what is reduced.
         dims: the dimensions that are; none for all of them.
     """
     reduced = {dim % tensor.dim() for dim in dims} or set(range(tensor.dim()))

@@ -188,7 +188,6 @@ class Corrections:
         share of activations and temporaries. If it took less, nothing is subtracted.
 
         Args:
-            plan: what is predicted.
             sizes: the prediction by device id; what isn't :class:`DeviceBytes` of a step's peak stays as it is.
         """
         if not self.records:

@@ -42,7 +42,6 @@ class Places:
         """The tape with the marks of the kept parts, and with what was found out later.
 
         Args:
-            tape: as recorded.
             arrived: numbers of the storages in which gradients of parameters arrived: they were fixed from the start.
             last_uses: positions on the tape after which forward doesn't use a storage any more, by its number.
             let_go: positions at which the code of blocks dropped what it had made, by the storage's number, in that order.
@@ -202,7 +201,6 @@ def account(tape: Tape, blocks: int) -> Account:
 
     Args:
         tape: with marks of the blocks alone.
-        blocks: how many of them.
     """
     reader = _Reader(blocks)
     for action, storage, size_bytes, kind in tape:

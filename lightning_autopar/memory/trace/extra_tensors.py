@@ -29,7 +29,6 @@ def held_by_callbacks(trainer: Trainer | None, module: LightningModule, *, on_cp
     """What the trainer's callbacks add to a run of training.
 
     Args:
-        trainer: the trainer, if there is one.
         module: the module, or its copy.
         on_cpu: whether the run's device is the CPU.
 

@@ -51,7 +51,6 @@ def find_layers(module: nn.Module, calls: Mapping[str, ModuleCalls], blocks: Col
     as a plan may need.
 
     Args:
-        module: the whole one.
         calls: of one step, by FQN; see :class:`CallCounter`.
         blocks: FQNs of the repeated blocks that ran.
 
@@ -96,7 +95,6 @@ class ModuleCalls:
 
     Args:
         first: its place among all calls.
-        times: how often it ran.
         plain: whether it was given and returned nothing but tensors, numbers and the like.
     """
 
@@ -182,7 +180,6 @@ class BlockCalls:
     """What was seen of one candidate.
 
     Args:
-        fqn: its name.
         module: of the traced copy.
         index: its place in the order in which the candidates ran first; None if it never did, or within another one.
         calls: how often it ran in the last batch.

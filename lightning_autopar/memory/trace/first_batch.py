@@ -56,7 +56,6 @@ class FirstBatch:
         collate: makes a batch of samples; None where they aren't known.
         batch_size: samples in it; of several loaders the smallest; 0 where it can't be told.
         draws: where random numbers were drawn in making it: ``"samples"`` (augmentation in the dataset), ``"collate"`` (masking, say).
-        loaders: the stage's.
         seconds: for loading and collating it; 0 where that isn't known.
         cut: whether its parts are cut out of the whole batch's collation, rather than collated by themselves.
         kind: a loader over a map-style or iterable dataset, several loaders, or some other iterable.

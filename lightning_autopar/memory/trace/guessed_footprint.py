@@ -49,8 +49,6 @@ def guess(
 
     Args:
         module: the user's module; it isn't changed.
-        trainer: its trainer, if there is one.
-        first: the first batch.
         stage: ``"fit"`` or a stage of evaluation.
         dtype: of true precision; None for the parameters' own.
         reason: why the step couldn't be traced.

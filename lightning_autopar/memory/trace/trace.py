@@ -120,7 +120,6 @@ def trace(
     Where the step can't be traced, it is run once for real if the module is small, else guessed; the footprint says so.
 
     Args:
-        module: the user's module. It isn't changed.
         trainer: the trainer it was passed to, read only; None if there is none yet.
         batch: the result of :func:`first_batch`, or a batch as the step gets it.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.

@@ -25,7 +25,6 @@ class Input(NamedTuple):
     """A tensor that an operation reads.
 
     Args:
-        tensor: the tensor.
         scaled: whether its size depends on the batch.
         storage_bytes: of its storage.
         storages: numbers of the storages that hold it, where they are known.
@@ -90,7 +89,6 @@ class Dependence:
 
         Args:
             node: number of autograd's node for it.
-            inputs: what it reads.
             output: of a view, else None.
         """
         fixed = {
@@ -117,8 +115,6 @@ class Dependence:
 
         Args:
             node: number of autograd's node that runs.
-            inputs: what the operation reads.
-            output: what it has made.
             place: which of the operation's outputs that is.
         """
         if not any(item.scaled for item in inputs):

@@ -125,7 +125,6 @@ def collected(counts: Mapping[Work, int], batches: int = 1) -> tuple[Work, ...]:
     """Work with its counts, in an order that depends on nothing else: equal parts have equal tuples.
 
     Args:
-        counts: how often each ran.
         batches: in so many batches. Work that didn't run equally often in each (gradients are added from the second batch on) gets its
             share of the FLOPs and bytes of a run.
     """

@@ -22,7 +22,6 @@ class Work:
             ``".weight"``; attention that leaves later keys out ends in ``".causal"``, a convolution of tensors laid out so in
             ``".channels_last"``.
         dtype: the type in which it computes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp64"``, ``"int8"``, …
-        count: how often it runs.
         flops: a multiply-add counts two; of causal attention the whole square counts, of which kernels may leave half out.
         moved_bytes: its inputs and outputs, once for each pass over them.
         fixed_bytes: the part of ``moved_bytes`` that doesn't depend on the batch: parameters, their casts, their gradients.

@@ -25,7 +25,6 @@ class Row:
         label: what it shows, for those who can't see it; none for an axis.
         drawn: markup whose places are in per cent across and in pixels down.
         words: what stands behind it, line by line, each with its class.
-        class_: of the drawing.
     """
 
     name: str = ""
@@ -52,11 +51,8 @@ class Figure:
     """Rows drawn one below the other on one axis.
 
     Args:
-        title: above it.
         caption: how it is to be read.
         legend: classes of colours, and what they mean.
-        rows: from top to bottom.
-        axis: below them.
         notes: lines below all of it.
     """
 

@@ -20,7 +20,6 @@ def report_page(report: Report, candidate: Candidate | None = None) -> Html:
     """A whole page.
 
     Args:
-        report: what it shows.
         candidate: whose memory and step are drawn; :meth:`Report.shown_candidate` by default.
     """
     shown = candidate or report.shown_candidate()

@@ -38,7 +38,6 @@ class Span:
         rank: of the plan's.
         start_seconds: since the step began.
         end_seconds: likewise.
-        kind: what it is.
         label: of which block or stage.
         lane: a GPU computes and communicates at once, on two lanes; all work of a rank's cores is on the first.
     """
@@ -111,7 +110,6 @@ def step_section(report: Report, candidate: Candidate) -> Html:
     """A row for each rank, and the parts of the seconds.
 
     Args:
-        report: has the candidate.
         candidate: one with a prediction of its time.
     """
     parts = parts_figure(candidate)
@@ -129,7 +127,6 @@ def step_figure(report: Report, candidate: Candidate) -> Figure:
     """A row for each rank, equal ranks as one.
 
     Args:
-        report: has the candidate.
         candidate: one with a prediction of its time.
     """
     plan = candidate.plan

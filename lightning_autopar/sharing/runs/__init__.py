@@ -2,10 +2,10 @@
 
 Modules, in reading order:
 
-    folders   folders of runs that all users share
-    status    a run's status and requests, as files
-    requests  other runs listed, asked, cancelled
-    display   what this run shows of itself
-    leftovers  what killed runs have left
-    progress  how far a run has come, in shared memory
+    folders     folders of runs that all users share
+    status      a run's status and requests, as files
+    requests    other runs listed, asked, cancelled
+    own_status  what this run shows of itself
+    leftovers   what killed runs have left
+    progress    how far a run has come, in shared memory
 """

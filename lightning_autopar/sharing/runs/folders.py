@@ -68,7 +68,7 @@ def own_root(home: Path) -> Path:
     with suppress(FileExistsError):
         root.mkdir(mode=_PUBLIC_FOLDER)
     if not is_own(root):
-        raise PermissionError(f"{root.name} is there already, and is {user_name(root.lstat().st_uid)}'s or no folder")
+        raise PermissionError(f"{root.name} exists already, and belongs to {user_name(root.lstat().st_uid)} or is no folder")
     if stat.S_IMODE(root.stat().st_mode) != _PUBLIC_FOLDER:
         root.chmod(_PUBLIC_FOLDER)
     return root
@@ -195,7 +195,6 @@ def read_json(path: Path, uid: int | None = None) -> Any:
     """A file's contents; it must be a plain file of that user: a pipe or a link could make the reader wait, or read something else.
 
     Args:
-        path: where it lies.
         uid: whose it has to be, this user's by default.
 
     Raises:

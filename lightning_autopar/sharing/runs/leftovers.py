@@ -28,9 +28,6 @@ class Leftover:
     """A folder of a run that is dead.
 
     Args:
-        path: the folder.
-        kind: what lies there.
-        size_bytes: of its files.
         since: when it was last changed, in seconds since the epoch.
     """
 

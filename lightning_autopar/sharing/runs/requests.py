@@ -45,8 +45,6 @@ class Asked:
     """What came of a request.
 
     Args:
-        run_id: which run was asked.
-        request: as it was written.
         answered: the run's own words; None if none came, or nobody waited.
         waited_seconds: how long an answer was waited for; 0 where nobody wanted to wait.
         ended: whether the run ended meanwhile.
@@ -65,11 +63,11 @@ class Asked:
             return f"{self.run_id} ended before it answered"
         if self.waited_seconds:
             return (
-                f"{self.run_id} hasn't answered within {self.waited_seconds:.3g} s; the request stays, and is taken as soon as the run "
-                "looks (it may be stopped, or in a long step)"
+                f"{self.run_id} hasn't answered within {self.waited_seconds:.3g} s; the request stays, and the run answers when "
+                "it looks next (it may be stopped, or in a long step)"
             )
         what = self.request.ask + (f" {self.request.device}" if self.request.device else "")
-        return f"{self.run_id} has been asked to {what}; it looks at its next boundary"
+        return f"{self.run_id} has been asked to {what}; it answers between two batches"
 
 
 def runs() -> list[RunStatus]:
@@ -87,7 +85,7 @@ def everyones_runs() -> list[RunStatus]:
 
 
 def is_here(status: RunStatus) -> bool:
-    """Whether its process id is of this process's namespace, and not of a container's or an older version's."""
+    """Whether its process id is of this process's namespace, and not of a container's."""
     return bool(status.namespace) and status.namespace == pid_namespace()
 
 
@@ -194,7 +192,7 @@ def _live() -> list[tuple[Path, RunStatus]]:
             except FileNotFoundError:  # the run is ending
                 continue
             except (OSError, ValueError, RecursionError) as error:
-                log.warning("autopar: a run is passed over: %s can't be read (%s)", folder / STATUS_FILE, error)
+                log.warning("autopar: a run isn't shown, as %s can't be read (%s)", folder / STATUS_FILE, error)
                 continue
             if status.run_id == folder.name:
                 found.append((folder, status))
@@ -230,15 +228,15 @@ def _is_believed(status: RunStatus, uid: int) -> bool:
 def _why_not(status: RunStatus) -> str | None:
     """Why a run can't be asked to move, park, go on or save itself; None where it can."""
     if status.state == "finished":
-        return "has finished, and is only leaving; there is nothing to ask it for"
+        return "has finished, and its process is about to end; it takes no requests any more"
     if status.state == "queued":
-        return f"is queued, and holds no device; 'lightning-autopar cancel {status.run_id}' ends its waiting"
+        return f"is queued, and holds no device; 'lightning-autopar cancel {status.run_id}' takes it out of the queue"
     if status.external:
         return "was started by torchrun or Slurm, which decide where its processes are; ask there"
     if not status.elastic:
         return (
-            "is a plain run, which stays where it is until its end; with CheckpointMigrate() among the Trainer's callbacks its next start "
-            f"can be asked, and now only 'lightning-autopar cancel {status.run_id}' gives its devices back"
+            f"isn't elastic, and keeps its devices until its end; 'lightning-autopar cancel {status.run_id}' ends it now; add "
+            "CheckpointMigrate() to the Trainer's callbacks, so that its next start can be asked"
         )
     return None
 
@@ -320,9 +318,9 @@ def cancel(run: str | int, *, wait_seconds: float | None = None) -> Cancelled:
             "there (Ctrl-C, or scancel)"
         )
     if not is_here(status):
-        raise ValueError(f"{status.run_id} runs in another container, where its process {status.pid} is to be told; cancel it there")
+        raise ValueError(f"{status.run_id} runs in another container; cancel it there")
     number = _tell(status)
-    stopped = f"; its process is stopped, and ends when it is let go on (kill -CONT {status.pid})" if is_stopped(status.pid) else ""
+    stopped = f"; its process is stopped, and ends once you continue it (kill -CONT {status.pid})" if is_stopped(status.pid) else ""
     cancelled = Cancelled(run_id=status.run_id, signal=number.name, outlook=_outlook(status, number) + stopped)
     if not wait_seconds:
         return cancelled
@@ -361,11 +359,11 @@ def _tell(status: RunStatus) -> signal.Signals:
 def _outlook(status: RunStatus, number: signal.Signals) -> str:
     """What becomes of the run and of what it wrote, in words."""
     if status.state == "queued":
-        return "it leaves the queue, and nothing of it has run"
+        return "it leaves the queue; it hadn't begun to train"
     if status.state == "planning":
-        return "nothing of it has run"
+        return "it hadn't begun to train"
     if not status.elastic:
-        return "its callbacks are told as by Ctrl-C, and the checkpoints that it wrote stay"
+        return "Lightning ends it as on Ctrl-C, and its checkpoints stay"
     if number is signal.SIGTERM:
         return "it saves a snapshot first, and the next start of the same script goes on from there"
-    return "the checkpoints that it wrote stay, its snapshots go with it"
+    return "its checkpoints stay, and its snapshots are deleted"

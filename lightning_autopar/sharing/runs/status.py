@@ -119,8 +119,7 @@ class RunStatus:
 
     @classmethod
     def from_dict(cls, data: Any) -> RunStatus:
-        """The inverse of :meth:`to_dict`; unknown fields of a newer version are ignored, missing ones of an older version have their
-        defaults. Control characters are removed, as the text may be another user's.
+        """The inverse of :meth:`to_dict`. Control characters are removed, as the text may be another user's.
 
         Raises:
             ValueError: if it is no status.
@@ -128,23 +127,20 @@ class RunStatus:
         try:
             if data["state"] not in get_args(RunState):
                 raise ValueError(f"{data['state']!r} is no state of a run")
-            found: dict[str, Any] = {name: printable(str(data[name])) for name in ("run_id", "user", "script", "plan", "reason")}
-            found.update({name: printable(str(data.get(name, ""))) for name in ("waits_for", "namespace")})
-            found.update({name: _sizes(data.get(name, {})) for name in ("leased_bytes", "used_bytes", "predicted_bytes")})
-            found.update({name: bool(data.get(name, False)) for name in ("elastic", "external")})
-            found.update({name: _whole(data.get(name, 0)) for name in ("priority", "started_ticks")})
+            texts = ("run_id", "user", "script", "plan", "reason", "waits_for", "namespace", "task")
+            found: dict[str, Any] = {name: printable(str(data[name])) for name in texts}
+            found.update({name: _sizes(data[name]) for name in ("leased_bytes", "used_bytes", "predicted_bytes")})
+            found.update({name: bool(data[name]) for name in ("elastic", "external")})
+            found.update({name: _whole(data[name]) for name in ("pid", "generation", "priority", "started_ticks")})
             found.update({name: None if data[name] is None else _whole(data[name]) for name in ("step", "steps")})
             return cls(
                 **found,
                 state=data["state"],
-                task=printable(str(data.get("task", "fit"))),
-                pid=_whole(data["pid"]),
-                generation=_whole(data["generation"]),
                 since=_moment(data["since"]),
                 shown_at=_moment(data["shown_at"]),
                 devices=tuple(printable(str(device)) for device in data["devices"]),
                 step_seconds=None if data["step_seconds"] is None else _moment(data["step_seconds"]),
-                ends_at=None if data.get("ends_at") is None else _moment(data["ends_at"]),
+                ends_at=None if data["ends_at"] is None else _moment(data["ends_at"]),
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"it is no run's status ({type(error).__name__}: {error})") from error
@@ -177,7 +173,6 @@ class Request:
             the training state now.
         device: ``"yield"`` only: the id of the one device to leave; None for all of them.
         at: when, in seconds since the epoch.
-        by: who.
         id: its file's; set by :func:`ask`. Empty for what didn't come by a file, such as a signal.
 
     Raises:
@@ -193,8 +188,10 @@ class Request:
     def __post_init__(self) -> None:
         if self.ask not in get_args(Ask):
             raise ValueError(f"a run can't be asked for {self.ask!r}; ask for one of {', '.join(get_args(Ask))}")
-        if self.device is not None and (self.ask != "yield" or not isinstance(self.device, str) or not self.device):
-            raise ValueError(f"the device {self.device!r} says nothing to the request {self.ask!r}; only yield takes one, as its id")
+        if self.device is not None and self.ask != "yield":
+            raise ValueError(f"the request {self.ask!r} takes no device; only 'yield' does")
+        if self.device is not None and (not isinstance(self.device, str) or not self.device):
+            raise ValueError(f"the device {self.device!r} is no device's id; lightning-autopar status shows a run's")
 
 
 class RunFiles:
@@ -258,7 +255,7 @@ class RunFiles:
                 request = _read_request(path)
             except (OSError, ValueError, RecursionError) as error:
                 request = None
-                log.warning("autopar: a request to this run is passed over: %s can't be read (%s)", path, error)
+                log.warning("autopar: this run ignores a request, as %s can't be read (%s)", path, error)
             if take_away(path) and request is not None:
                 taken.append(request)
         return taken
@@ -314,7 +311,9 @@ def open_run(script: str | Path | None = None) -> Iterator[RunFiles]:
         finally:
             files._leave()
         return
-    raise ValueError(f"this run can't show itself on this host ({'; '.join(problems)}); name a folder of your own by {RUNS_VARIABLE}")
+    raise ValueError(
+        f"this run can't show itself on this host ({'; '.join(problems)}); set {RUNS_VARIABLE} to a folder of your own that exists"
+    )
 
 
 def _open_in(root: Path, script: str) -> RunFiles:

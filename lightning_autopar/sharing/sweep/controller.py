@@ -46,9 +46,7 @@ class SweepRun:
     Args:
         listed: as it was asked for.
         ways: how it may run, by prediction.
-        word: where it is.
         known: whether its length is predicted, rather than taken to be that of the longest.
-        reason: why it failed.
         plan: what runs or ran, in words.
         devices: that it has or had.
         predicted_seconds: when it was started, corrected by what other runs took.
@@ -105,7 +103,6 @@ def prospects(sweep: ListedSweep, looked: Mapping[str, DryRunResult], folder: Sw
     Args:
         sweep: as it is asked for.
         looked: what was found of each run that isn't done.
-        folder: with what is done.
     """
     reports = {name: each.report for name, each in looked.items() if each.report is not None}
     devices: dict[str, SweepDevice] = {}
@@ -167,9 +164,7 @@ class Controller:
     Args:
         sweep: as it is asked for.
         runs: of :func:`prospects`.
-        folder: the sweep's.
         children: which the runs are to be among.
-        signals: that end the sweep.
         show: is told of each change, and every second.
         tell: is told in a sentence what has happened.
     """

@@ -54,9 +54,7 @@ def look_at(
 
     Args:
         devices: as ``--devices`` takes them.
-        folder: the sweep's.
         children: which the processes are to be among.
-        signals: that end it.
         at_once: so many at a time.
         show: is told how far it is.
 

@@ -21,7 +21,6 @@ class SweepDevice:
     """A device on which runs are placed.
 
     Args:
-        id: its own.
         kind: devices of one kind are as fast as each other; a way names kinds, not devices.
         free_bytes: what a run may take of it.
     """
@@ -36,7 +35,6 @@ class DeviceNeed:
     """What one rank of a way needs.
 
     Args:
-        kind: of the device.
         needed_bytes: that must be free there.
     """
 
@@ -65,9 +63,9 @@ class RunOption:
 
     def __post_init__(self) -> None:
         if not self.needs:
-            raise ValueError(f"the way {self.title!r} has no seats; a run needs a device at least")
+            raise ValueError(f"the plan {self.title!r} has no devices; a run needs at least one")
         if not 0 < self.seconds < float("inf"):
-            raise ValueError(f"the way {self.title!r} takes {self.seconds} s; it must be a number above 0")
+            raise ValueError(f"the plan {self.title!r} takes {self.seconds} s; it must be a number above 0")
 
     @property
     def device_seconds(self) -> float:
@@ -95,8 +93,6 @@ class Placed:
     """Where and when a job runs.
 
     Args:
-        job: its name.
-        option: how.
         devices: their ids.
         start_seconds: from now on.
     """

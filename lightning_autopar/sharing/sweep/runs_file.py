@@ -32,7 +32,6 @@ class ListedRun:
         words: what follows ``lightning-autopar run``: options, the script, its arguments.
         priority: a larger one starts first.
         env: variables that it gets besides this process's.
-        cwd: where it runs.
     """
 
     name: str

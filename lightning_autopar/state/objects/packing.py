@@ -215,7 +215,6 @@ class Packer(Pickler):
     """Writes one pickle of a packing.
 
     Args:
-        packing: what is known.
         beside: for tensors and arrays.
     """
 

@@ -28,7 +28,6 @@ class Unpacking:
 
     Args:
         data: of :func:`.packing.pack`.
-        beside: the file beside it.
         survey: of before the fork.
         resolve: the object that a name stands for.
         instead: objects that stand here for those of some numbers.

@@ -5,7 +5,7 @@ Modules, in reading order:
     engine_mixin        EngineMixin: what every engine adds to Lightning's strategy
     split_mixin         SplitMixin: ranks with parts of a batch, or with a shared network
     run_plan            RunPlan: all that a worker is told
-    users_strategy      what those that run a plan need of the user's strategy
+    strategy_protocol   what those that run a plan need of AutoParallelStrategy
     rank_measurement    seconds and bytes that a rank really used
     out_of_memory/      how much a rank may take, and what becomes of a batch for which it isn't enough
     resume              goes on exactly where a checkpoint was saved

@@ -317,7 +317,6 @@ class EngineMixin(ResumedStrategy):
         Args:
             module: the trained one.
             optimizers: the user's.
-            keep: whether this rank's are wanted.
             affordable: says whether that process can take the optimizers' states, if so many ranks each have as much of them as this one;
                 if not, none are returned.
         """

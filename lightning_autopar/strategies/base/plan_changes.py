@@ -52,7 +52,6 @@ class PlanChanges:
 
     Args:
         changes: in order; the last one led here.
-        folder: the run's.
     """
 
     changes: tuple[PlanChange, ...] = ()

@@ -382,11 +382,7 @@ class StepClock:
 
 
 class _Updates:
-    """Tells a recorder when an offloaded optimizer works: in its step, except in the closure, where Lightning runs forward and backward.
-
-    Args:
-        recorder: the one that runs.
-    """
+    """Tells a recorder when an offloaded optimizer works: in its step, except in the closure, where Lightning runs forward and backward."""
 
     def __init__(self, recorder: AllocationRecorder) -> None:
         self._recorder = recorder
@@ -438,7 +434,6 @@ class GpuSteps:
         """The part before this point is over; None: the whole step is.
 
         Args:
-            point: where the step is.
             gradient_bytes: gradients that are there now.
         """
         if peak_bytes > self._peak_bytes:

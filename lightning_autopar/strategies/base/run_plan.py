@@ -29,7 +29,6 @@ class RunPlan:
     """What an engine gets: the plan, and what planning found out about the step.
 
     Args:
-        plan: what to run.
         devices: the plan's devices, in rank order.
         batch: ``"global"``: the user's batch is split over the ranks; ``"per_device"``: each rank draws batches of its own, as Lightning
             does.

@@ -72,7 +72,6 @@ def put_together(values: list[Any], plan: Plan) -> Any:
 
     Args:
         values: in rank order.
-        plan: the one that ran.
     """
     return interleaved(values[:: plan.world_size // plan.data_ranks])
 

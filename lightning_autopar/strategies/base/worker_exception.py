@@ -53,7 +53,6 @@ class Failure:
 
     Args:
         pickled: the exception, or the nearest thing that can be pickled.
-        frames: of its traceback.
         text: its traceback as the worker would have printed it.
         echo: whether it reads like the consequence of another worker's end.
         at_seconds: when it was raised, by the host's monotonic clock.

@@ -66,7 +66,6 @@ class Measurement:
         title: for the progress bar.
         run: the function to call in a forked child; it gets the curves known so far.
         names: under which a failure is recorded.
-        devices: on which it runs.
     """
 
     title: str

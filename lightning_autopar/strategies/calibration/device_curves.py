@@ -130,10 +130,8 @@ def issue_curves(device: torch.device, subject: str, least: dict[str, float], *,
     """Host seconds to issue an operation, in forward, backward and the optimizer's step of a very small model.
 
     Args:
-        device: where.
         subject: under which the curves are kept.
         least: what the smallest measured run of each operation takes beyond that.
-        steps: how many are timed.
     """
     now = Clock(device).now
     model = nn.Sequential(_Small(), _Small()).to(device)
@@ -182,10 +180,8 @@ class Case:
 
     Args:
         thing: as :mod:`lightning_autopar.timing.measured_rates` names it.
-        dtype: in which.
         size: by which its curve is kept.
         run: does it ``times`` times.
-        times: how often.
     """
 
     thing: str
@@ -201,7 +197,6 @@ def measure_device(
     """Measure the curves of one device that no other process of ours uses.
 
     Args:
-        device: where.
         subject: under which the curves are kept.
         common: whether to measure what every step has.
         rare: the kinds of :data:`RARE` to measure.
@@ -254,7 +249,6 @@ def cases(device: torch.device, *, common: bool = True, rare: Collection[str] = 
     """The cases to measure, the most important first: on a GPU, time is left for the last ones only where torch must load little.
 
     Args:
-        device: where.
         common: whether to give the cases of what every step has.
         rare: the kinds of :data:`RARE` whose cases to give.
     """

@@ -52,7 +52,7 @@ def with_more(decision: Decision, promises: Promises) -> Decision | None:
     if not wants or not promises.held_bytes or promises.take(wants, None) is not None:
         return None
     most = max(wants, key=lambda device: wants[device])
-    rank_zero_info(f"autopar: the plan is given more memory: {format_bytes(wants[most])} of {most}, as it ran out of what it had")
+    rank_zero_info(f"autopar: the run ran out of the memory that it had leased; it now leases {format_bytes(wants[most])} of {most}")
     return replace(decision, run_plan=replace(run_plan, at_least=wants))
 
 
@@ -97,7 +97,6 @@ class Agent(RunState):
 
     Args:
         make_job: makes the job of a generation's workers, from decision and folder.
-        decision: the first one.
         moving: see :class:`SnapshotSettings`.
         watchers: asked in their order; the first request counts.
         handler: is asked before the watchers.
@@ -159,7 +158,7 @@ class Agent(RunState):
         latest = self._saver.latest
         if latest is not None:
             rank_zero_warn(
-                f"autopar: an earlier start of this run was killed; this start resumes from its snapshot of step {latest.step}. "
+                f"autopar: an earlier start of this run didn't finish; this start resumes from its snapshot of step {latest.step}. "
                 f"To begin anew, remove {latest.path.parent}"
             )
         running = self._begin(self.decision, "the run begins")

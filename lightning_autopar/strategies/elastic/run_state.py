@@ -141,7 +141,6 @@ class RunState:
     """A run as its agent and watchers see it now. Its figures are current: each is read anew at every look.
 
     Args:
-        decision: the first one.
         inventory: the devices as they are now, with what the run holds itself counted as free.
         replan: the best plan for an inventory, and for the most samples that fit at once, where that is known.
         state_bytes: of parameters, buffers and optimizer states.

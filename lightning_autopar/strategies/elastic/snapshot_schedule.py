@@ -50,8 +50,6 @@ class Saver:
     """Asks a generation's ranks for snapshots, one at a time, and keeps the latest.
 
     Args:
-        snapshots: where they lie.
-        moving: how often.
         state_bytes: about what one takes.
         first_at_once: whether a run that has none makes one before its second batch: then a failure needn't begin the run anew, with a
             second version of its logs. Else the first one keeps within ``overhead`` as well.

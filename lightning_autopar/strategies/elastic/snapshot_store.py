@@ -49,7 +49,6 @@ class Snapshot:
     """A complete snapshot.
 
     Args:
-        path: its folder.
         step: the trainer's global step in it.
         on_disk: whether it survives the machine's restart.
     """
@@ -223,7 +222,7 @@ class SnapshotStore:
                 manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
                 return Snapshot(path=path, step=int(manifest["step"]), on_disk=self._homes[1] in path.parents)
             if damage:
-                log.warning("autopar: a snapshot is passed over, and the one before it used: %s", damage)
+                log.warning("autopar: a snapshot can't be used, so the one before it is: %s", damage)
             shutil.rmtree(path, ignore_errors=True)
         return None
 
@@ -231,7 +230,6 @@ class SnapshotStore:
         """The run is over: remove its snapshots, unless its next start shall go on from them.
 
         Args:
-            keep: whether it shall.
             within_seconds: how long to wait for checksums, without which only the files' sizes are checked; None: until they are computed.
         """
         if keep:

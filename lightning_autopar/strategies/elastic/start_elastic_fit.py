@@ -22,7 +22,7 @@ import psutil
 from lightning_autopar._lightning import Trainer, rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException, TrainerFn, run_arguments
 from lightning_autopar.report.report import NothingFits
-from lightning_autopar.sharing.runs.display import RunDisplay
+from lightning_autopar.sharing.runs.own_status import RunDisplay
 from lightning_autopar.sharing.runs.status import Request
 from lightning_autopar.state.snapshot_folder import is_snapshot
 from lightning_autopar.strategies.base.run_plan import BatchRule
@@ -33,16 +33,16 @@ from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore, run_key
 from lightning_autopar.strategies.elastic.yielding import Yielding
-from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.more_parts import in_more_parts, in_parts_of
+from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.worker import WorkerJob
 from lightning_autopar.strategies.processes.worker_supervisor import Outcome, noted_interrupts, run_folder
 
 if TYPE_CHECKING:
     from lightning_autopar.devices.inventory import Inventory
-    from lightning_autopar.strategies.base.users_strategy import RunHost
+    from lightning_autopar.strategies.base.strategy_protocol import RunHost
 
 #: How long a run stays off a device that it was asked to leave, unless it is told otherwise.
 YIELD_SECONDS = 600.0
@@ -95,7 +95,6 @@ class ElasticRun:
 
     Args:
         trainer: as before the run.
-        decision: the first plan.
         function: the trainer's, with ``args`` and ``kwargs``.
         how: how the run is saved and moved.
         shown: where the run is shown, and asked for something.
@@ -215,7 +214,6 @@ class Requests:
     """Takes the requests of others on the run's host, and shows the run's status.
 
     Args:
-        shown: where.
         told: signals that came.
         trainer: for the number of steps.
     """
@@ -247,7 +245,7 @@ class Requests:
     def _answer(self, agent: Agent, request: Request) -> tuple[MoveRequest | None, str]:
         if request.ask == "snapshot":
             agent.save_soon()
-            return None, "a snapshot is written at the next boundary"
+            return None, "it writes a snapshot after this batch"
         if request.ask == "resume":
             was_held = agent.paused_by_user
             agent.allow_again()
@@ -258,21 +256,23 @@ class Requests:
             agent.paused_by_user = True
             if agent.parked:
                 return None, "it is parked already, and stays parked until it is resumed"
-            words = "it parks at its next boundary, with a snapshot, and gives its devices back; it stays parked until it is resumed"
+            words = "it saves a snapshot after this batch, releases its devices, and stays parked until it is resumed"
             return MoveRequest(action="park", decision=None, reason=f"{request.by} asked for it", urgent=True), words
         held = agent.decision.run_plan.plan.devices
         leaves = held if request.device is None else tuple(device for device in held if device == request.device)
         agent.leave(held if request.device is None else (request.device,), YIELD_SECONDS)
         if agent.parked or not leaves:
-            return None, "the run isn't on it" if not agent.parked else "the run is parked, and won't use it"
+            return None, "it is parked, and uses no device now" if agent.parked else f"it doesn't use {request.device}"
         reason = f"{request.by} asked it to leave {', '.join(leaves)}"
         try:
             decision = agent.replan(agent.inventory())
         except NothingFits:
             return MoveRequest(
                 action="park", decision=None, reason=f"{reason}, and nothing else fits", urgent=True
-            ), "it parks, as nothing else fits"
-        return MoveRequest(action="move", decision=decision, reason=reason, urgent=True), f"it moves to {decision.run_plan.plan.title()}"
+            ), "it saves a snapshot and parks, as no other plan fits"
+        plan = decision.run_plan.plan
+        words = f"it moves to {plan.title()} on {', '.join(plan.devices)}"
+        return MoveRequest(action="move", decision=decision, reason=reason, urgent=True), words
 
     def show(self, agent: Agent) -> None:
         """Show the run's status."""

@@ -55,7 +55,6 @@ class Yielding:
             since: when the run began, last moved or resumed, as ``time.monotonic`` counts. It stays there for at least the minimum quantum.
             plan: the best plan for an inventory.
             seen: the devices as they are now, with what the run holds itself counted as free.
-            decision: what runs.
         """
         now = time.monotonic()
         if now - self._looked < _LOOK_SECONDS or now - since < self._quantum_seconds:

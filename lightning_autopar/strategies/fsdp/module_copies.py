@@ -79,7 +79,6 @@ class OwnHook:
     Args:
         module: the one that has it.
         own: is called for the module.
-        of_copy: for a copy.
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any], of_copy: Callable[..., Any]) -> None:

@@ -62,8 +62,6 @@ def rehearse_fsdp(
 
     Args:
         module: the user's module, set up; it stays as it is.
-        trainer: the trainer that it was passed to, read only.
-        first: the first training batch.
         shard_fqns: the modules that are sharded as units of their own; see :attr:`lightning_autopar.plans.Plan.shard`.
         flops: of a step on the whole batch.
         conduct: what the traced step itself does to parameters; None where it wasn't traced.

@@ -400,7 +400,6 @@ def onto_shards(optimizers: Iterable[Optimizer], module: nn.Module, names: Mappi
 
     Args:
         optimizers: of the module; those that have shards already stay as they are.
-        module: the root, sharded.
         names: what :func:`shard` returned.
     """
     shards = dict(module.named_parameters())

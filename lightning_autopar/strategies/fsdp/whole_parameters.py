@@ -47,7 +47,6 @@ class WholeParameters:
     their own parameters; the root's other parameters are gathered when any module outside of the units is called.
 
     Args:
-        root: the module, sharded.
         optimizers: those that will step on its parameters.
         uneven: FQNs of the modules within units that not every rank's samples call (routed experts).
     """
@@ -251,7 +250,6 @@ def replicate_scalars(module: nn.Module, mesh: Any) -> None:
     """Put the module's scalars, which have no dimension along which FSDP2 could cut them, onto the mesh: each rank has them whole.
 
     Args:
-        module: the root.
         mesh: where its other parameters are sharded.
     """
     replicated: dict[int, nn.Parameter] = {}

@@ -115,9 +115,6 @@ def rehearse(
 
     Args:
         module: the user's module, set up; it stays as it is.
-        trainer: the trainer that it was passed to, read only.
-        first: the first training batch.
-        engine: what to try.
         flops: of a step on the whole batch.
         conduct: what the traced step does with parameters by themselves; None where it wasn't traced.
     """

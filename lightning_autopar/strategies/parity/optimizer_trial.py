@@ -86,7 +86,6 @@ def stand_ins(module: LightningModule, trainer: Trainer | None) -> list[StandIns
 
     Args:
         module: the user's, set up; meant for a forked child, as it is changed.
-        trainer: the trainer that it was passed to, read only.
 
     Raises:
         ValueError: if an optimizer holds state before its first step, which says nothing about small parameters.
@@ -115,7 +114,6 @@ def optimizers_run(module: LightningModule, trainer: Trainer | None, engine: Eng
 
     Args:
         module: the user's, set up; it stays as it is.
-        trainer: the trainer that it was passed to, read only.
         engine: what to try. Its sentence follows the optimizer's name where the step fails, and ``where`` with ``lost`` where it differs.
     """
     return _forked(_run, module, trainer, engine)

@@ -72,8 +72,6 @@ def with_shared_network(
 
     Args:
         module: the user's module, set up.
-        trainer: the trainer that it was passed to, read only.
-        first: the first training batch.
         more: others, on which it must hold as well.
         evaluated: batches of the validation, on which it must hold as well.
     """

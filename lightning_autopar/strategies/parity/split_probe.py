@@ -72,8 +72,6 @@ def probe_split(
 
     Args:
         module: the user's module, set up; it is changed.
-        trainer: the trainer that it was passed to, read only.
-        first: the first training batch.
         world_sizes: how many parts to try; those larger than the batch are left out.
         flops: the footprint's, of forward and backward on the whole batch; a large step is probed on a few samples, then without most of
             its repeated blocks, or not at all.
@@ -131,7 +129,6 @@ def probe_evaluation(
 
     Args:
         module: the user's module, set up; it is changed.
-        trainer: the trainer that it was passed to, read only.
         first: a batch of that step.
         hook: ``"validation_step"`` or ``"test_step"``.
         known: what explains other batches.
@@ -344,7 +341,6 @@ class _Probe(LaterSteps):
         """The losses of several steps, each of which begins with what the one before has left.
 
         Args:
-            batches: of each step.
             random: the random state that each begins in, if it is to be the same for all.
         """
         losses: list[Tensor] = []

@@ -169,7 +169,6 @@ class StageTables:
         parameters: of the module, tied copies included.
         states: these and the optimizer's state.
         gradients: complete ones.
-        buffers: the module's.
         held: between a micro-batch's forward and its backward, with what the stage received.
         peak: at the fullest moment of a forward or a backward, complete gradients not counted.
         passed: what is received and sent of a micro-batch, by the first block and the one after the last.

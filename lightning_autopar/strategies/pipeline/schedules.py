@@ -16,13 +16,7 @@ Work = Literal["forward", "backward"]
 
 
 class Action(NamedTuple):
-    """One piece of a rank's work.
-
-    Args:
-        work: which pass.
-        stage: index of the stage in the pipeline.
-        micro_batch: which one.
-    """
+    """One piece of a rank's work."""
 
     work: Work
     stage: int

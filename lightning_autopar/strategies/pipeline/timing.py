@@ -30,7 +30,6 @@ class Stages:
     Args:
         schedule: their order.
         ranks: of the pipeline; stage ``s`` runs on rank ``s mod ranks``.
-        micro_batches: of a step.
         forward: seconds of each stage's forward.
         backward: of its backward, a second forward included.
         sends: seconds of sending from each stage to the next: one fewer than there are stages. Gradients take as long.

@@ -9,7 +9,7 @@ Modules, in reading order:
     longest_footprint  the first batch's footprint becomes the longest one's
     late_parameters    which hook puts parameters into the module after the run has begun
     trainer_options    which engines the Trainer's options rule out
-    decide             from settings and findings to a plan
+    planning_inputs    the entrance: settings and findings become what a plan is searched by
     decision           Decision: the report and the run plan
     confirmed_plan     the best plan for any devices, confirmed by a rehearsal
     batch_size_finder  the size that BatchSizeFinder looks for

@@ -47,7 +47,6 @@ def find_batch_size(
 
     Args:
         finder: the callback, which the trainer doesn't have now.
-        trainer: with module and data attached.
         prospects: finds out about the step with the batch size as it is then.
         function: the trainer's ``_fit_impl``.
         arguments: its arguments, by name.
@@ -93,8 +92,6 @@ def searched(finder: Any, fits: Callable[[int], bool], samples: int | None) -> i
     """The size that Lightning's search comes to (``tuner/batch_size_scaling.py``), where ``fits`` says which sizes run.
 
     Args:
-        finder: says how to search.
-        fits: whether a size runs.
         samples: of the dataset, beyond which no size is tried; None where nobody knows.
     """
     most = min(finder._max_val, finder._max_val if samples is None else max(finder._init_val, samples))

@@ -78,7 +78,6 @@ def _bytes(
     keeps any from step to step.
 
     Args:
-        held: the callbacks.
         copying: classes of those whose hooks are run.
         failed: gets what hooks raise, by the class's name.
     """

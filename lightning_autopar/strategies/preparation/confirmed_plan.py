@@ -67,7 +67,6 @@ def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Findin
     """Whether a plan runs the step as one process does, tried in a forked child.
 
     Args:
-        trainer: with module and data attached.
         plan: one of which planning has left something untried.
     """
     try:
@@ -90,12 +89,9 @@ class Prospect:
     """What was found out about one call of the trainer, before any plan is chosen. It is valid for any devices.
 
     Args:
-        trainer: with module and data attached.
-        look: what was found out.
         batch: how several devices share a batch.
         from_snapshot: see :class:`.run_plan.RunPlan`.
-        weights_only: see there.
-        elastic: see :func:`.decide.find_prospect`.
+        elastic: see :func:`.planning_inputs.find_prospect`.
     """
 
     def __init__(

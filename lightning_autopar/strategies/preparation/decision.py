@@ -35,9 +35,6 @@ class PlanningInputs:
     """All inputs of a report, and what it says of batches that are run again.
 
     Args:
-        findings: about the module.
-        inventory: the devices to choose from.
-        constraints: what a plan must keep to.
         rates: of this machine; None to use data sheets.
         questions: the kinds of plans that were considered; None where no engine was left for later.
         undivided: see :class:`.run_plan.RunPlan`; the same for ``unknown``.
@@ -67,9 +64,7 @@ class Decision:
     """The report, and the run plan of its best plan.
 
     Args:
-        report: of all plans.
-        run_plan: of the best one.
-        look: the report's inputs, for :func:`.decide.decide_again`; it stays in the process that planned.
+        look: the report's inputs, for :func:`.planning_inputs.decide_again`; it stays in the process that planned.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
         memory_margin: the share of what is free that the plan had to leave.
     """

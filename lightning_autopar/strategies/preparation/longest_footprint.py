@@ -51,7 +51,6 @@ def seen_sizes(module: LightningModule | None, batch: FirstBatch, validation: Fi
 
     Args:
         module: the user's, whose hooks transfer batches; None where nothing is done to them.
-        batch: the stage's first.
         validation: the first one of the validation within a fit.
     """
     found = _arrived(module, look(batch))
@@ -79,7 +78,6 @@ def at_lengths(traced: Callable[[FirstBatch], Footprint], batch: FirstBatch, foo
 
     Args:
         traced: gives the footprint of a batch's step; where it fails, the result says so.
-        batch: the first one.
         footprint: of its step, and of the longest batch of the validation.
     """
     if footprint.evaluation_bytes is not None:  # at most, as attention grows

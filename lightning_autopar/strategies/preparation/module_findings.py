@@ -94,7 +94,6 @@ class Findings:
     """What was found out about the module.
 
     Args:
-        footprint: of its step.
         split: what a split batch changes; None where no candidate splits it.
         shared: the submodules that ranks can share where splitting the batch would change its loss; see ``footprint.sharing``.
         draws: the step's random draws; None where it draws nothing.
@@ -487,7 +486,6 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
     that need backward passes on real copies aren't made, and plans that depend on them are left out.
 
     Args:
-        trainer: with module and data attached.
         questions: as for :func:`find_out`.
         reason: why that child can't run, as the end of a sentence.
     """

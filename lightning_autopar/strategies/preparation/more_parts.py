@@ -11,18 +11,13 @@ from lightning_autopar._lightning import Trainer
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.worker_exception import EVALUATED
-from lightning_autopar.strategies.preparation.decide import decide_again
 from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 
 
 def in_more_parts(trainer: Trainer, decision: Decision, inventory: Inventory) -> Decision | None:
     """The same plan with each rank's batch in twice as many micro-batches; None where they can't be made. Whether it is predicted to take
     less doesn't count: a step ran out of memory that was predicted to fit.
-
-    Args:
-        trainer: whose step ran out of memory.
-        decision: the plan under which it did.
-        inventory: the devices as they are now.
     """
     plan = decision.run_plan.plan
     parts = min(2 * plan.micro_batches, _samples(decision))
@@ -33,7 +28,6 @@ def in_more_evaluation_parts(decision: Decision, error: BaseException) -> Decisi
     """The same plan with each batch of validations and tests in twice as many parts; None where that isn't what ran out, or doesn't help.
 
     Args:
-        decision: the plan under which memory ran out.
         error: what ended it.
     """
     if getattr(error, EVALUATED, 1) <= 1:

@@ -192,7 +192,6 @@ class ShortageRendezvous:
         """Whether all ranks can leave the same batch's step; waits for their answers.
 
         Args:
-            rank: this one.
             batch: as for :meth:`answer`.
             within_seconds: how long to wait for the answers.
             hear_seconds: how long to wait until each rank has heard of it, see :meth:`hear`.
@@ -317,7 +316,6 @@ class GenerationFiles:
     Args:
         gate: where its generation's ranks meet.
         begin: set when the generation may begin; then the folder holds what it begins with.
-        folder: the generation's.
         changes: how the run came to this generation's plan; known in a worker once it begins.
     """
 

@@ -39,7 +39,7 @@ from lightning_autopar.strategies.processes.users_script import rerun_command
 
 if TYPE_CHECKING:
     from lightning_autopar.strategies.base.engine_mixin import EngineMixin
-    from lightning_autopar.strategies.base.users_strategy import RunHost
+    from lightning_autopar.strategies.base.strategy_protocol import RunHost
 
 #: Where the reruns of a script meet the process that started them, as ``host:port``.
 STORE = "AUTOPAR_STORE"
@@ -68,7 +68,6 @@ class Peers:
     Args:
         store: where they meet; only their keys are in it.
         rank: of this process.
-        world_size: how many they are.
         node: this process's.
         environment: Lightning's view of them.
         restartable: whether their launcher may start them anew, in another number.

@@ -49,7 +49,6 @@ def watch(store: Any, rank: int, devices: Sequence[str], run: int, *, own_device
 
     Args:
         store: where the processes meet.
-        rank: of this one.
         run: the run's number among these processes' runs.
         own_device: this rank's, as torch names it here.
         engine: whose batches show that this rank makes progress.
@@ -99,7 +98,6 @@ class Watch:
     """Looks at other processes of this host.
 
     Args:
-        processes: which.
         devices: of all ranks.
         left: says whether a rank has come to the end of the run.
         clock: in seconds.

@@ -51,7 +51,6 @@ class Stall:
 
     Args:
         ranks: whose workers are the cause.
-        sentence: what is to be told.
     """
 
     ranks: tuple[int, ...]
@@ -105,7 +104,6 @@ class Stalls:
     """Looks at a generation's workers.
 
     Args:
-        folder: where they write their stacks.
         devices: their devices' ids, in rank order.
         clock: in seconds.
     """

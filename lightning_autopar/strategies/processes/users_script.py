@@ -27,7 +27,6 @@ class Script:
 
     Args:
         target: the path of a Python file, or a module's name.
-        arguments: its command-line arguments.
         is_module: whether ``target`` is a module's name, as after ``python -m``.
 
     Raises:

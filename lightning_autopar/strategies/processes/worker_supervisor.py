@@ -171,7 +171,6 @@ def run_generation(job: WorkerJob, look: Callable[[], None] | None = None) -> Ou
     that without a message; KeyboardInterrupt or SIGTERMException if this process was interrupted. A second interruption is raised at once.
 
     Args:
-        job: what each worker is to do.
         look: called in this process again and again while they work.
     """
     with noted_interrupts() as noted:
@@ -187,11 +186,7 @@ def run_generation(job: WorkerJob, look: Callable[[], None] | None = None) -> Ou
 
 
 class Generation:
-    """The workers of one plan, from their fork to their end.
-
-    Args:
-        job: what each worker is to do.
-    """
+    """The workers of one plan, from their fork to their end."""
 
     def __init__(self, job: WorkerJob) -> None:
         self.job = job

@@ -17,7 +17,6 @@ class GatherGroup:
     """Numbers of elements of a part's parameters.
 
     Args:
-        elements: all of them.
         passing: those that are gathered only for their use.
         persistent: those that stay gathered.
         gradients: of each parameter that is trained.

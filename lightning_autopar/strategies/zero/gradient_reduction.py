@@ -63,7 +63,6 @@ class Reduction:
         """The backward pass is over: reduce what is left, zeros where there is nothing.
 
         Args:
-            reduce: as above.
             more: what else ``reduce`` takes for a parameter.
         """
         for parameter in self._order[self._next :]:

@@ -50,7 +50,6 @@ def zero_bytes(
     Args:
         footprint: of the module, at the whole batch.
         share: of the batch that the rank takes, all its micro-batches together.
-        on_cpu: whether the device is a CPU.
 
     Raises:
         ValueError: if the plan names a block that isn't there.

@@ -82,7 +82,6 @@ def routed(module: LightningModule, uneven_calls: Sequence[str]) -> str | None:
     """Why stage 3, which gathers parameters in the order of a rank's calls, can't run a module whose samples decide what is called.
 
     Args:
-        module: any.
         uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
     """
     for name in uneven_calls:
@@ -125,7 +124,6 @@ def unpartitioned_module(module: nn.Module, precision: str) -> str | None:
     """What DeepSpeed can't partition in a module, or not without changing the run; None if there is nothing.
 
     Args:
-        module: any.
         precision: Lightning's name of it. With true 16 bits all parameters have one dtype; otherwise they stay as they are.
     """
     for name, parameter in module.named_parameters():
@@ -148,10 +146,6 @@ def unpartitioned_module(module: nn.Module, precision: str) -> str | None:
 def unpartitioned_optimizer(module: LightningModule, optimizers: Iterable[Optimizer]) -> str | None:
     """Why the optimizer's step can't be partitioned; None where a part of a parameter steps as the whole does. The number of optimizers
     isn't checked here.
-
-    Args:
-        module: the one that configured them.
-        optimizers: what it configured.
     """
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:

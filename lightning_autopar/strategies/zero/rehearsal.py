@@ -37,8 +37,6 @@ def rehearse_zero(
 
     Args:
         module: the user's module, set up; it stays as it is.
-        trainer: the trainer that it was passed to, read only.
-        first: the first training batch.
         plan: of engine ``"zero"``; its stage, offload and recomputation are tried, on at most two ranks.
         flops: of a step on the whole batch.
         conduct: what the traced step itself does to parameters; None where it wasn't traced.

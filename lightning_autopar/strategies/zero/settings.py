@@ -78,11 +78,7 @@ def zero_settings(plan: Plan, *, parameters: int, trainable: int, on_cpu: bool) 
 
 
 def settings_of(footprint: Footprint, plan: Plan, *, on_cpu: bool) -> ZeroSettings:
-    """:func:`zero_settings` of a traced module.
-
-    Args:
-        on_cpu: whether its devices are CPUs.
-    """
+    """:func:`zero_settings` of a traced module."""
     return zero_settings(plan, parameters=footprint.parameters, trainable=footprint.trainable_parameters, on_cpu=on_cpu)
 
 

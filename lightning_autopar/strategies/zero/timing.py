@@ -228,7 +228,6 @@ def play_partitions(
 
     Args:
         width: gives the bytes that so many bytes at rest have when they are sent.
-        events: where spans are recorded.
         collective: how a bucket is reduced. DeepSpeed 0.19.8 gives every rank all of it (``use_multi_rank_bucket_allreduce``); earlier ones
             reduced each rank's part to it.
     """
@@ -256,7 +255,6 @@ def zero_calls(plan: Plan, *, parameters: int, modules: int, buckets: int) -> in
 
     Args:
         plan: of engine ``"zero"``.
-        modules: all of them.
         buckets: of gradients that fill in a step.
     """
     assert plan.zero_stage is not None

@@ -31,7 +31,7 @@ from lightning_autopar.memory.learned.memory_records import add_record, cache_fo
 from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits
-from lightning_autopar.strategies.preparation import decide
+from lightning_autopar.strategies.preparation import planning_inputs
 from tests.fakes.values import MIB, cpu, footprint, inventory
 from tests.strategies.modules import Regression, loader, trainer
 
@@ -362,7 +362,7 @@ class Hungry(Regression):
 def test_a_module_whose_trace_is_off_is_predicted_right_the_second_time(
     cache: Path, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decide, "calibrate", lambda _, **__: None)  # how fast the machine is doesn't matter here
+    monkeypatch.setattr(planning_inputs, "calibrate", lambda _, **__: None)  # how fast the machine is doesn't matter here
     runs = []
     for index in range(2):
         torch.manual_seed(0)

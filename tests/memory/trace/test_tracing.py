@@ -25,7 +25,7 @@ from lightning_autopar.memory.trace import trace as tracing
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
 from lightning_autopar.memory.trace.guessed_footprint import guess
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.strategies.preparation.decide import Settings, find_prospect
+from lightning_autopar.strategies.preparation.planning_inputs import Settings, find_prospect
 from tests.conformance.zoo import ZOO
 from tests.memory.measured import Copies, make_trainer, peak_bytes, real_peak_bytes
 from tests.memory.trace.test_trace import GPT, Module, images, mlp, resnet, tokens, vectors

@@ -46,11 +46,11 @@ def a_run(state: str = "running", words: str = "") -> AbstractContextManager[sub
 @pytest.mark.parametrize(
     ("state", "words", "number", "outlook"),
     [
-        ("running", "", signal.SIGINT, "its callbacks are told as by Ctrl-C, and the checkpoints that it wrote stay"),
-        ("running", "elastic", signal.SIGINT, "the checkpoints that it wrote stay, its snapshots go with it"),
+        ("running", "", signal.SIGINT, "Lightning ends it as on Ctrl-C, and its checkpoints stay"),
+        ("running", "elastic", signal.SIGINT, "its checkpoints stay, and its snapshots are deleted"),
         # As a job that a shell script has put in the background.
         ("parked", "elastic SIGINT", signal.SIGTERM, "it saves a snapshot first, and the next start of the same script goes on from there"),
-        ("queued", "SIGINT", signal.SIGTERM, "it leaves the queue, and nothing of it has run"),
+        ("queued", "SIGINT", signal.SIGTERM, "it leaves the queue; it hadn't begun to train"),
     ],
 )
 def test_a_run_is_ended_by_what_it_does_not_ignore(state: str, words: str, number: signal.Signals, outlook: str) -> None:
@@ -76,7 +76,7 @@ def test_a_stopped_run_ends_when_it_is_let_go_on() -> None:
         assert is_stopped(process.pid)
         found = cancel(process.pid, wait_seconds=0.05)
         assert found.ended is False
-        assert f"its process is stopped, and ends when it is let go on (kill -CONT {process.pid})" in str(found)
+        assert f"its process is stopped, and ends once you continue it (kill -CONT {process.pid})" in str(found)
         assert str(found).endswith("after 0.05 s it is still there")
         process.send_signal(signal.SIGCONT)
         assert process.wait(30) == -signal.SIGINT
@@ -87,7 +87,7 @@ def test_a_stopped_run_ends_when_it_is_let_go_on() -> None:
     ("changes", "says"),
     [
         ({"external": True}, r"was started by torchrun or Slurm, .*end it there \(Ctrl-C, or scancel\)"),
-        ({"namespace": "pid:[1]"}, "runs in another container, .*cancel it there"),
+        ({"namespace": "pid:[1]"}, "runs in another container; cancel it there"),
         ({"started_ticks": 1}, "has just ended"),  # somebody else's process has the number by now
     ],
 )

@@ -152,7 +152,8 @@ def test_a_folder_of_the_right_name_that_is_anothers_is_not_trusted(shared: Path
     (squatted / "train-1234" / "status.json").write_text(json.dumps(a_status("train-1234").to_dict()))
     os.chown(squatted, NOBODY, NOBODY)
     with pytest.raises(
-        ValueError, match=f"is there already, and is {run_folders.user_name(NOBODY)}'s.*name a folder of your own by AUTOPAR_RUNS"
+        ValueError,
+        match=f"exists already, and belongs to {run_folders.user_name(NOBODY)} or.*set AUTOPAR_RUNS to a folder of your own that exists",
     ):
         open_run("a.py").__enter__()
     assert runs() == []
@@ -169,7 +170,7 @@ def test_a_folder_of_the_right_name_that_is_anothers_is_not_trusted(shared: Path
 def test_a_link_of_the_right_name_is_not_trusted(home: Path) -> None:
     (home / "elsewhere").mkdir()
     root_of(home).symlink_to(home / "elsewhere")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         open_run("a.py").__enter__()
     assert runs() == []
     assert list((home / "elsewhere").iterdir()) == []

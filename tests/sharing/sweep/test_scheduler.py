@@ -211,7 +211,7 @@ def test_nothing_to_do_takes_as_long_as_what_runs() -> None:
 
 @pytest.mark.parametrize("make", [lambda: option(0, 1.0), lambda: option(1, 0.0), lambda: option(1, float("inf"))])
 def test_a_way_needs_devices_and_time(make: Callable[[], RunOption]) -> None:
-    with pytest.raises(ValueError, match="the way"):
+    with pytest.raises(ValueError, match="the plan"):
         make()
 
 

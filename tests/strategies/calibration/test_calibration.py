@@ -30,8 +30,8 @@ from lightning_autopar.strategies.calibration import device_curves as calibratio
 from lightning_autopar.strategies.calibration import engine_overhead as calibration_steps
 from lightning_autopar.strategies.calibration.between_ranks import measure_host
 from lightning_autopar.strategies.calibration.calibration import Measurement
-from lightning_autopar.strategies.preparation import decide
-from lightning_autopar.strategies.preparation.decide import Settings
+from lightning_autopar.strategies.preparation import planning_inputs
+from lightning_autopar.strategies.preparation.planning_inputs import Settings
 from lightning_autopar.timing.data_sheet import DataSheet
 from lightning_autopar.timing.measured_curves import Calibration, Curve, keep_calibration, load_calibration
 from lightning_autopar.timing.measured_rates import HOST, RARE, MeasuredRates
@@ -347,14 +347,16 @@ def test_when_it_is_measured(
     rule: Any, devices: str, changes: dict[str, Any], measures: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = []
-    monkeypatch.setattr(decide, "calibrate", lambda _, wanted, again=False: asked.append("everything" if again else "what is missing"))
-    monkeypatch.setattr(decide, "calibrated", lambda _: asked.append("nothing"))
+    monkeypatch.setattr(
+        planning_inputs, "calibrate", lambda _, wanted, again=False: asked.append("everything" if again else "what is missing")
+    )
+    monkeypatch.setattr(planning_inputs, "calibrated", lambda _: asked.append("nothing"))
     monkeypatch.setenv("AUTOPAR_CACHE", changes.get("cache", str(tmp_path)))
     trainer: Any = SimpleNamespace(
         state=SimpleNamespace(fn=changes.get("fn", TrainerFn.FITTING)), fast_dev_run=changes.get("fast_dev_run", False)
     )
     settings = Settings(allow=changes.get("allow", ("single", "ddp", "fsdp")), plan=changes.get("plan"), calibrate=rule)
-    decide._rates(trainer, settings, parse_spec(devices), changes.get("bound"))
+    planning_inputs._rates(trainer, settings, parse_spec(devices), changes.get("bound"))
     assert asked == ([] if measures == "asks nobody" else [measures])
 
 

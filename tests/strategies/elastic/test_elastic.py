@@ -192,7 +192,7 @@ def test_a_run_is_paused_and_resumed_from_another_process(tmp_path: Path, neighb
     moved, trainer = fit(tmp_path / "moved", [CheckpointMigrate()])
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     seen, paused, again, resumed, goes_on = json.loads((tmp_path / "told.json").read_text())
-    assert paused == "it parks at its next boundary, with a snapshot, and gives its devices back; it stays parked until it is resumed"
+    assert paused == "it saves a snapshot after this batch, releases its devices, and stays parked until it is resumed"
     assert again == "it is parked already, and stays parked until it is resumed"
     assert resumed == "it goes on as soon as there is room for it"
     assert goes_on == "the run isn't paused; it uses any device again"

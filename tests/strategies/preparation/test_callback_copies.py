@@ -19,11 +19,11 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.plan_bytes import replay
 from lightning_autopar.strategies.preparation.callback_copies import with_copies
-from lightning_autopar.strategies.preparation.decide import decide_again
+from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 from tests.strategies.fitted import Fitted, numbers, plan
 from tests.strategies.modules import QUIET
-from tests.strategies.preparation.test_decide import plan as decided
-from tests.strategies.preparation.test_decide import trainer_for
+from tests.strategies.preparation.test_planning_inputs import plan as decided
+from tests.strategies.preparation.test_planning_inputs import trainer_for
 
 
 class Average(pl.Callback):

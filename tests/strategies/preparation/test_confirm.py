@@ -17,7 +17,7 @@ from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
 from lightning_autopar.strategies.preparation import confirmed_plan as confirm
-from tests.strategies.preparation.test_decide import Stack, pinned, plan, staged, trainer_for
+from tests.strategies.preparation.test_planning_inputs import Stack, pinned, plan, staged, trainer_for
 
 
 @pytest.mark.parametrize("found", ["right", "wrong", "unknown"])

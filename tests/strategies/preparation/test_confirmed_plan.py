@@ -13,8 +13,8 @@ from lightning_autopar import NothingFits
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.preparation import confirmed_plan
-from lightning_autopar.strategies.preparation.decide import Settings, find_prospect
-from tests.strategies.preparation.test_decide import Dataset, Net, trainer_for
+from lightning_autopar.strategies.preparation.planning_inputs import Settings, find_prospect
+from tests.strategies.preparation.test_planning_inputs import Dataset, Net, trainer_for
 
 
 def test_what_failed_its_trial_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_autopar import AutoParallelStrategy, Plan
 from lightning_autopar.report.report import Report
-from lightning_autopar.strategies.preparation.decide import plan_only
+from lightning_autopar.strategies.preparation.planning_inputs import plan_only
 from tests.strategies.modules import QUIET, weights
 
 SHORT, LONG = 16, 160

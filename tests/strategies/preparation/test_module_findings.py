@@ -19,9 +19,9 @@ from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.preparation import module_findings
 from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
-from lightning_autopar.strategies.preparation.decide import find_prospect
 from lightning_autopar.strategies.preparation.divisible_batch import whole_of
 from lightning_autopar.strategies.preparation.module_findings import Findings, Questions, find_out
+from lightning_autopar.strategies.preparation.planning_inputs import find_prospect
 from tests.strategies.modules import QUIET
 
 QUICK = {"accelerator": "cpu", "enable_checkpointing": False, **QUIET}

@@ -132,7 +132,6 @@ class GpuLimit:
     """The cap of one process's allocator, and the leases behind it.
 
     Args:
-        lease: what it may have.
         allocator: the one that is capped.
         ask: asks the ledger for more; None where there are no leases, so that the cap never moves.
         clock: in seconds.

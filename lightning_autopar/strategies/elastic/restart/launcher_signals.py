@@ -138,7 +138,9 @@ class Signals:
                 closed = not os.read(pipe, 64)
             patience = max(_PATIENCE_SECONDS, _BATCHES * self._batch_seconds)
             if not closed and self._armed and not self._held and time.monotonic() - max(self._at, told_at) > patience:
-                sys.stderr.write(f"autopar: told to leave, but for {patience:.0f} s no batch has ended: a rank is gone; this one ends\n")
+                sys.stderr.write(
+                    f"autopar: told to leave, but no batch has ended for {patience:.0f} s: another rank is gone; this one ends\n"
+                )
                 sys.stderr.flush()
                 os._exit(128 + signal.SIGTERM)
             threading.Event().wait(0.5)

@@ -64,10 +64,10 @@ def leaving(trainer: Trainer, peers: Peers, batch: BatchRule) -> SnapshotSetting
         return None
     how = snapshot_settings(trainer, batch) if asked else None
     if watchers(trainer) and peers.rank == 0:
-        what = "it leaves with a snapshot when it is told to, and its next start goes on from there in any number of processes"
+        what = "on SIGTERM it saves a snapshot and ends; its next start goes on from there, in any number of processes"
         rank_zero_warn(
             "autopar: ElasticReplan can't move this run: torchrun or Slurm started its processes, and decides how many there are; "
-            + (what if asked else "with CheckpointMigrate it would save itself when it is told to leave, and go on at its next start")
+            + (what if asked else "with CheckpointMigrate it would save a snapshot on SIGTERM, and its next start would go on from there")
         )
     if how is not None and not peers.restartable:
         rank_zero_warn("autopar: CheckpointMigrate does nothing in this run: its processes are reruns of the script, which end with it")

@@ -43,7 +43,6 @@ class StoreRendezvous:
 
     Args:
         store: one that only these processes use.
-        rank: this one.
         world_size: how many ranks there are.
         name: tells this run from others of the process.
     """

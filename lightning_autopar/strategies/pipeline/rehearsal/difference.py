@@ -72,7 +72,6 @@ def difference(ours: Outcome, theirs: Outcome) -> tuple[float, str] | None:
 
     Args:
         ours: of the stages; names that aren't in it are another stage's.
-        theirs: of the whole module.
     """
     failed = Counter(ours.notes) - Counter(theirs.notes)
     if failed:

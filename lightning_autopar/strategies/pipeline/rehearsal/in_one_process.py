@@ -84,7 +84,6 @@ class Together:
     Args:
         module: built (``configure_model`` has run); it isn't changed.
         trainer: read only; None where there is none.
-        staging: how it is cut.
         cuts: FQNs of the blocks with which the second and each later stage begins.
         fn: what the trainer does: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         precision: of the steps; the module is in it already.
@@ -164,7 +163,6 @@ class Together:
 
         Args:
             parts: of the batch, one after the other; their weights sum to 1.
-            batch_idx: the batch's index.
 
         Returns:
             The parts' weighted loss; None where the step returned none.

@@ -80,7 +80,6 @@ def probe_stages(
 
     Args:
         module: the user's module, set up; it stays as it is.
-        trainer: the trainer that it was passed to, read only.
         batches: the first batch of each hook that the run calls: ``"training_step"``, ``"validation_step"``, …
         fn: what the trainer does: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         precision: of the run; single unless given.
@@ -131,9 +130,7 @@ def confirm_stages(
 
     Args:
         module: the user's module, set up; meant for a forked child.
-        trainer: the trainer that it was passed to, read only.
         batches: as for :func:`probe_stages`.
-        fn: what the trainer does.
         cuts: FQNs of the blocks with which the second and each later stage begins.
         precision: of the run; single unless given.
         flops: of a step on the whole batch, forward and backward.

@@ -36,9 +36,6 @@ class Replicas:
     - its buckets are a second copy of the gradients, or the gradients are views of them, which the next step overwrites if a step's
       gradients are kept.
 
-    Args:
-        device: where this rank computes.
-
     Every rank makes one, at the same time: it sets up process groups.
     """
 

@@ -44,7 +44,6 @@ class _Fact:
     """What is known of shapes.
 
     Args:
-        value: the last one.
         index: of the batch that it was about.
         times: of how many batches it was the same, one after the other.
         by_index: whether it changed once; each index is known by itself then.

@@ -46,9 +46,7 @@ class _Run:
     """The step that runs.
 
     Args:
-        hook: its name.
         args: the hook's, the batch first.
-        kwargs: the hook's.
         share: the replica's of the whole batch.
         number: how many micro-batches there are.
         factors: the weight of each one's loss in the sum from which backward starts; none where there is no backward.

@@ -36,8 +36,6 @@ class Stage(PipelineStage):
     Args:
         module: computes the stage: from what it receives to what it sends, or in the last stage to the loss. Its ``parameters()`` are those
             that backward reaches.
-        stages: how many there are.
-        device: where it computes.
         group: the ranks of its pipeline, None for all ranks; stage ``s`` runs on the rank ``s mod ranks``.
         host_group: a gloo group of them, only for messages about shapes.
         around: makes a context around each piece of work.

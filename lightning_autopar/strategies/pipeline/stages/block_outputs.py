@@ -160,7 +160,6 @@ class EscapedOutputs:
 
     Args:
         output: in terms of the block's arguments; a sentence where it can't be described.
-        flat: its leaves.
         numbers: of the leaves that are used after the block.
     """
 

@@ -20,8 +20,6 @@ class CutTensor:
     Args:
         index: its number among the *tainted* tensors that code outside of blocks sees, in order of creation: results of operations, and
             what blocks return.
-        shape: at the recorded batch.
-        dtype: its type.
         requires_grad: whether a gradient comes back for it.
         written: whether it is written to in place after the cut.
         aliases: all indices under which code outside of blocks got this same tensor; ``index`` is the first of them.
@@ -46,7 +44,6 @@ class Leaf:
         shape: of a tensor, at the recorded batch; None where it isn't a tensor.
         dims: for each dimension, the arguments' dimensions whose product it is: (place among the arguments, dimension); none where it
             always has the recorded size.
-        dtype: its type.
         dtype_of: the argument whose type it shares, if any.
         like: the argument whose shape and type it has, if no other argument has that shape.
         requires_grad: whether a gradient comes back for it.
@@ -91,7 +88,6 @@ class StepRecording:
     """One hook's step (``"training_step"``, ``"validation_step"``, …), as it ran on the recorded batch.
 
     Args:
-        hook: its name.
         blocks: FQNs of the blocks in the order in which they ran, each once.
         crossings: for each block with which a stage may begin, the tensors that cross that cut, in the order in which they are sent: all
             that were made before, depend on parameters or random draws, and are used after.
@@ -149,7 +145,6 @@ class Staging:
     """All that an engine needs to run a module in stages: a recording of each hook that the run may call.
 
     Args:
-        hooks: recordings by hook.
         refusal: why the module can't be run in stages, in a sentence; None where it can.
         appended: lists to which a step appends what only the last stage has, and must hand to the others: attributes, by a dotted name.
     """

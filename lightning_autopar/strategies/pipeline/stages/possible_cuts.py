@@ -43,13 +43,11 @@ def record(
 
     Args:
         module: the user's module, set up, on the CPU, with real or fake tensors; it is left as it was.
-        trainer: the trainer that it was passed to, read only.
         hook: ``"training_step"``, ``"validation_step"``, ``"test_step"`` or ``"predict_step"``. For training, the caller sets the module's
             mode; for others it is set to evaluation.
         batch: as the hook gets it; copies of it are used.
         blocks: FQNs of the blocks, see :attr:`lightning_autopar.memory.footprint.Footprint.blocks`.
         rows: samples in the batch, for the record.
-        batch_idx: its index.
         context: the precision's forward context (automatic mixed precision).
         written: FQNs of buffers and parameters that another hook of the same run writes to, and this one may read.
 

@@ -18,11 +18,7 @@ from lightning_autopar.strategies.pipeline.stages.tainted_tensors import replace
 
 
 class BlockResults:
-    """The recorded results of a block: returned as absent tensors where the block is skipped, and numbered where it runs.
-
-    Args:
-        fqn: its name.
-    """
+    """The recorded results of a block: returned as absent tensors where the block is skipped, and numbered where it runs."""
 
     def __init__(self, block: nn.Module, fqn: str, recording: StepRecording) -> None:
         self._block = weakref.ref(block)

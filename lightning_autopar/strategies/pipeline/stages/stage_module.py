@@ -80,9 +80,7 @@ class StageModule(nn.Module):
 
     Args:
         module: the user's, its blocks' ``forward`` is replaced on the instance; stages of one module share it.
-        staging: the recordings of its hooks.
         cuts: FQNs of the blocks with which the second and every later stage begins.
-        stage: which one this is.
         call: runs the user's hook of that name on that micro-batch, and returns its result.
 
     Raises:

@@ -39,8 +39,6 @@ class _Number:
     """A tainted tensor that code outside of blocks got.
 
     Args:
-        part: where it was made.
-        tensor: itself.
         first: the first number of the very same tensor.
         state: whether it is a parameter or a buffer, which stages have and don't send.
         last_use: the last part that uses it.
@@ -57,7 +55,6 @@ class StepRecorder:
     """Watches one run of a step.
 
     Args:
-        hook: the step's name.
         blocks: FQNs.
 
     Raises:

@@ -67,12 +67,8 @@ class Results:
 
     Args:
         value: what the trainer's function returned.
-        measured: of this rank.
-        rank: which one.
         ranks: how many ranks, from rank 0 on, together have the whole state.
         progress: see :func:`progress_of`.
-        random: the random state.
-        changes: of Python objects.
         lost: what else stayed behind.
         built: FQNs of the modules that the run has put into others.
         steps: how many steps the optimizers had begun and ended.
@@ -300,7 +296,6 @@ def made_whole(module: nn.Module, before: Before, names: Mapping[int, Any], *, k
 
     Args:
         names: of objects that aren't looked at, by ``id``.
-        keep: whether this rank's are wanted.
     """
     if not any(map(is_shard, module.parameters())):
         return []
@@ -398,7 +393,6 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     Args:
         before: :func:`survey` of the time before the fork.
         results: of the ranks that wrote any, in rank order.
-        folder: where their files are.
 
     Raises:
         RuntimeError: if, after a failure, a rank with a part of the weights wrote none, or those of another step than the others.

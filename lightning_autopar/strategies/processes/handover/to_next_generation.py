@@ -56,7 +56,6 @@ def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int, sha
     """Write the objects that this rank has changed; every rank calls it between two batches, and then goes on unchanged.
 
     Args:
-        trainer: in a run.
         before: the survey of the parent.
         folder: where files go; it exists.
         rank: this rank. Rank 0 writes its state; where a module's stages lie on several ranks, each writes what its stages changed of the
@@ -146,7 +145,6 @@ def _take_over_parts(things: RunObjects, parcels: list[CarriedObjects], folder: 
 
     Args:
         parcels: of the ranks that have written one.
-        folder: where they lie.
         reached: whether the objects that functions reach have the same numbers on all ranks as in the generation before.
     """
     trainer, survey = things.trainer, things.survey

@@ -90,9 +90,6 @@ def whole_optimizer_state(
     Args:
         optimizer: the user's, which has parts in its groups.
         parts: of the tensors in its groups, by id; those that aren't partitioned are missing.
-        keep: as above.
-        scratch: as above.
-        device: as above.
     """
     state = optimizer.state_dict()
     own: dict[int, dict[str, Any]] = {}
@@ -174,7 +171,6 @@ class _Place:
         child: the module.
         tensors: its parameters or its buffers.
         path: the tensor's in the root's state dict.
-        name: its name in the module.
         tensor: itself.
         stand_in: what torch replaces.
     """
@@ -201,7 +197,6 @@ def load_state_dict(module: nn.Module, parts: Mapping[int, FlatPart], state_dict
 
     Args:
         parts: of the parameters that are partitioned, by id.
-        state_dict: whole.
         strict: as for ``Module.load_state_dict``.
 
     Raises:

@@ -27,7 +27,6 @@ class ParameterPart:
     """This rank's part of a parameter.
 
     Args:
-        parameter: the module's.
         fragment: the part, in one dimension; empty where the rank has none. What the user's optimizer steps.
         offset: how many elements of the flattened parameter come before it.
     """

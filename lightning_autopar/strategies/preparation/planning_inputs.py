@@ -1,4 +1,4 @@
-"""Decides on a plan for one call of the trainer: traces in a forked child, probes the split, rules out what this run can't use, and plans.
+"""What planning is given for one call of the trainer: a forked child traces and probes its step, and what the run can't use is ruled out.
 
 It reads the trainer and changes nothing in it; it doesn't know how a plan is executed.
 """
@@ -78,7 +78,6 @@ def find_prospect(
     """Find out what planning needs to know of what the trainer is about to do.
 
     Args:
-        trainer: with module and data attached.
         arguments: those of the trainer's function, by name.
         bound: the devices to choose from, and at most how many of them.
         world_size: the number of processes, where a launcher has started them: a plan then uses exactly as many devices.
@@ -109,11 +108,10 @@ def decide_again(
     """The best plan for the same run on the devices as they are now; what was found out about the module still counts.
 
     Args:
-        trainer: as :func:`decide`'s.
-        decision: of :func:`decide`.
-        inventory: the devices to choose from now.
+        trainer: as :func:`find_prospect`'s.
+        decision: of :func:`find_prospect`'s plan.
         plan: if given, the only one that is considered.
-        elastic: as :func:`decide`'s.
+        elastic: as :func:`find_prospect`'s.
         begun: whether the run has, so that its callbacks' copies of weights are handed over.
 
     Raises:
@@ -141,7 +139,7 @@ def decide_again(
 
 
 def plan_only(trainer: Trainer, settings: Settings, bound: tuple[Inventory, int | None]) -> tuple[Report, Findings]:
-    """Every plan for what the trainer is about to do, also on devices that can only be planned for. Arguments as :func:`decide`'s.
+    """Every plan for what the trainer is about to do, also on devices that can only be planned for. Arguments as :func:`find_prospect`'s.
 
     Raises:
         NothingFits: if no plan fits.

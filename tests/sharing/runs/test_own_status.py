@@ -18,10 +18,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_autopar._lightning_compat import TrainerFn
 from lightning_autopar.sharing.process_ids import pid_namespace, started_ticks
-from lightning_autopar.sharing.runs import display as showing
+from lightning_autopar.sharing.runs import own_status as showing
 from lightning_autopar.sharing.runs import progress
 from lightning_autopar.sharing.runs import status as run_files
-from lightning_autopar.sharing.runs.display import RunDisplay
+from lightning_autopar.sharing.runs.own_status import RunDisplay
 from lightning_autopar.sharing.runs.progress import Note, RunProgress, RunSpeed
 from lightning_autopar.sharing.runs.requests import cancel, runs
 from lightning_autopar.sharing.runs.status import RunStatus
@@ -114,9 +114,7 @@ def test_a_run_is_cancelled_from_another_process(engine: str, tmp_path: Path, in
     run = trainer(engine, tmp_path)
     with pytest.raises(SystemExit):  # Lightning makes that of a KeyboardInterrupt
         run.fit(Regression({"training_step": when_running(told)}), loader(samples=160), loader())
-    assert (
-        (tmp_path / "told").read_text().endswith("by SIGINT; its callbacks are told as by Ctrl-C, and the checkpoints that it wrote stay")
-    )
+    assert (tmp_path / "told").read_text().endswith("by SIGINT; Lightning ends it as on Ctrl-C, and its checkpoints stay")
     assert run.interrupted
     assert runs() == []
 
