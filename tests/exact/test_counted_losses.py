@@ -251,6 +251,39 @@ def test_nodes_of_graphs(plan: str) -> None:
     assert "the rows of batch.x" in is_one_devices(Network, Graphs(), PLANS[plan], collate=together)
 
 
+class Late(Unmasked):
+    """All counts in the first batch and in the last one."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.mask[:] = 1.0
+        self.mask[9, 2:] = self.mask[10:13, 3:] = 0.0
+
+
+class ByClass(Tokens):
+    """Every token of class 3 weighs five times as much: none is in the first batch, nor in the last one."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten(), weight=torch.ones(20).index_fill(0, torch.tensor(3), 5.0))
+
+
+class Classes(Late):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.ids[index], (3.0 - self.mask[index] * 2.0).long()
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("plan", ["ddp", "single in parts"])
+def test_what_counts_in_the_first_batch_and_not_in_others(plan: str) -> None:
+    """Training and validation, whose data are the same."""
+    assert "the loss is a mean over the sum of batch[1]" in is_one_devices(Tokens, Late(22), PLANS[plan])
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_class_that_weighs_more_and_is_not_in_the_first_batch() -> None:
+    is_one_devices(ByClass, Classes(22), PLANS["ddp"])
+
+
 class Shrinking(IterableDataset[Any]):
     """Long after the batches that planning reads there is one without a mask."""
 

@@ -14,4 +14,5 @@ Modules, in reading order:
     fingerprint      a number that tells batches apart, equal in every process
     collate_trial    whether ranks may collate their own samples, found out on some batches
     longest_batch    the longest batch of a loader, as samples picked at random show it
+    unlike_samples   samples with a mask, a gap or a label that the first batch has not
 """

@@ -24,6 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from lightning_autopar._lightning import Trainer
 from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.unlike_samples import kind, marks, unlike
 from lightning_autopar.memory.length_spread import DRAWN_ANEW, ENOUGH, Lengths, reach_of
 from lightning_autopar.memory.trace.first_batch import FirstBatch, fresh, indexed, order_of
 
@@ -50,12 +51,15 @@ class Look:
         usual: a batch like most, or one that is shorter than the first; None where that is the first one.
         longest: the batches of which one takes most, without the first one; empty where no other takes more.
         times_of_first: whether times are for the first batch, which is as long as most, although ``usual`` is another.
+        unlike: a batch whose first samples have something that a loss may leave out, and that the first batch has not; None where no
+            other was seen.
     """
 
     lengths: Lengths
     usual: FirstBatch | None = None
     longest: tuple[FirstBatch, ...] = ()
     times_of_first: bool = False
+    unlike: FirstBatch | None = None
 
 
 def look(first: FirstBatch, *, seconds: float = _SECONDS, clock: Callable[[], float] = time.monotonic) -> Look:
@@ -79,8 +83,10 @@ def _look(loader: Any, first: FirstBatch, seconds: float, clock: Callable[[], fl
     state, ends = rng.capture(own), clock() + seconds
     try:
         plain = type(loader.batch_sampler) is BatchSampler and isinstance(first.samples, (list, type(None)))
-        found = _of_samples(_Samples(loader, first, seconds, clock), first) if plain else None
-        return found or _of_batches(loader, first, ends, clock)
+        samples = _Samples(loader, first, seconds, clock) if plain else None
+        if samples is None or (found := _of_samples(samples, first)) is None:
+            return _of_batches(loader, first, ends, clock)
+        return replace(found, unlike=samples.unlike(first))
     except Exception as error:  # the user's dataset, sampler or collate function; if it is at fault, the run will say so
         _LOG.debug("a loader's sizes can't be looked at", exc_info=True)
         return Look(lengths=Lengths(unseen=f"loading others failed ({type(error).__name__})"))
@@ -181,6 +187,12 @@ class _Samples:
                 break
         return False
 
+    def unlike(self, first: FirstBatch) -> FirstBatch | None:
+        """A batch whose first samples have something that the first batch has not."""
+        kept = [each for each in self.seen if each.sample is not None]
+        chosen = unlike([each.sample for each in kept], first.samples or (), first.batch_size)
+        return self.batch([kept[number] for number in chosen]) if chosen else None
+
     def batch(self, samples: Sequence[_Sample]) -> FirstBatch:
         """The batch of these samples."""
         dataset: Any = self.loader.dataset
@@ -230,6 +242,7 @@ def _of_batches(loader: DataLoader[Any], first: FirstBatch, ends: float, clock: 
             break
     volumes: list[int] = [_volume_of(first)]
     largest: dict[int, FirstBatch] = {}
+    known, unlike_by, other = marks(first.samples or first.batch), math.inf, None
     picked = random.Random(0).sample(range(len(listed)), len(listed))
     looked: list[int] = []
     for place in picked:
@@ -237,6 +250,8 @@ def _of_batches(loader: DataLoader[Any], first: FirstBatch, ends: float, clock: 
         if batch is not None:
             looked.append(place)
             volumes.append(_volume_of(batch))
+            if (by := min(map(kind, marks(batch.samples or batch.batch) - known), default=math.inf)) < unlike_by:
+                unlike_by, other = by, batch
             # By its numbers, and by what attention makes of them.
             for which, measure in enumerate((_volume_of, _stretch_of)):
                 if which not in largest or measure(batch) > measure(largest[which]):
@@ -250,7 +265,8 @@ def _of_batches(loader: DataLoader[Any], first: FirstBatch, ends: float, clock: 
     ordered = [place for _, place in sorted(zip(volumes[1:], looked, strict=True))]
     shorter = (indexed(loader, list(listed[place])) for place in (ordered[len(looked) // 2], ordered[0]))
     reach = 1.0 if len(looked) >= of else reach_of(volumes, of)
-    return _told(told, first, list({id(batch): batch for batch in largest.values()}.values()), shorter, reach)
+    found = _told(told, first, list({id(batch): batch for batch in largest.values()}.values()), shorter, reach)
+    return replace(found, unlike=other)
 
 
 def _volume_of(batch: FirstBatch) -> int:

@@ -164,7 +164,7 @@ class Weighing:
     def telling(self) -> list[Dealing]:
         """The splits whose parts don't have as many entries that look as if they alone counted as they have samples. Losses that hardly
         differ from each other, as those of a new model, look like a mean over samples, whatever they are; and so do those of two parts
-        that happen to have as many nodes.
+        that happen to have as many of what counts.
         """
         unlike = {shares[0].dealing: self._unlike(shares) for shares in self._splits()}
         if not any(unlike.values()):
@@ -175,7 +175,8 @@ class Weighing:
             tensor = count.tensor(whole)
             mask = tensor.ndim > 1 and bool(((tensor == 0) | (tensor == 1)).all())
             known = mask or count in self._known or count.kind in ("finite", "rows")
-            return known or (count.kind == "differs" and count.ignored in marked)
+            # What two halves have alike, their losses don't tell: of any entries.
+            return known or (count.kind == "differs" and count.ignored in marked) or count not in unlike[_SPLITS[0]]
 
         return [dealing for dealing, counts in unlike.items() if any(marks(count) for count in counts)]
 

@@ -32,18 +32,21 @@ class Seen:
         look: at the stage's batches.
         validation: the longest batch of the validation within a fit; None where there is none.
         validation_reach: as ``Lengths.reach``.
+        validation_unlike: as ``Look.unlike``.
     """
 
     look: Look
     validation: FirstBatch | None = None
     validation_reach: float = 1.0
+    validation_unlike: FirstBatch | None = None
 
     def without_makers(self) -> Seen:
         """The same without the objects that make batches."""
         usual = self.look.usual
         longest = tuple(each.without_makers() for each in self.look.longest)
-        found = replace(self.look, usual=None if usual is None else usual.without_makers(), longest=longest)
-        return replace(self, look=found, validation=None if self.validation is None else self.validation.without_makers())
+        found = replace(self.look, usual=None if usual is None else usual.without_makers(), longest=longest, unlike=None)
+        validation = None if self.validation is None else self.validation.without_makers()
+        return replace(self, look=found, validation=validation, validation_unlike=None)
 
 
 def seen_sizes(module: LightningModule | None, batch: FirstBatch, validation: FirstBatch | None) -> Seen:
@@ -57,7 +60,8 @@ def seen_sizes(module: LightningModule | None, batch: FirstBatch, validation: Fi
     if validation is None:
         return Seen(look=found)
     other = _arrived(module, look(validation, seconds=_VALIDATION_SECONDS))
-    return Seen(look=found, validation=next(iter(other.longest), validation), validation_reach=other.lengths.reach)
+    longest = next(iter(other.longest), validation)
+    return Seen(look=found, validation=longest, validation_reach=other.lengths.reach, validation_unlike=other.unlike)
 
 
 def _arrived(module: LightningModule | None, found: Look) -> Look:

@@ -235,10 +235,10 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         own, validating = batch.loaders, () if validation is None else validation.loaders
         loadings, looked = look_at([*own, *validating])
         if batch.kind != "combined":
-            batch, more = (_marked(batch, own[0], loadings), [_marked(each, own[0], loadings) for each in _two(looked[0])])
+            batch, *more = (_marked(each, own[0], loadings) for each in (batch, *_some(looked[0], seen.look.unlike)))
         if validation is not None:
             validation = _marked(validation, validating[0], loadings)
-            others = [_marked(each, validating[0], loadings) for each in _two(looked[len(own)])]
+            others = [_marked(each, validating[0], loadings) for each in _some(looked[len(own)], seen.validation_unlike)]
         whole, rowless = (whole_of((batch, *more), stage, collates=collates) for collates in (True, False))
     collated: str | None = None
     key = loader_key(batch.loaders[0]) if batch.loaders else ""
@@ -257,18 +257,16 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         if unmade is not None and split.splittable:
             split = replace(split, splittable=False, reason=f"{unmade}, in another batch than the first")
         # Other batches decide what the first leaves open (a count that is 0 in it may be a mean or a sum), however long that takes.
-        is_open = LogComparison(matching=split.log_rules).ambiguous
-        if split.probed and (is_open or _is_quick(footprint)):
+        if split.probed and (LogComparison(matching=split.log_rules).ambiguous or _is_quick(footprint)):
             split, draws = _on_others(split_one, module, [batch, *more], split, draws)
     if probe and stage != "predict":
-        evaluated = [validation, *others] if stage == "fit" else [batch, *more]
-        split = _with_evaluation(split or SplitFinding(), module, trainer, [each for each in evaluated if each is not None], stage)
+        evaluated = [each for each in ((validation, *others) if stage == "fit" else (batch, *more)) if each is not None]
+        split = _with_evaluation(split or SplitFinding(), module, trainer, evaluated, stage, _is_quick(footprint))
         split = replace(split, notes=(*split.notes, *keeping_hooks(trainer)))
     if questions.several and stage == "predict" and (kept := keeping_hooks(trainer, predicting=True)):
         split = replace(split or SplitFinding(), notes=kept)
     shared: SharedModules = {}
     if questions.split and stage == "fit" and split is not None and split.differs and not _RANKS & {*footprint.asked}:
-        evaluated = [each for each in (validation, *others) if each is not None]
         footprint, shared = with_shared_network(footprint, module, trainer, as_drawn[0], more if _is_quick(footprint) else [], evaluated)
     # What a long look finds of buffers, the probe of a split batch finds as well.
     waits = questions.later and len(questions.engines) > 1 and split is not None and split.probed
@@ -336,10 +334,9 @@ def idle_threads() -> int:
 
 
 def _looked_at(trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None) -> tuple[Footprint, str | None]:
-    """The step's footprint, and why it is a coarse one if it is; then the other checks still follow. Tracing can end its process. torch
-    asks a fake tensor for its device through Python, even in C++ functions that are ``noexcept`` (``c10::TensorImpl::device_custom``): an
-    exception that a dispatch mode raises there, or a full stack, ends the process. For real tensors torch doesn't call Python, so the step
-    then runs for real in another process.
+    """The step's footprint, and why it is a coarse one if it is; then the other checks still follow. Tracing can end its process: torch
+    asks a fake tensor for its device through Python, even in C++ functions that are ``noexcept`` (``c10::TensorImpl::device_custom``), and
+    there an exception or a full stack ends it. For real tensors it doesn't, so the step then runs for real in another process.
     """
     try:
         early = partial(_import_early, questions.engines)
@@ -371,13 +368,13 @@ def _marked(batch: FirstBatch, loader: Any, loadings: Mapping[str, Loading]) -> 
     return replace(batch, samples=None, collate=None, batch_size=rows)  # its collate function leaves samples out
 
 
-def _two(looked: Sequence[FirstBatch]) -> list[FirstBatch]:
-    """Besides the first batch: the largest and the last one of its loader, and one without rows if the loader makes batches by itself."""
+def _some(looked: Sequence[FirstBatch], unlike: FirstBatch | None) -> list[FirstBatch]:
+    """Besides the first batch: the largest and the last one of its loader, one unlike the first, and one without rows if there is one."""
     more = looked[1:]
     largest = max(more, key=lambda batch: sum(tensor.numel() for tensor in tensors_of(batch.batch)), default=None)
     last = more[0] if more else None  # see `some_batches`
     uncut = next((batch for batch in more if batch.samples is None and why_whole(batch.batch) is not None), None)
-    return list({id(batch): batch for batch in (largest, last, uncut) if batch is not None}.values())
+    return list({id(batch): batch for batch in (largest, last, unlike, uncut) if batch is not None}.values())
 
 
 def _is_quick(footprint: Footprint) -> bool:
@@ -554,17 +551,20 @@ def validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | 
 
 
 def _with_evaluation(
-    split: SplitFinding, module: LightningModule, trainer: Trainer, batches: Sequence[FirstBatch], stage: str
+    split: SplitFinding, module: LightningModule, trainer: Trainer, batches: Sequence[FirstBatch], stage: str, quick: bool
 ) -> SplitFinding:
     """The finding, with the rules for the values that an evaluation step logs; later batches decide what the first leaves open."""
     hook = "test_step" if stage == "test" else "validation_step"
     if not split.splittable or not is_overridden(hook, module) or not batches:
         return split
     try:
-        found: SplitFinding = run_forked(probe_evaluation, module, trainer, batches[0], hook, _counts(split))
+        probed = partial(run_forked, probe_evaluation, module, trainer)
+        found: SplitFinding = probed(batches[0], hook, _counts(split))
         for batch in batches[1:]:
-            if LogComparison(matching=found.log_rules).ambiguous:
-                other = run_forked(probe_evaluation, module, trainer, batch, hook, _counts(found))
+            if quick or LogComparison(matching=found.log_rules).ambiguous:
+                other = probed(batch, hook, _counts(found))
+                if new := [count for count in _counts(other) if count not in _counts(found)]:  # all of it counts in the first batch
+                    found = probed(batches[0], hook, [*_counts(split), *new])
                 found = _with_logs(found, LogComparison(matching=other.log_rules))
     except ChildFailed as error:
         note = f"not checked: how the values that {hook} logs combine when a batch is split ({error.reason})"
