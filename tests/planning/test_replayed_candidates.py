@@ -24,6 +24,8 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning import replayed_candidates
 from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.plan_bytes import predict, replay
+from lightning_autopar.planning.plan_cost import Appraiser
+from lightning_autopar.planning.replayed_candidates import Finalists
 from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.report.report import Candidate, NothingFits, Report
 from tests.memory.trace.test_trace import GPT, Module, tokens
@@ -246,3 +248,15 @@ def test_replays_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
         report(step, here, budget)
         assert min(allocations) > 0
         assert sum(allocations[:-1]) < replayed_candidates._MOST_ALLOCATIONS
+
+
+def test_what_is_missing_is_measured_on_the_rank_that_was_played(gpt: Footprint) -> None:
+    """The first rank has most samples and most memory; on the second, which has least to spare, hardly anything is missing."""
+    here, shares = inventory(count=2), (31, 1)
+    plan = Plan(engine="ddp", devices=("cuda:0", "cuda:1"), shares=shares)
+    constraints = Constraints(memory_margin=0)
+    candidate = Appraiser(gpt, here, constraints).candidate(plan)
+    limit = candidate.bytes["cuda:1"].allocated - candidate.bytes["cuda:1"].context - 8 * MIB  # type: ignore[attr-defined]
+    played = Finalists(gpt, here, constraints, {}).replayed(candidate, 1, limit)
+    assert not played.fits
+    assert played.missing_bytes < candidate.bytes["cuda:0"].allocated - limit
