@@ -178,6 +178,8 @@ class Finalists:
             reserved = held + around[device] if device in played_for else 0
             needs[device] = math.ceil(max(checked[device].reserved, reserved) * margin)
         reason = shortage(needs)
+        if reason is None and candidate.host is not None and not candidate.host.fits:
+            reason = candidate.host.shortage(self.inventory, self.constraints.memory_margin)
         if reason is None and not played.fits:
             reason = f"needs more than {format_bytes(limit)}, the limit of torch's allocator"
         notes = candidate.notes
@@ -206,11 +208,12 @@ class Finalists:
 
     def may_fit(self, candidate: Candidate) -> bool:
         """Whether a candidate fits by the search's prediction, or, while it hopes, would if the allocator lost nothing; a replayed one, by
-        its replay.
+        its replay. What its host lacks, no allocator makes up for.
         """
         if candidate.fits or candidate.replayed or not self.hopeful:
             return candidate.fits
-        return candidate.runnable and self.can_replay(candidate) and self.room(candidate) >= 0
+        hosted = candidate.host is None or candidate.host.fits
+        return hosted and candidate.runnable and self.can_replay(candidate) and self.room(candidate) >= 0
 
     def room(self, candidate: Candidate) -> float:
         """The bytes that the allocator may lose on the device with least to spare, as a share of what is there for the step's tensors."""

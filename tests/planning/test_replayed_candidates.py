@@ -260,3 +260,17 @@ def test_what_is_missing_is_measured_on_the_rank_that_was_played(gpt: Footprint)
     played = Finalists(gpt, here, constraints, {}).replayed(candidate, 1, limit)
     assert not played.fits
     assert played.missing_bytes < candidate.bytes["cuda:0"].allocated - limit
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_replay_makes_up_for_nothing_that_the_host_lacks(gpt: Footprint, pinned: bool) -> None:
+    """What is offloaded must have room there, however little the allocator holds on the device."""
+    plan = Plan(engine="fsdp", devices=("cuda:0",), reshard_after_forward=True, shard=("net.blocks.0",), offload=OFFLOADS)
+    constraints = Constraints(memory_margin=0, allow=("fsdp",), pinned=plan if pinned else None)
+    here = replace(inventory(), host_total_bytes=16 * MIB, host_free_bytes=16 * MIB)
+    with pytest.raises(NothingFits) as refused:
+        make_report(gpt, here, constraints)
+    assert "of the host's memory, which has 16 MiB" in str(refused.value)
+    ample = make_report(gpt, inventory(), constraints).best_candidate
+    assert ample is not None
+    assert ample.replayed
