@@ -227,8 +227,9 @@ class Finalists:
     def replayed(self, candidate: Candidate, rank: int, limit: int | None) -> Replayed:
         """The replay of one of its ranks, limited to what the allocator may hold."""
         plan = candidate.plan
-        how = plan.engine, plan.options, plan.reshard_after_forward, plan.recompute, plan.shard, plan.micro_batches, plan.replicas
-        key = (*how, plan.world_size, plan.shares, rank)
+        device = self.inventory.device(plan.devices[rank]).name
+        how = *kind_of(plan), plan.zero_stage, plan.recompute, plan.shard, plan.micro_batches, plan.replicas
+        key = (*how, plan.world_size, plan.shares, rank, device)
         played = self._play(candidate, rank, limit, (*key, limit))
         if played.fits or limit is None:
             return played

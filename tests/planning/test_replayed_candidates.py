@@ -274,3 +274,19 @@ def test_a_replay_makes_up_for_nothing_that_the_host_lacks(gpt: Footprint, pinne
     ample = make_report(gpt, inventory(), constraints).best_candidate
     assert ample is not None
     assert ample.replayed
+
+
+def test_plans_that_differ_have_replays_of_their_own(gpt: Footprint) -> None:
+    """A plan that offloads holds less on its device than the same without, whichever is replayed first; other devices, other libraries."""
+    here = inventory(count=2)
+    constraints = Constraints(memory_margin=0)
+    finalists = Finalists(gpt, here, constraints, {})
+    whole = Plan(engine="fsdp", devices=("cuda:0", "cuda:1"), reshard_after_forward=True, shard=("net.blocks.0",))
+    appraiser = Appraiser(gpt, here, constraints)
+    less, more = (finalists.replayed(appraiser.candidate(plan), 0, 80 * GIB) for plan in (replace(whole, offload=OFFLOADS), whole))
+    assert less.allocated_peak_bytes < more.allocated_peak_bytes
+    others = replace(here, devices=tuple(replace(device, name="L4" if device.id == "cuda:1" else device.name) for device in here.devices))
+    both = Finalists(gpt, others, constraints, {})
+    for device in ("cuda:0", "cuda:1"):
+        both.replayed(Appraiser(gpt, others, constraints).candidate(replace(ONE, devices=(device,))), 0, 80 * GIB)
+    assert len(both._played) == 2
