@@ -177,11 +177,16 @@ class Appraiser:
         replay, more than before. All plans of its kind are then assumed to lose as much as it did.
         """
         sort = self._sort(plan)
-        before, of_kind = self._lost.get(sort, 0), self._lost_by_kind.get(kind_of(plan), 0)
+        known, before, of_kind = sort in self._lost, self._lost.get(sort, 0), self._lost_by_kind.get(kind_of(plan), 0)
         self._lost[sort] = max(free_bytes, before + before // 2 + _LEAST_LOST if failed else 0)
         if failed:
-            more = 0 if self.hopeful else of_kind + of_kind // 4 + _LEAST_LOST
+            more = 0 if self.hopeful or known else of_kind + of_kind // 4 + _LEAST_LOST
             self._lost_by_kind[kind_of(plan)] = max(lost_bytes, of_kind, more)
+
+    def judged_by_others(self, plan: Plan) -> tuple[object, ...] | None:
+        """The sort of a plan that is assumed to lose what others of its kind have lost; None where its own sort's loss is known."""
+        sort = self._sort(plan)
+        return sort if self.replays(plan) and sort not in self._lost and kind_of(plan) in self._lost_by_kind else None
 
     def _sort(self, plan: Plan) -> tuple[object, ...]:
         """Of plans that differ only in how much they recompute, and in which devices run equally many samples at a time."""

@@ -30,7 +30,7 @@ from lightning_autopar.timing.step_seconds import Seconds
 #: How many allocations one search may replay, three microseconds each, while it still hopes that plans lose nothing to the allocator.
 _MOST_ALLOCATIONS = 60_000
 #: So many more for plans that the search passed over after failed replays, however many those were.
-_MORE_ALLOCATIONS = 30_000
+_MORE_ALLOCATIONS = 40_000
 #: And so many more until the plan that is chosen has been replayed. The best candidate is replayed in any case.
 _LAST_ALLOCATIONS = 300_000
 #: A replay's preparation takes as long as this many of its allocations.
@@ -178,6 +178,8 @@ class Finalists:
             reserved = held + around[device] if device in played_for else 0
             needs[device] = math.ceil(max(checked[device].reserved, reserved) * margin)
         reason = shortage(needs)
+        if reason is None and candidate.host is not None and not candidate.host.fits:
+            reason = candidate.host.shortage(self.inventory, self.constraints.memory_margin)
         if reason is None and not played.fits:
             reason = f"needs more than {format_bytes(limit)}, the limit of torch's allocator"
         notes = candidate.notes
@@ -206,31 +208,33 @@ class Finalists:
 
     def may_fit(self, candidate: Candidate) -> bool:
         """Whether a candidate fits by the search's prediction, or, while it hopes, would if the allocator lost nothing; a replayed one, by
-        its replay.
+        its replay. What its host lacks, no allocator makes up for.
         """
         if candidate.fits or candidate.replayed or not self.hopeful:
             return candidate.fits
+        hosted = candidate.host is None or candidate.host.fits
+        return hosted and candidate.runnable and self.can_replay(candidate) and self.room(candidate) >= 0
+
+    def room(self, candidate: Candidate) -> float:
+        """The bytes that the allocator may lose on the device with least to spare, as a share of what is there for the step's tensors."""
         margin = 1 + self.footprint.margin
-        return (
-            candidate.runnable
-            and self.can_replay(candidate)
-            and all(
-                (size.reserved - size.rounding) * margin <= self.budget[device]
-                for device, size in candidate.bytes.items()
-                if isinstance(size, DeviceBytes)
-            )
+        return min(
+            1 - (size.reserved - size.rounding) * margin / max(1, self.budget[device])
+            for device, size in candidate.bytes.items()
+            if isinstance(size, DeviceBytes)
         )
 
     def replayed(self, candidate: Candidate, rank: int, limit: int | None) -> Replayed:
         """The replay of one of its ranks, limited to what the allocator may hold."""
         plan = candidate.plan
-        how = plan.engine, plan.options, plan.reshard_after_forward, plan.recompute, plan.shard, plan.micro_batches, plan.replicas
-        key = (*how, plan.world_size, plan.shares, rank)
+        device = self.inventory.device(plan.devices[rank]).name
+        how = *kind_of(plan), plan.zero_stage, plan.recompute, plan.shard, plan.micro_batches, plan.replicas
+        key = (*how, plan.world_size, plan.shares, rank, device)
         played = self._play(candidate, rank, limit, (*key, limit))
         if played.fits or limit is None:
             return played
         # The replay stopped at the first tensor without room; at the peak more is missing.
-        size = next(iter(candidate.bytes.values()))
+        size = candidate.bytes[plan.devices[rank]]
         more = size.allocated - limit if isinstance(size, DeviceBytes) else 0
         return replace(played, missing_bytes=max(played.missing_bytes, more))
 

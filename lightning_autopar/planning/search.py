@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, islice
 from typing import Literal
 
 from lightning_autopar import engines
@@ -51,6 +51,8 @@ _MANY_RANKS, _MOST_SPLITS = 8, 8
 _REPLAYS_A_LOOK, _NEAR = 4, 0.02
 #: A lower bound for a part of a batch, as a share of the seconds by its size: shapes suit kernels better or worse.
 _CERTAIN = 0.7
+#: So many of the best plans of an engine that searches by itself are improved, of those that are by no more than this share slower.
+_MOST_POLISHED, _POLISHED = 3, 0.05
 #: An engine's own search looks at each number of devices up to the first, then at the second's multiples and around the best of them:
 #: between them, a stage's share of the blocks hardly changes.
 _EACH, _SOME = 16, 4
@@ -176,13 +178,17 @@ class Search:
                     self._add_searched(engines.named(name))
             if self.constraints.objective != "speed":
                 return
-            self._try_more_recompute()
+            self._try_more_recompute(options)
             if math.isinf(self.best_seconds):
                 self._least()
             self._refine()
-            if not self._refuted():
+            if self._refuted():
+                self._look_at_all(options)
+            elif between := self._between(options):
+                self._look_at_all(between)
+                options += between
+            else:
                 return
-            self._look_at_all(options)
 
     def _confirm(self, options: Sequence[Plan]) -> None:
         """Go on with the search until a replay shows that the best plan fits."""
@@ -244,7 +250,7 @@ class Search:
             self.best_seconds = min(self.best_seconds, self.appraiser.batch_seconds(checked))
         return checked
 
-    def _try_more_recompute(self) -> None:
+    def _try_more_recompute(self, options: Sequence[Plan]) -> None:
         """Replay plans like those whose replay failed or that wait for the allocator, with more recomputed blocks or in some more parts,
         where they would be faster than the best one.
 
@@ -269,6 +275,24 @@ class Search:
 
         with self.finalists.some_more():
             self._keep_others()
+        with self.finalists.some_more():
+            self._try_left_out(options if not self.appraiser.hopeful else ())
+
+    def _try_left_out(self, options: Sequence[Plan]) -> None:
+        """Replay a few plans with all blocks recomputed that would be faster than the best one. What plans of their kind have lost leaves
+        them out, though their own tensors fit: of each sort the one with most room for the allocator, which may lose less in it.
+        """
+        blocks = [block.fqn for block in recomputable(self.footprint)] if self.remedies.recompute else []
+        roomiest: dict[tuple[object, ...], tuple[float, Plan]] = {}
+        for plan in (in_parts(one, parts) for one in options for parts in self.remedies.parts(one)):
+            sort = self.appraiser.judged_by_others(plan)
+            if sort is not None and self.appraiser.step_seconds(plan) < self.best_seconds:
+                whole = with_recompute(plan, self.footprint, blocks)
+                room = self.finalists.room(self.appraiser.candidate(whole))
+                roomiest[sort] = max(roomiest.get(sort, (0.0, whole)), (room, whole), key=operator.itemgetter(0))
+        ordered = (plan for room, plan in sorted(roomiest.values(), key=lambda one: -one[0]) if room > 0)
+        for plan in islice(filter(self._is_faster, ordered), _REPLAYS_A_LOOK):
+            self._replay_if_faster(plan)
 
     def _keep_others(self) -> None:
         """Where the best plan waits for the allocator, replay it with about as many recomputed blocks, but others: those that it keeps
@@ -285,8 +309,11 @@ class Search:
 
     def _replay_if_faster(self, plan: Plan) -> None:
         """Replay a plan that would be faster than the best one."""
-        if not self.finalists.is_tired and self.appraiser.step_seconds(plan) * (1 + WORTHWHILE) < self.best_seconds:
+        if not self.finalists.is_tired and self._is_faster(plan):
             self._replayed(plan, learns=False)
+
+    def _is_faster(self, plan: Plan) -> bool:
+        return self.appraiser.step_seconds(plan) * (1 + WORTHWHILE) < self.best_seconds
 
     def _fewest_replayed(self, failed: Sequence[Candidate], fitting: Sequence[Plan]) -> None:
         """Replay plans of one sort with more recomputed blocks than those that failed: the most that may win, then half of what is left.
@@ -495,6 +522,9 @@ class Search:
         best = self._best_fitting()
         if best is None:
             return
+        if not engines.of(best.plan).takes_remedies:
+            self._polish_near(best)
+            best = self._best_fitting() or best
         if engines.of(best.plan).takes_remedies:
             for parts in self.remedies.parts_near(best.plan):
                 near = self.remedies.apart(without_recompute(best.plan), parts)
@@ -513,6 +543,14 @@ class Search:
             if not self.finalists.can_replay(best):
                 self._found = [one for one in self._found if one is not best]
             self._add(plan)
+
+    def _polish_near(self, best: Candidate) -> None:
+        """Improve the plans of the best one's engine that aren't much slower: one of them may gain more."""
+        limit = self.appraiser.batch_seconds(best) * (1 + _POLISHED)
+        own = [one for one in self._found if one.plan.engine == best.plan.engine and self.finalists.may_fit(one)]
+        near = [one.plan for one in own if self.appraiser.batch_seconds(one) <= limit]
+        for plan in sorted(near, key=self.appraiser.step_seconds)[:_MOST_POLISHED]:
+            self._add(engines.of(plan).polished(self._lent(self._limit), plan))
 
     def _best_fitting(self) -> Candidate | None:
         hopeful = [(one, replace(one, fits=True, reason=None)) for one in self._found if self.finalists.may_fit(one)]

@@ -66,10 +66,14 @@ class RankWork:
         return self.parts * sum(self.again)
 
     @property
+    def busy(self) -> float:
+        """Seconds of the whole step in which its device works."""
+        return self.compute + self.recompute + self.update + self.copied
+
+    @property
     def alone(self) -> float:
         """Seconds of the whole step without communication."""
-        busy = self.compute + self.recompute + self.update + self.copied
-        return busy + self.host_overhead(busy)
+        return self.busy + self.host_overhead(self.busy)
 
     def host_overhead(self, busy: float) -> float:
         """The seconds that the host adds to a device that is busy for so long in a step. A GPU's host runs ahead of it, from step to step:

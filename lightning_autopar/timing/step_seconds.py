@@ -148,9 +148,16 @@ class Step:
         return not self.on_cpu and "optimizer" in self.plan.offload and bool(kinds) and all(kind in _ONE_PASS for kind in kinds) and wide
 
     def seconds(self) -> Seconds:
-        """The seconds of the slowest rank, by part."""
+        """The seconds of the slowest rank, by part. Where hosts are slower than the devices, ranks may take equally long alone, and with
+        their communication it is the one whose device works longest that the others wait for.
+        """
         runs = [self.run(ranks[0]) for ranks in self.classes().values()]
-        slowest = max(runs, key=lambda run: run.alone)
+        slowest, busiest = (max(runs, key=key) for key in (lambda run: run.alone, lambda run: run.busy))
+        found = self._seconds_with(slowest)
+        return found if busiest is slowest else max(found, self._seconds_with(busiest), key=lambda seconds: seconds.step)
+
+    def _seconds_with(self, slowest: RankWork) -> Seconds:
+        """The seconds of a step in which all wait for this rank."""
         played, offload = self.played(slowest), self.offload(slowest)
         own = slowest.copied + slowest.compute + slowest.recompute
         # For one device without offload, the difference is only rounding.

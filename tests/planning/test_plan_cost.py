@@ -249,3 +249,19 @@ def test_an_assumption_is_told() -> None:
 def test_what_offloads_nothing_takes_nothing_that_is_counted() -> None:
     plan = Plan(engine="single", devices=("RTX4090-24GB:0",))
     assert host_need(LARGE, plan, parse_spec("RTX4090@1GiB"), {}, precision="32-true", margin=0.05) is None
+
+
+def test_what_a_plan_of_a_known_sort_loses_more_says_nothing_of_other_sorts() -> None:
+    """A failed replay raises the loss by which its plan was judged: its own sort's, once that is known, and not that of all of its kind."""
+    here = inventory(*(gpu(index) for index in range(2)))
+    appraiser = Appraiser(replace(footprint(), batch_size=8), here, Constraints())
+    appraiser.replays = lambda plan: True
+    first, other = (Plan(engine="ddp", devices=tuple(one.id for one in here.devices), micro_batches=parts) for parts in (2, 4))
+    appraiser.learn(first, 300 * MIB, 300 * MIB, failed=True)
+    appraiser.hopeful = False
+    assumed = appraiser.needs(other)
+    appraiser.learn(first, 250 * MIB, 250 * MIB, failed=True)
+    assert appraiser.needs(other) == assumed
+    appraiser.learn(other, 250 * MIB, 250 * MIB, failed=True)  # by what its kind had lost it should have gone through
+    third = replace(other, micro_batches=1)
+    assert min(appraiser.needs(third).values()) > max(assumed.values())

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_autopar.devices.inventory import Device, Link, idle_share
+from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.engines import Engine
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.planning.plan_seconds import predict_seconds
 from lightning_autopar.plans import Plan
@@ -25,6 +27,7 @@ from lightning_autopar.timing.step_seconds import Seconds
 from tests.fakes.rates import PlainRates
 from tests.fakes.traced import BLOCKS, GPUS, HERE, traced
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
+from tests.planning.test_search import step_of
 
 MICRO = 1e-6
 
@@ -438,3 +441,16 @@ def test_a_gpus_host_offloads_parameter_by_parameter_and_issues_nothing_while_it
     thrice = seconds("fsdp", GPUS[0], step=step, rates=rates, offload=all_of_it, micro_batches=3)
     assert thrice.offload == pytest.approx(1 + 2 * step.gradient_bytes / ACCUMULATED_BYTES_PER_SECOND)
     assert thrice.overhead >= 3 * more - thrice.compute
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_the_rank_with_most_samples_is_waited_for_where_hosts_are_slower_than_gpus(engine: str) -> None:
+    """All hosts issue as many operations, so that alone each rank takes as long; but gradients are exchanged when the last one has them."""
+    step, here = scaled(step_of(256, 4), 16), parse_spec("8xL40S")
+    how: dict[str, Any] = {"shard": tuple(block.fqn for block in step.blocks), "reshard_after_forward": False} if engine == "fsdp" else {}
+    ids = [device.id for device in here.devices]
+    even, uneven = (
+        seconds(engine, *ids, step=step, here=here, shares=shares, precision="bf16-mixed", **how) for shares in ((), (1, *[2] * 6, 3))
+    )
+    assert uneven.compute > even.compute
+    assert uneven.step > even.step

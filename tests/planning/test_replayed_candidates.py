@@ -24,6 +24,8 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning import replayed_candidates
 from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.plan_bytes import predict, replay
+from lightning_autopar.planning.plan_cost import Appraiser
+from lightning_autopar.planning.replayed_candidates import Finalists
 from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.report.report import Candidate, NothingFits, Report
 from tests.memory.trace.test_trace import GPT, Module, tokens
@@ -246,3 +248,45 @@ def test_replays_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
         report(step, here, budget)
         assert min(allocations) > 0
         assert sum(allocations[:-1]) < replayed_candidates._MOST_ALLOCATIONS
+
+
+def test_what_is_missing_is_measured_on_the_rank_that_was_played(gpt: Footprint) -> None:
+    """The first rank has most samples and most memory; on the second, which has least to spare, hardly anything is missing."""
+    here, shares = inventory(count=2), (31, 1)
+    plan = Plan(engine="ddp", devices=("cuda:0", "cuda:1"), shares=shares)
+    constraints = Constraints(memory_margin=0)
+    candidate = Appraiser(gpt, here, constraints).candidate(plan)
+    limit = candidate.bytes["cuda:1"].allocated - candidate.bytes["cuda:1"].context - 8 * MIB  # type: ignore[attr-defined]
+    played = Finalists(gpt, here, constraints, {}).replayed(candidate, 1, limit)
+    assert not played.fits
+    assert played.missing_bytes < candidate.bytes["cuda:0"].allocated - limit
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_replay_makes_up_for_nothing_that_the_host_lacks(gpt: Footprint, pinned: bool) -> None:
+    """What is offloaded must have room there, however little the allocator holds on the device."""
+    plan = Plan(engine="fsdp", devices=("cuda:0",), reshard_after_forward=True, shard=("net.blocks.0",), offload=OFFLOADS)
+    constraints = Constraints(memory_margin=0, allow=("fsdp",), pinned=plan if pinned else None)
+    here = replace(inventory(), host_total_bytes=16 * MIB, host_free_bytes=16 * MIB)
+    with pytest.raises(NothingFits) as refused:
+        make_report(gpt, here, constraints)
+    assert "of the host's memory, which has 16 MiB" in str(refused.value)
+    ample = make_report(gpt, inventory(), constraints).best_candidate
+    assert ample is not None
+    assert ample.replayed
+
+
+def test_plans_that_differ_have_replays_of_their_own(gpt: Footprint) -> None:
+    """A plan that offloads holds less on its device than the same without, whichever is replayed first; other devices, other libraries."""
+    here = inventory(count=2)
+    constraints = Constraints(memory_margin=0)
+    finalists = Finalists(gpt, here, constraints, {})
+    whole = Plan(engine="fsdp", devices=("cuda:0", "cuda:1"), reshard_after_forward=True, shard=("net.blocks.0",))
+    appraiser = Appraiser(gpt, here, constraints)
+    less, more = (finalists.replayed(appraiser.candidate(plan), 0, 80 * GIB) for plan in (replace(whole, offload=OFFLOADS), whole))
+    assert less.allocated_peak_bytes < more.allocated_peak_bytes
+    others = replace(here, devices=tuple(replace(device, name="L4" if device.id == "cuda:1" else device.name) for device in here.devices))
+    both = Finalists(gpt, others, constraints, {})
+    for device in ("cuda:0", "cuda:1"):
+        both.replayed(Appraiser(gpt, others, constraints).candidate(replace(ONE, devices=(device,))), 0, 80 * GIB)
+    assert len(both._played) == 2

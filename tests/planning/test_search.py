@@ -254,6 +254,46 @@ def test_a_chosen_plan_has_been_replayed_however_much_the_allocator_loses(monkey
     assert len(asked) < 20
 
 
+def test_a_plan_whose_kind_loses_more_than_it_does_is_replayed_before_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All lose 2 GB to the allocator but those in six parts with all blocks recomputed, which are faster than the first that fits."""
+    step = scaled(step_of(1024, 12), 64)
+    constraints = Constraints(precision=PRECISION, allow=("fsdp",), excluded={"shares": "the batch is shared out evenly"})
+    search = Search(step, Referee(step, parse_spec("4xA100-40GB"), constraints).cut_to(0.3, samples=60), constraints)
+
+    def played(candidate: Candidate, rank: int, limit: int | None) -> Replayed:
+        search.finalists._left -= 30_000
+        size = candidate.bytes[candidate.plan.devices[rank]]
+        assert isinstance(size, DeviceBytes)
+        lost = 20 if (candidate.plan.micro_batches, len(candidate.plan.recompute)) == (6, 12) else 2000
+        holds = size.reserved - size.rounding - size.context + (lost << 20)
+        missing = max(0, holds - (limit or holds))
+        return Replayed(reserved_peak_bytes=holds, allocated_peak_bytes=holds, fits=not missing, missing_bytes=missing)
+
+    monkeypatch.setattr(search.finalists, "replayed", played)
+    best = search.first()
+    assert best is not None
+    assert best.plan.micro_batches == 6
+
+
+def test_pipelines_that_are_hardly_slower_are_improved_like_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may gain more by moving its cuts than the best one does."""
+    asked: list[Plan] = []
+    engine = engines.named("pipeline")
+    polished = type(engine).polished
+
+    def noting(self: Engine, search: Searching, plan: Plan) -> Plan:
+        asked.append(plan)
+        return polished(self, search, plan)
+
+    monkeypatch.setattr(type(engine), "polished", noting)
+    search = Search(scaled(step_of(1024, 12), 8), parse_spec("8xRTX4090"), Constraints(precision=PRECISION, allow=("pipeline",)))
+    best = search.first()
+    assert best is not None
+    seconds = [search.appraiser.step_seconds(plan) for plan in {replace(plan, reasons=()) for plan in asked}]
+    assert len(seconds) > 1
+    assert max(seconds) <= 1.05 * min(seconds)
+
+
 @pytest.mark.parametrize(
     ("devices", "batch", "tight", "schedule"),
     [("3xL4", 12, 0.4, "interleaved_1f1b"), ("4xV100-32GB", 16, 0.4, "interleaved_1f1b"), ("2xL40S", 8, 0.6, "gpipe")],

@@ -238,7 +238,8 @@ class PipelineStep(Step):
                         held=held * own / whole if whole else held,
                         layers=layers,
                     )
-            runs.append(max(found.values(), key=lambda run: run.alone))
+            # Where hosts are slower than the devices, all take equally long alone.
+            runs.append(max(found.values(), key=lambda run: (float(f"{run.alone:.9g}"), run.busy)))
         return runs
 
     def sends(self, runs: Sequence[RankWork]) -> tuple[float, ...]:
