@@ -8,6 +8,7 @@ Modules, in reading order:
     partition   bytes and seconds of every possible stage; where to cut
     schedules   the order of a rank's micro-batches
     memory      what each rank holds
+    tape_player a rank plays its stages' parts of the tape
     timing      a schedule played over uneven stages
     strategy    PipelineEngine
     rehearsal/  do stages compute the same
