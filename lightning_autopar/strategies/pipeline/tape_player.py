@@ -9,7 +9,7 @@ those of batches before it that are accumulated lie aside. Replicas average thei
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
@@ -72,13 +72,25 @@ class PipelinePlayer(Player):
         crossing = [[one.size for one in sizes[border].crossing] if 0 < border < len(sizes) else [] for border in borders]
         self._received = {stage: crossing[stage] for stage in self.stages}
         self._sent = {stage: crossing[stage + 1] for stage in self.stages}
+        through = {stage: Counter(sizes[borders[stage]].crossing) for stage in self.stages if 0 < stage < len(borders) - 2}
+        #: What a stage receives and sends on: its gradient is summed here.
+        self._through = {
+            stage: [one.size for one in (entering & Counter(sizes[borders[stage + 1]].crossing)).elements()]
+            for stage, entering in through.items()
+        }
         self._anew = {stage: sizes[borders[stage]].anew for stage in self.stages if stage}
         self._layers = {stage: _layers(footprint, borders[stage], borders[stage + 1]) for stage in self.stages}
         shared = {stage: footprint.shared_uses(borders[stage], borders[stage + 1]) for stage in self.stages}
-        #: Of parameters that another part holds on the tape, whose gradients are complete there only.
-        self._shared_gradients = {stage: sum(use[3] for use in uses) for stage, uses in shared.items()}
         self._gradients = {stage: _sizes(self._layers[stage], learning=True) for stage in self.stages}
         self._averaged = {stage: flat_sizes([*self._gradients[stage], *(use[3] for use in shared[stage])]) for stage in self.stages}
+        #: Gradients that are complete in one part only on the tape, but in each stage here; and those that a stage's first part to use the
+        #: parameter adds to those of its later ones, by the later one.
+        self._shared = {stage: Counter[int]() for stage in self.stages}
+        self._waiting = {stage: list[tuple[int, int]]() for stage in self.stages}
+        for stage in self.stages:
+            self._find_shared(stage, range(borders[stage], borders[stage + 1]))
+        self._learning = {stage: Counter([*self._gradients[stage], *(use[3] for use in shared[stage])]) for stage in self.stages}
+        self._completed: Counter[int] = Counter()
         everything = _sizes(_layers(footprint, 0, borders[-1]))
         self._own = {stage: [*_sizes(self._layers[stage]), *(use[2] for use in shared[stage])] for stage in self.stages}
         held, there = Counter(size for sizes_of in self._own.values() for size in sizes_of), Counter(everything)
@@ -88,6 +100,18 @@ class PipelinePlayer(Player):
         self._met: Counter[int] = Counter()
         self._made = {stage: self._storages(stage) for stage in self.stages}
         self._handed_on = {stage: self._to_be_added(stage) for stage in self.stages}
+
+    def _find_shared(self, stage: int, own: range) -> None:
+        """Look for parameters that parts of several stages use."""
+        users: dict[str, tuple[set[int], int]] = {}
+        for index, name, _, gradient_bytes, _ in self.footprint.also_uses:
+            users.setdefault(name, ({self.footprint.holders.get(name, 0)}, gradient_bytes))[0].add(2 * index)
+        for parts, size_bytes in users.values():
+            within = parts.intersection(own)
+            if within and len(within) < len(parts):
+                self._shared[stage][size_bytes] += 1
+            if len(within) > 1 and max(parts) not in within:
+                self._waiting[stage].append((max(within), size_bytes))
 
     def _storages(self, stage: int) -> set[int]:
         """What the stage makes, but for gradients."""
@@ -117,6 +141,11 @@ class PipelinePlayer(Player):
         """The batch; what belongs to parameters is held by stage."""
         return change.kind == "input"
 
+    def complete(self, key: Hashable, change: TapeChange) -> None:
+        """See :class:`Player`; counts them."""
+        self._completed[change.size_bytes] += 1
+        super().complete(key, change)
+
     def size_of(self, change: TapeChange, *, updating: bool) -> int:
         """The batch lies whole on the device, also where some of its micro-batches aren't played."""
         if change.kind == "input" and change.grows:
@@ -130,7 +159,7 @@ class PipelinePlayer(Player):
             if change.kind == "gradients":
                 machine.drop(change.storage)
         for stage in self.stages:
-            machine.drop(("shared gradients", stage))
+            machine.drop_all(("shared gradients", stage))
             machine.drop_all(("accumulated", stage))
         self.arrive()
         if self._accumulates:
@@ -151,6 +180,8 @@ class PipelinePlayer(Player):
                 self.play(part)
                 for storage in self._handed_on[stage].intersection(change.storage for change in part.changes):
                     machine.drop(self.key(storage))
+                if not forward:
+                    self._sum(stage, 2 * part.index + (part.mark == "backward"), share)
             self._end_backward()
             if forward and stage:
                 machine.hold(("anew", stage, micro), self._anew[stage].at(share), "activations")
@@ -168,6 +199,15 @@ class PipelinePlayer(Player):
         self.depart()
         machine.settle()
 
+    def _sum(self, stage: int, number: int, share: float) -> None:
+        """After the backward of a part: what is summed until the stage's is over."""
+        if ("through", stage, 0) not in self.machine:
+            for place, size in enumerate(self._through.get(stage, ())):
+                self.machine.hold(("through", stage, place), size.at(share), "temporary")
+        for place, (last, size_bytes) in enumerate(self._waiting[stage]):
+            if last == number:
+                self.machine.hold(("waiting", stage, place), size_bytes, "gradients")
+
     def _receive(self, what: str, stage: int, micro: int, sizes: Sequence[Size], share: float) -> None:
         """What a neighbour sends of a micro-batch."""
         for number, size in enumerate(sizes):
@@ -179,12 +219,18 @@ class PipelinePlayer(Player):
         for storage in self._made[stage]:
             machine.drop(self.key(storage))
         machine.drop(("anew", stage, self.micro))
+        for place in range(len(self._through.get(stage, ()))):
+            machine.drop(("through", stage, place))
+        for place in range(len(self._waiting[stage])):
+            machine.drop(("waiting", stage, place))
         for number in range(len(self._received[stage])):
             machine.drop(("activations", stage, self.micro, number))
         for number in range(len(self._sent[stage])):
             machine.drop(("gradients", stage, self.micro, number))
-        if ("shared gradients", stage) not in machine:
-            machine.hold(("shared gradients", stage), self._shared_gradients[stage], "gradients")
+        if self.micro == 0:
+            there = self._learning[stage] - self._completed
+            machine.hold_all(("shared gradients", stage), list((self._shared[stage] & there).elements()), "gradients")
+            self._completed.clear()
             if self._accumulates:
                 machine.hold_all(("new gradients", stage), self._gradients[stage], "gradients")
         share = self._share(self.rows[self.micro])

@@ -506,6 +506,28 @@ def test_stages_as_predicted_by_their_parts(deep: Footprint, schedule: Any, rank
         assert replay(deep, of, rank, options=options).allocated_peak_bytes == pytest.approx(predicted, rel=0.01)
 
 
+def test_a_parameter_of_two_stages_has_its_gradient_in_both() -> None:
+    """On the tape the last part's gradient waits for the first part's, and takes it in: it is complete in one of them only."""
+    tape = Tape()
+    for action, storage, size_bytes, kind in step_of_two_blocks():
+        tape.add(action, storage, size_bytes, kind)
+        if (action, storage) == ("allocate", 1):
+            tape.add("allocate", 3, PARAMETER * KIB, "parameters")
+        elif action == "return" and storage != 1:
+            tape.add("allocate", 60 + storage, PARAMETER * KIB, "fixed")
+            if storage == 0:
+                tape.add("free", 60, 0, "fixed")
+                tape.add("become", 62, PARAMETER * KIB, "gradients")
+    size = PARAMETER * KIB
+    holder = LayerFootprint(fqn="", parameter_bytes=size, gradient_bytes=size, parameter_rows=((16, 4 * KIB, True),))
+    tied = replace(
+        footprint_of(tape), outer=(holder, *(LayerFootprint(fqn=""),) * 2), also_uses=((2, "p", size, size, 0),), holders={"p": 0}
+    )
+    for rank in range(2):
+        found = replay(tied, plan("pipeline", 2, cuts=("b",), schedule="gpipe", micro_batches=2), rank)
+        assert found.by_category["gradients"] == 2 * size
+
+
 def test_of_many_micro_batches_some_show_what_all_do(deep: Footprint, monkeypatch: pytest.MonkeyPatch) -> None:
     names = tuple(block.fqn for block in deep.blocks)
     of, many = plan("pipeline", 4, cuts=names[2::2], schedule="1f1b", micro_batches=32), scaled(deep, 64)
