@@ -191,7 +191,7 @@ class PipelinePlayer(Player):
                     machine.hold_all(("averaged", stage), self._averaged[stage], "communication")
         for stage in self.stages:
             for micro in range(len(self.rows)):
-                machine.drop(("sent", stage, micro))
+                machine.drop_all(("sent", stage, micro))
             machine.drop_all(("averaged", stage))
             machine.drop_all(("new gradients", stage))
         self.micro = 0
@@ -234,12 +234,10 @@ class PipelinePlayer(Player):
             if self._accumulates:
                 machine.hold_all(("new gradients", stage), self._gradients[stage], "gradients")
         share = self._share(self.rows[self.micro])
-        lingering = sum(size.at(share) for size in self._received[stage])
         if self.schedule == "1f1b":
-            machine.drop(("sent", stage, self.micro - 1))
-        elif self.schedule in INTERLEAVED:
-            lingering += sum(size.at(share) for size in self._sent[stage])
-        machine.hold(("sent", stage, self.micro), lingering, "communication")
+            machine.drop_all(("sent", stage, self.micro - 1))
+        lingering = [*self._received[stage], *(self._sent[stage] if self.schedule in INTERLEAVED else ())]
+        machine.hold_all(("sent", stage, self.micro), [size.at(share) for size in lingering], "communication")
 
     def update(self) -> None:
         """The optimizer sees the parameters of its own stages."""
