@@ -3,6 +3,8 @@
     NULLGPU_DEVICES=1 NULLGPU_COMPUTE=1 NULLGPU_COMPUTE_BYTES=4194304 NULLGPU_COPY_MIB=4 \\
         python benchmarks/memory_nullgpu.py --json OUT [--seconds 540] [--only SUBSTRING] [--sets zoo,unseen,judging,ranks,budgets]
 
+    NULLGPU_DEVICES=4 NULLGPU_COMPUTE_BYTES=65536 … --sets stages --json benchmarks/results/memory_nullgpu_stages.json
+
 Each job is predicted in a process of its own that has no device, and trained for four steps in another with plain Lightning. The result
 file is written after each job; a job that is in it isn't run again. What the stub has no memory for (cuDNN's workspaces, and its recurrent
 layers) is left out by name.
@@ -33,7 +35,7 @@ os.environ["AUTOPAR_CACHE"] = "off"  # what earlier runs taught would be no pred
 
 import transformers  # noqa: F401  # once, before the forks
 from machine import machine
-from memory import gpu_job, gpu_rank
+from memory import gpu_job, gpu_rank, gpu_stages
 from memory.gpu_job import Task
 from memory.zoo_gpu import gpu_models
 from memory.zoo_unseen import judging_models, unseen_models
@@ -104,6 +106,10 @@ def jobs(sets: list[str]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
             yield from _singles(part)
         elif part == "ranks":
             yield from _ranks()
+        elif part == "stages":
+            for task in gpu_stages.stages_tasks():
+                words = f"stages: {task.model}, {task.precision}, {task.schedule} ×{task.micro_batches}, {task.stages} on {task.ranks}"
+                yield words, lambda task=task: _stages(task)  # type: ignore[misc]
         else:
             yield from _budgets()
 
@@ -165,6 +171,12 @@ def _rank(task: gpu_rank.RankTask, ranks: int) -> dict[str, Any]:
         return {**asdict(task), "error": measured if isinstance(measured, str) else measured["error"]}
     found = gpu_rank.rank_row(task, predicted, seconds, measured)
     return {**found, "without_replay_error": _without_replay(predicted) / measured["reserved"] - 1}
+
+
+def _stages(task: gpu_stages.StagesTask) -> dict[str, Any]:
+    predicted = _apart(lambda: gpu_stages.predict_stages(task, SPEC))
+    measured = predicted if isinstance(predicted, str) else _apart(lambda: gpu_stages.measure_stages(task))
+    return {**asdict(task), "error": measured} if isinstance(measured, str) else gpu_stages.stages_row(task, predicted, measured)
 
 
 def _budgets() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -230,6 +242,8 @@ def shown(row: dict[str, Any]) -> str:
     if "allocated_error" in row:
         errors = [f"{kind} {row[f'{kind}_error']:+7.2%}" for kind in ("allocated", "reserved", "without_replay")]
         return "  ".join(errors)
+    if "ranks" in row:
+        return " | ".join(map(shown, row["ranks"]))
     if "budget" in row and "error" not in row:
         return f"said to fit: {row['said to fit']}, ran: {row['ran']}, within what it needs: {row['ran within what it needs']}"
     return str(row.get("error", row.get("same", "")))[:160]
@@ -240,9 +254,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        if "allocated_error" in row:
-            part = row["job"].partition(":")[0]
-            groups.setdefault(part if part != "ranks" else f"{part}, {row['engine']}", []).append(row)
+        part = row["job"].partition(":")[0]
+        if measured := [one for one in row.get("ranks", [row]) if "allocated_error" in one]:
+            groups.setdefault(part if part != "ranks" else f"{part}, {row['engine']}", []).extend(measured)
     for name, group in groups.items():
         found[name] = {"rows": len(group)} | {
             kind: {

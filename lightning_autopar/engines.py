@@ -161,7 +161,7 @@ class Engine(ABC):
         shares: whether a plan's ranks may have uneven shares of a batch.
         whole: whether each rank has the whole state, so that a checkpoint is written as it is.
         builds_on_each: whether each rank builds a module of ``configure_model`` in host memory.
-        replays: whether the search replays the allocations of its plans' first rank, which speaks for all that have as many samples.
+        replays: whether the search replays the allocations of its plans, see :meth:`replayed`.
         plainer: a simpler engine, and the words that begin the comparison: the report compares a chosen plan of this engine with that
             engine's.
         another_library: whether its plans are taken only where they are clearly faster than others.
@@ -344,6 +344,10 @@ class Engine(ABC):
     def alike(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
         """A number for each rank: ranks with the same number hold the same if they have as many samples."""
         return (0,) * plan.world_size
+
+    def replayed(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
+        """A number for each rank, or nothing: the replay of one rank speaks for all that have its number and as many samples."""
+        return (0,) * plan.world_size if self.replays else ()
 
     def communicators(self, plan: Plan) -> tuple[int, ...]:
         """The sizes, in devices, of the NCCL communicators that one device of the plan belongs to: one of all ranks, and with replicas of

@@ -6,8 +6,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memory.play_stages import PlayedPipeline
-
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.batch_scaling import scaled
@@ -149,8 +147,6 @@ def _engine(plan: Plan, widths: Widths = AS_TRACED, reduce_bytes: int | None = N
     """What runs a row's plan, with the settings that others have chosen."""
     if plan.engine == "fsdp":
         return _CastFSDP(widths, reduce_bytes)
-    if plan.engine == "pipeline":
-        return PlayedPipeline()
     return Zero(zero or ZeroSettings()) if plan.engine == "zero" else engines.of(plan)
 
 

@@ -114,10 +114,10 @@ class StepPart:
         first: the same with the gradients that it completes.
         backward_again: like ``backward``, after its forward has run again: what that made is freed as soon as its last node has read it.
         first_again: likewise ``first``.
-        crossing: of a block: what enters it and was made by another block or between blocks, storage by storage: what must be sent where
-            a pipeline is cut here.
-        anew: of a block: what enters it and was made before the first block (masks, rotary embeddings), kept for backward: what must be
-            made anew where a pipeline is cut here.
+        crossing: of a block: what enters it and was made by another block or between blocks, or before the first one by parameters that
+            learn (a position bias), storage by storage: what must be sent where a pipeline is cut here.
+        anew: of a block: what else enters it and was made before the first block (masks, rotary embeddings), kept for backward: what must
+            be made anew where a pipeline is cut here.
         returns: what its backward leaves for the parts before it: the gradients of its inputs.
         active: whether its backward makes anything.
     """
@@ -178,11 +178,15 @@ class _Reader:
         self._slopes = tape.slopes
         self._before = {event.storage for event in events[:begin] if event.action == "allocate"}
         self._storages: dict[int, _Storage] = {}
+        #: By block, what enters it and was made before the first block.
+        self._early: dict[int, list[_Storage]] = {}
         self._peaks: dict[tuple[tuple[int, ...], ...], list[Peaks]] = {}
         self._kept(events[begin:turn], events[turn:end])
         self._forward(events[begin:turn])
         if turn < end:  # A step without gradients ends here.
             self._backward(events[turn:end])
+        for number, early in self._early.items():
+            self.parts[number].anew = sum((one.size for one in early if one.freed is not None), _NOTHING)
 
     @staticmethod
     def _number(action: str, storage: int) -> int:
@@ -228,8 +232,8 @@ class _Reader:
             elif action == "input" and (one := alive.get(storage)) is not None:
                 if one.made:
                     self.parts[part].crossing.append(CrossingBytes(one.size, one.made, one.freed is not None))
-                elif one.freed is not None:
-                    self.parts[part].anew += one.size
+                else:
+                    self._early.setdefault(part, []).append(one)
             elif action == "allocate" and storage in self._storages:
                 one = alive[storage] = self._storages[storage]
                 scaled, fixed = one.size.scaled, one.size.fixed
@@ -315,6 +319,7 @@ class _Reader:
             if action in MARKS:
                 self._see_backward(part, seen)
                 self.parts[part].returns = Size(running + given, running_fixed + given_fixed)
+                self._cross(part, [Size(scaled, fixed) for scaled, fixed, _ in made.values()])
                 part, seen = self._number(action, storage), []
                 done = done_fixed = running = running_fixed = read = read_fixed = 0
                 early.clear()
@@ -361,6 +366,24 @@ class _Reader:
                 read, read_fixed = read + kept.size.scaled, read_fixed + kept.size.fixed
         self._see_backward(part, seen)
         self.parts[part].returns = Size(running + given, running_fixed + given_fixed)
+
+    def _cross(self, part: int, gradients: list[Size]) -> None:
+        """What was made before the first block crosses as well where it has a gradient: it depends on parameters that a stage hasn't got.
+
+        Args:
+            part: whose backward has just run.
+            gradients: those that are there, of its inputs.
+        """
+        if not part % 2 or part == 1:
+            return
+        for one in self.parts[part].crossing:
+            if one.size in gradients:
+                gradients.remove(one.size)
+        for early in [*self._early.get(part, ())]:
+            if early.size in gradients:
+                gradients.remove(early.size)
+                self._early[part].remove(early)
+                self.parts[part].crossing.append(CrossingBytes(early.size, early.made, early.freed is not None))
 
     @staticmethod
     def _pending(events: list[Event]) -> tuple[set[int], set[int]]:

@@ -359,7 +359,7 @@ def sort_of(plan: Plan) -> tuple[object, ...]:
 
 def kind_of(plan: Plan) -> tuple[object, ...]:
     """The kind of a plan: plans in which the allocator loses about as many bytes, on however many devices and in however many parts."""
-    return plan.engine, plan.options, plan.reshard_after_forward, plan.offload
+    return plan.engine, plan.options, plan.reshard_after_forward, plan.offload, plan.schedule
 
 
 def simplicity(plan: Plan) -> tuple[object, ...]:

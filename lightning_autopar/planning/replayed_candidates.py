@@ -140,8 +140,10 @@ class Finalists:
         return self.replays(candidate.plan) and {DeviceBytes}.issuperset(map(type, candidate.bytes.values()))
 
     def replays(self, plan: Plan) -> bool:
-        """Whether a plan's step was taped, one rank stands for all, and its allocator caches freed memory."""
-        return self.footprint.tape is not None and engines.of(plan).replays and self.inventory.device(plan.devices[0]).kind != "cpu"
+        """Whether a plan's step was taped, its engine has a player for it, and its allocator caches freed memory."""
+        if self.footprint.tape is None or self.inventory.device(plan.devices[0]).kind == "cpu":
+            return False
+        return len(engines.of(plan).replayed(self.footprint, plan)) > 0
 
     def check(self, candidate: Candidate, shortage: Shortage, *, learns: bool = False) -> Candidate:
         """The candidate with the bytes that the allocator would hold for it, and whether they fit. It needs the larger of the two
@@ -151,41 +153,47 @@ class Finalists:
         margin = 1 + self.footprint.margin
         sizes = {device: size for device, size in candidate.bytes.items() if isinstance(size, DeviceBytes)}
         around = {device: size.context + max(0, size.correction) for device, size in sizes.items()}
-        # Ranks with equally many samples are alike; of different ranks, the one with least to spare is played.
-        tight = max(sizes, key=lambda device: candidate.needs[device] / max(1, self.budget[device]))
-        played_for = {tight} if candidate.plan.shares else set(sizes)
-        rank = candidate.plan.devices.index(tight) if candidate.plan.shares else 0
-        limit = min(self._limit(device, around[device], margin) for device in played_for)
-        played = self.replayed(candidate, rank, limit)
-        held = limit + played.missing_bytes if not played.fits else played.reserved_peak_bytes
+        played: dict[str, Replayed] = {}
+        held: dict[str, int] = {}
+        rank, limit, tight = 0, 0, ""
+        for first, devices in self._spoken_for(candidate):
+            most = min(self._limit(device, around[device], margin) for device in devices)
+            found = self.replayed(candidate, first, most)
+            if not played or not found.fits:
+                rank, limit, tight = first, most, devices[0]
+            played |= dict.fromkeys(devices, found)
+            held |= dict.fromkeys(devices, found.reserved_peak_bytes if found.fits else most + found.missing_bytes)
+            if not found.fits:
+                break
+        fits, released = played[tight].fits, max(found.released for found in played.values())
         tensors = sizes[tight].reserved - sizes[tight].rounding - around[tight]
-        free, kind = held, kind_of(candidate.plan)
-        if learns and (played.released or not played.fits) and kind not in self._scattering:
+        free, kind = held[tight], kind_of(candidate.plan)
+        if learns and (released or not fits) and kind not in self._scattering:
             without_limit = self.replayed(candidate, rank, None).reserved_peak_bytes
             if without_limit <= limit * _MOST_WITHOUT_LIMIT:
                 free = without_limit
             else:
                 self._scattering.add(kind)
-        self.lost[candidate.plan] = held - tensors, free - tensors
+        self.lost[candidate.plan] = held[tight] - tensors, free - tensors
         raw = {
-            device: _played(size, played) if device in played_for else size
+            device: _played(size, played[device]) if device in played else size
             for device, size in candidate.raw.items()
             if isinstance(size, DeviceBytes)
         }
         checked, _ = self.constraints.residuals.corrected(candidate.plan, raw)
         needs: dict[str, int] = {}
         for device in sizes:
-            reserved = held + around[device] if device in played_for else 0
+            reserved = held[device] + around[device] if device in held else 0
             needs[device] = math.ceil(max(checked[device].reserved, reserved) * margin)
         reason = shortage(needs)
         if reason is None and candidate.host is not None and not candidate.host.fits:
             reason = candidate.host.shortage(self.inventory, self.constraints.memory_margin)
-        if reason is None and not played.fits:
+        if reason is None and not fits:
             reason = f"needs more than {format_bytes(limit)}, the limit of torch's allocator"
         notes = candidate.notes
-        waiting = _SEGMENT_SECONDS * played.released if played.fits else 0.0
+        waiting = _SEGMENT_SECONDS * released if fits else 0.0
         if waiting:
-            times = "once" if played.released == 1 else f"{played.released} times"
+            times = "once" if released == 1 else f"{released} times"
             told = f"in each step the allocator has to give memory back to the driver {times}, which takes about {format_seconds(waiting)}"
             notes = (*notes, f"fits narrowly: {told}")
         return replace(
@@ -200,6 +208,20 @@ class Finalists:
             replayed=True,
             notes=notes,
         )
+
+    def _spoken_for(self, candidate: Candidate) -> list[tuple[int, list[str]]]:
+        """The ranks to play, the one with least to spare first, each with the devices for which it speaks. Of ranks with uneven shares the
+        tightest is played alone.
+        """
+        plan = candidate.plan
+        place = {device: number for number, device in enumerate(plan.devices)}
+        order = sorted(place, key=lambda device: -candidate.needs[device] / max(1, self.budget[device]))
+        if plan.shares:
+            return [(place[order[0]], order[:1])]
+        numbers, found = engines.of(plan).replayed(self.footprint, plan), dict[int, list[str]]()
+        for device in order:
+            found.setdefault(numbers[place[device]], []).append(device)
+        return [(min(map(place.__getitem__, devices)), devices) for devices in found.values()]
 
     def _limit(self, device_id: str, around_bytes: int, margin: float) -> int:
         """The most bytes that the allocator may hold on a device."""
@@ -228,7 +250,7 @@ class Finalists:
         """The replay of one of its ranks, limited to what the allocator may hold."""
         plan = candidate.plan
         device = self.inventory.device(plan.devices[rank]).name
-        how = *kind_of(plan), plan.zero_stage, plan.recompute, plan.shard, plan.micro_batches, plan.replicas
+        how = *kind_of(plan), plan.zero_stage, plan.recompute, plan.shard, plan.micro_batches, plan.replicas, plan.cuts
         key = (*how, plan.world_size, plan.shares, rank, device)
         played = self._play(candidate, rank, limit, (*key, limit))
         if played.fits or limit is None:

@@ -178,6 +178,24 @@ def test_the_replays_figures_are_reported(gpt: Footprint) -> None:
     assert sum(candidate.replayed for candidate in found.candidates) == 1
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_each_rank_of_a_pipeline_is_replayed(gpt: Footprint, schedule: Any) -> None:
+    here, cuts = inventory(count=4), tuple(block.fqn for block in gpt.blocks[1:])
+    pinned = Plan(engine="pipeline", devices=tuple(device.id for device in here.devices), cuts=cuts, schedule=schedule, micro_batches=4)
+    asked = Constraints(memory_margin=0, pinned=pinned)
+    best = make_report(gpt, here, asked).candidates[0]
+    assert best.replayed
+    for rank, (device, size) in enumerate(best.bytes.items()):
+        assert isinstance(size, DeviceBytes)
+        played = replay(gpt, pinned, rank, workspaces=(size.workspace // 2,) * 2)
+        assert size.to_dict()["rounding"] == played.reserved_peak_bytes - played.allocated_peak_bytes
+        assert best.needs[device] == played.reserved_peak_bytes + size.context
+    assert len(set(best.needs.values())) > 1
+    with pytest.raises(NothingFits) as nothing:
+        make_report(gpt, here, replace(asked, memory_limit_bytes=max(best.needs.values()) - 2 * MIB))
+    assert nothing.value.report.candidates[0].replayed
+
+
 def test_the_footprints_margin_counts_in_a_replay(gpt: Footprint) -> None:
     here = inventory()
     need = max(first(report(gpt, here, pinned=ONE)).needs.values())

@@ -8,15 +8,20 @@ from typing import Any
 
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank, Searching
+from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank, Searching, recomputed
+from lightning_autopar.memory.allocator.played_device import PlayedDevice
+from lightning_autopar.memory.allocator.tape_parts import TapeParts
+from lightning_autopar.memory.allocator.tape_player import Player
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import cuttable
 from lightning_autopar.planning.enumerate_plans import build_plan
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
 from lightning_autopar.strategies.parity.check_outcome import not_made
-from lightning_autopar.strategies.pipeline.memory import rank_bytes
+from lightning_autopar.strategies.pipeline.memory import rank_bytes, starts_of
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
+from lightning_autopar.strategies.pipeline.schedules import played_micro_batches, rank_actions
+from lightning_autopar.strategies.pipeline.tape_player import PipelinePlayer
 from lightning_autopar.strategies.pipeline.timing import PipelineStep
 from lightning_autopar.timing.rates import COLLECTIVES, Rates
 from lightning_autopar.timing.step_seconds import Step
@@ -30,6 +35,7 @@ class Pipeline(Engine):
     splits = False
     takes_remedies = False
     looks_long = True
+    replays = True
     measured = (*COLLECTIVES, "loop/pipeline", "action")
 
     def check(self, plan: Plan) -> None:
@@ -210,6 +216,32 @@ class Pipeline(Engine):
     def alike(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
         """Ranks at the same place of their pipelines are alike."""
         return [*range(plan.devices_per_replica)] * plan.replicas
+
+    def replayed(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
+        """Each stage by itself; replicas that are shards aren't replayed."""
+        return () if plan.shard else self.alike(footprint, plan)
+
+    def player(
+        self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]
+    ) -> Player | None:
+        """The player of a rank that runs its stages."""
+        if plan.shard:
+            return None
+        assert plan.schedule is not None, "a pipeline has one"
+        position, ranks = rank % plan.devices_per_replica, plan.devices_per_replica
+        number = played_micro_batches(plan.schedule, plan.stages, len(rows))
+        return PipelinePlayer(
+            machine,
+            script,
+            footprint,
+            [*rows[: -(-number // 2)], *rows[len(rows) - number // 2 :]],
+            recomputed(footprint, plan),
+            borders=starts_of(footprint, plan),
+            actions=rank_actions(plan.schedule, position, ranks, plan.stages, number),
+            schedule=plan.schedule,
+            samples=sum(rows),
+            replicas=plan.replicas,
+        )
 
 
 def _nowhere_cuttable(footprint: Footprint, constraints: Constraints) -> str | None:

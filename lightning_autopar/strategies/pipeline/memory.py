@@ -33,7 +33,9 @@ from lightning_autopar.plans import INTERLEAVED, Plan
 from lightning_autopar.strategies.pipeline.schedules import rank_actions
 
 #: From this size on, replicas average a gradient alone, without a copy (``strategies/pipeline/run/replicas.py``).
-_AVERAGED_ALONE_BYTES = 1024**2
+AVERAGED_ALONE_BYTES = 1024**2
+#: And so many bytes of smaller ones together.
+AVERAGED_TOGETHER_BYTES = 25 * 1024**2
 
 
 def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool = False) -> DeviceBytes:
@@ -49,7 +51,7 @@ def pipeline_bytes(footprint: Footprint, plan: Plan, rank: int, *, on_cpu: bool 
     """
     if footprint.tape is None or not footprint.outer:
         raise ValueError("the stages of a pipeline can't be predicted, as the step wasn't traced; choose another engine")
-    starts = _starts(footprint, plan)
+    starts = starts_of(footprint, plan)
     position, replica = rank % plan.devices_per_replica, rank // plan.devices_per_replica
     rows = max(1, -(-(footprint.batch_size - replica) // plan.replicas))
     own = {stage: (starts[stage], starts[stage + 1]) for stage in range(position, plan.stages, plan.devices_per_replica)}
@@ -127,7 +129,7 @@ def pipeline_evaluation(footprint: Footprint, plan: Plan, rank: int, share: floa
         share: its replica's part of the batch.
     """
     assert footprint.tape is not None, "asked before"
-    starts = _starts(footprint, plan)
+    starts = starts_of(footprint, plan)
     parts = parts_of(footprint.tape, len(footprint.blocks))
     own = range(rank % plan.devices_per_replica, plan.stages, plan.devices_per_replica)
     received = sum(one.size.at(share) for stage in own if stage for one in parts[starts[stage]].crossing)
@@ -151,7 +153,7 @@ def _indices(footprint: Footprint, fqns: tuple[str, ...]) -> list[int]:
 _PLACES: FootprintCache[dict[str, int]] = FootprintCache(4)
 
 
-def _starts(footprint: Footprint, plan: Plan) -> list[int]:
+def starts_of(footprint: Footprint, plan: Plan) -> list[int]:
     """The part with which each stage begins, and the number of all parts."""
     cuts = _indices(footprint, plan.cuts)
     if cuts != sorted(cuts) or cuts[0] == 0:
@@ -262,7 +264,7 @@ class _Stage:
             optimizer=sum(layer.optimizer_bytes for layer in layers) + sum(use[4] for use in shared),
             buffers=sum(layer.buffer_bytes for layer in layers),
             largest=max([*rows, *(use[2] for use in shared)], default=0),
-            flat=sum(size for size in learning if size < _AVERAGED_ALONE_BYTES),
+            flat=sum(size for size in learning if size < AVERAGED_ALONE_BYTES),
             received=received,
             sent=sent,
             output=output,

@@ -12,6 +12,9 @@ from typing import Literal, NamedTuple
 
 from lightning_autopar.plans import Schedule
 
+#: So many turns of one forward and one backward are enough to see what each one does to the allocator.
+_TURNS = 8
+
 Work = Literal["forward", "backward"]
 
 
@@ -37,6 +40,13 @@ def rank_actions(schedule: Schedule, rank: int, ranks: int, stages: int, micro_b
     if schedule == "1f1b":
         return _one_forward_one_backward(rank, stages, micro_batches)
     return _interleaved(rank, ranks, stages // ranks, micro_batches)
+
+
+def played_micro_batches(schedule: Schedule, stages: int, micro_batches: int) -> int:
+    """How many of a step's equal micro-batches show what all do: under 1F1B a rank holds no more at once. Under other schedules something
+    of each stays to the end.
+    """
+    return min(micro_batches, 2 * stages + _TURNS) if schedule == "1f1b" else micro_batches
 
 
 def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:

@@ -17,7 +17,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.profiler import profile
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.memory.play_stages import PlayedPipeline
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.exact.step import rows_of_gpu_draws
 from lightning_autopar.exact.step.recompute import recomputed
@@ -26,6 +25,7 @@ from lightning_autopar.memory.allocator.options import INTERVALS, AllocatorOptio
 from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.allocator.tape_parts import TapePart, read_script
 from lightning_autopar.memory.allocator.tape_player import BUCKET_BYTES, FIRST_BUCKET_BYTES, Player, bucket_sizes, parts_of
+from lightning_autopar.memory.batch_scaling import scaled
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.fullest_moments import DRAWN_ROWS, DRAWN_SHARE, drawn_bytes
 from lightning_autopar.memory.step_parts import parts_of as step_parts
@@ -36,11 +36,11 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.engine import FSDP
 from lightning_autopar.strategies.fsdp.memory import Widths
 from lightning_autopar.strategies.fsdp.tape_player import split_parameter
+from lightning_autopar.strategies.pipeline import engine as pipeline
 from lightning_autopar.strategies.pipeline.memory import pipeline_bytes
 from tests.memory.measured import make_trainer, real_peak_bytes
 from tests.memory.trace.test_trace import GPT, Module, images, mlp, resnet, tokens, vectors
 
-PLAYED = {"pipeline": PlayedPipeline()}
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -316,7 +316,7 @@ def test_categories_add_up_to_what_is_allocated(
         values |= {"cuts": ("b",), "schedule": "1f1b" if reshard else "gpipe", "micro_batches": micro_batches + 1}
     of = plan(engine, 1 if engine == "single" else 2, **values)
     footprint = footprint_of(step_of_two_blocks(saved))
-    asked: dict[str, Any] = {"workspaces": (workspace_bytes,) if workspace_bytes else (), "engine": PLAYED.get(engine)}
+    asked: dict[str, Any] = {"workspaces": (workspace_bytes,) if workspace_bytes else ()}
     most = replay(footprint, of, 0, **asked).reserved_peak_bytes
     for limit in (None, most, int(share * most)):
         told = replay(footprint, of, 0, limit_bytes=limit, **asked)
@@ -356,7 +356,7 @@ def test_the_second_step_finds_what_the_first_one_left() -> None:
     [
         (replace(FOOTPRINT, tape=None), plan(), "wasn't traced"),
         (FOOTPRINT, plan("zero", 2, zero_stage=1), "'zero-1 ×2' can't be replayed"),
-        (FOOTPRINT, plan("pipeline", 4, cuts=("b",), schedule="gpipe", replicas=2), "2 replicas' can't be replayed"),
+        (FOOTPRINT, plan("pipeline", 4, cuts=("b",), schedule="gpipe", replicas=2, shard=("a",)), "2 sharded replicas' can't be replayed"),
     ],
 )
 def test_what_cannot_be_replayed_is_said(footprint: Footprint, of: Plan, message: str) -> None:
@@ -503,7 +503,38 @@ def test_stages_as_predicted_by_their_parts(deep: Footprint, schedule: Any, rank
     options = AllocatorOptions(expandable_segments=True)
     for rank in range(ranks):
         predicted = pipeline_bytes(deep, of, rank).allocated
-        assert replay(deep, of, rank, options=options, engine=PLAYED["pipeline"]).allocated_peak_bytes == pytest.approx(predicted, rel=0.01)
+        assert replay(deep, of, rank, options=options).allocated_peak_bytes == pytest.approx(predicted, rel=0.01)
+
+
+def test_a_parameter_of_two_stages_has_its_gradient_in_both() -> None:
+    """On the tape the last part's gradient waits for the first part's, and takes it in: it is complete in one of them only."""
+    tape = Tape()
+    for action, storage, size_bytes, kind in step_of_two_blocks():
+        tape.add(action, storage, size_bytes, kind)
+        if (action, storage) == ("allocate", 1):
+            tape.add("allocate", 3, PARAMETER * KIB, "parameters")
+        elif action == "return" and storage != 1:
+            tape.add("allocate", 60 + storage, PARAMETER * KIB, "fixed")
+            if storage == 0:
+                tape.add("free", 60, 0, "fixed")
+                tape.add("become", 62, PARAMETER * KIB, "gradients")
+    size = PARAMETER * KIB
+    holder = LayerFootprint(fqn="", parameter_bytes=size, gradient_bytes=size, parameter_rows=((16, 4 * KIB, True),))
+    tied = replace(
+        footprint_of(tape), outer=(holder, *(LayerFootprint(fqn=""),) * 2), also_uses=((2, "p", size, size, 0),), holders={"p": 0}
+    )
+    for rank in range(2):
+        found = replay(tied, plan("pipeline", 2, cuts=("b",), schedule="gpipe", micro_batches=2), rank)
+        assert found.by_category["gradients"] == 2 * size
+
+
+def test_of_many_micro_batches_some_show_what_all_do(deep: Footprint, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = tuple(block.fqn for block in deep.blocks)
+    of, many = plan("pipeline", 4, cuts=names[2::2], schedule="1f1b", micro_batches=32), scaled(deep, 64)
+    some = [replay(many, of, rank) for rank in range(4)]
+    monkeypatch.setattr(pipeline, "played_micro_batches", lambda schedule, stages, micro_batches: micro_batches)
+    assert [replay(many, of, rank) for rank in range(4)] == some
+    assert replay(many, of, 0).allocations > 1.5 * some[0].allocations
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory.stage_rank import GPT, make_plan, measure_stage, rank_of_pipeline
@@ -15,6 +17,7 @@ from lightning_autopar._fork import run_forked
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.step_parts import Size, parts_of
 from lightning_autopar.memory.tape import Tape
+from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.pipeline.memory import pipeline_bytes
 from lightning_autopar.strategies.pipeline.partition import stage_tables
@@ -140,6 +143,44 @@ def test_parts_are_read_off_the_tape() -> None:
     assert parts[3].backward[True, True].at(1.0) == 1000 + 200 + 100
     assert parts[3].first[True, False].at(1.0) == 1000 + 200 + 40
     assert parts[3].first[False, False].at(0.5) == 500 + 50 + 40
+
+
+class Layer(nn.Module):
+    """Attends nobody, by a bias and a mask that all layers get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x) + bias) * mask
+
+
+class Biased(pl.LightningModule):
+    """Makes both before its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.layers = nn.Parameter(torch.zeros(4)), nn.ModuleList(Layer() for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x, bias, mask = batch.clone(), self.bias.expand(len(batch), 4).contiguous(), batch.gt(0).to(batch.dtype)
+        for layer in self.layers:
+            x = layer(x, bias, mask)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_what_learns_and_is_made_before_the_first_block_crosses_each_cut() -> None:
+    """A position bias is sent from stage to stage, and its gradient back; a mask is made anew."""
+    footprint = trace(Biased(), None, torch.randn(8, 4))
+    assert footprint.tape is not None
+    parts = parts_of(footprint.tape, 4)
+    size = Size(8 * 4 * 4, 0)
+    assert [[one.size for one in part.crossing] for part in parts[1::2]] == [[], *[[size, size]] * 3]
+    assert [part.anew for part in parts[3::2]] == [size] * 3
 
 
 @pytest.mark.parametrize(

@@ -2,40 +2,42 @@
 
 As ``torch.distributed.pipelining`` runs them (torch 2.13, ``schedules.py``; ``strategies/pipeline/run/torch_schedules.py``): what a stage
 receives is allocated when it is asked for; until its backward, a micro-batch keeps what it received, what forward saved and its output;
-what was sent back stays until the schedule's end, under 1F1B until the next is sent. No old gradients are there when the schedule begins.
+what was sent back stays until the schedule's end, under 1F1B until the next is sent. No old gradients are there when the schedule begins;
+those of batches before it that are accumulated lie aside. Replicas average their gradients when the last backward of a stage is over.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
-from lightning_autopar.engines import recomputed
 from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
 from lightning_autopar.memory.allocator.tape_player import Player
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.step_parts import Size, parts_of
-from lightning_autopar.plans import Plan, Schedule
-from lightning_autopar.strategies.pipeline.engine import Pipeline
-from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
+from lightning_autopar.plans import INTERLEAVED, Schedule
+from lightning_autopar.strategies.pipeline.memory import AVERAGED_ALONE_BYTES, AVERAGED_TOGETHER_BYTES
+from lightning_autopar.strategies.pipeline.schedules import Action
 
 #: What an optimizer keeps of this size or less isn't of a parameter's shape, but a number (of steps).
 _SCALAR_BYTES = 8
 
 
-class Stages(Player):
+class PipelinePlayer(Player):
     """A rank of a pipeline.
 
     Args:
         machine: its device.
         script: the step.
         footprint: whose step it is, with its tape.
-        rows: samples of each micro-batch.
+        rows: samples of each micro-batch that is played.
         recompute: indices of the blocks that keep only what enters them.
         borders: with which part of the tape each stage begins, and how many there are (outer part i is number 2i, block i is 2i + 1).
         actions: what the rank does in a step, in order.
         schedule: whose order it is.
+        samples: of the rank's part of the batch.
+        replicas: how many ranks average the gradients of the same stages.
     """
 
     def __init__(
@@ -49,14 +51,20 @@ class Stages(Player):
         borders: Sequence[int],
         actions: Sequence[Action],
         schedule: Schedule,
+        samples: int,
+        replicas: int,
     ) -> None:
         super().__init__(machine, script, footprint, rows, recompute)
         assert footprint.tape is not None, "there is a script of it"
         self.actions = actions
         self.schedule = schedule
+        self.samples = samples
+        self._averages = replicas > 1
+        self._accumulates = footprint.tape.batches > 1
         self.stages = sorted({action.stage for action in actions})
         self._parts: dict[tuple[bool, int], list[TapePart]] = {}
-        for part in script.parts:
+        last = max((place for place, part in enumerate(script.parts) if (part.mark, part.index) == ("leave", -1)), default=0)
+        for part in script.parts[last:]:  # of the last batch, where gradients are accumulated
             number = 2 * part.index + 2 if part.mark == "leave" else 2 * part.index + (part.mark != "return")
             stage = next(stage for stage in range(len(borders) - 1) if borders[stage] <= number < borders[stage + 1])
             self._parts.setdefault((part.mark in ("forward", "leave"), stage), []).append(part)
@@ -64,11 +72,25 @@ class Stages(Player):
         crossing = [[one.size for one in sizes[border].crossing] if 0 < border < len(sizes) else [] for border in borders]
         self._received = {stage: crossing[stage] for stage in self.stages}
         self._sent = {stage: crossing[stage + 1] for stage in self.stages}
+        through = {stage: Counter(sizes[borders[stage]].crossing) for stage in self.stages if 0 < stage < len(borders) - 2}
+        #: What a stage receives and sends on: its gradient is summed here.
+        self._through = {
+            stage: [one.size for one in (entering & Counter(sizes[borders[stage + 1]].crossing)).elements()]
+            for stage, entering in through.items()
+        }
         self._anew = {stage: sizes[borders[stage]].anew for stage in self.stages if stage}
         self._layers = {stage: _layers(footprint, borders[stage], borders[stage + 1]) for stage in self.stages}
         shared = {stage: footprint.shared_uses(borders[stage], borders[stage + 1]) for stage in self.stages}
-        #: Of parameters that another part holds on the tape, whose gradients are complete there only.
-        self._shared_gradients = {stage: sum(use[3] for use in uses) for stage, uses in shared.items()}
+        self._gradients = {stage: _sizes(self._layers[stage], learning=True) for stage in self.stages}
+        self._averaged = {stage: flat_sizes([*self._gradients[stage], *(use[3] for use in shared[stage])]) for stage in self.stages}
+        #: Gradients that are complete in one part only on the tape, but in each stage here; and those that a stage's first part to use the
+        #: parameter adds to those of its later ones, by the later one.
+        self._shared = {stage: Counter[int]() for stage in self.stages}
+        self._waiting = {stage: list[tuple[int, int]]() for stage in self.stages}
+        for stage in self.stages:
+            self._find_shared(stage, range(borders[stage], borders[stage + 1]))
+        self._learning = {stage: Counter([*self._gradients[stage], *(use[3] for use in shared[stage])]) for stage in self.stages}
+        self._completed: Counter[int] = Counter()
         everything = _sizes(_layers(footprint, 0, borders[-1]))
         self._own = {stage: [*_sizes(self._layers[stage]), *(use[2] for use in shared[stage])] for stage in self.stages}
         held, there = Counter(size for sizes_of in self._own.values() for size in sizes_of), Counter(everything)
@@ -78,6 +100,18 @@ class Stages(Player):
         self._met: Counter[int] = Counter()
         self._made = {stage: self._storages(stage) for stage in self.stages}
         self._handed_on = {stage: self._to_be_added(stage) for stage in self.stages}
+
+    def _find_shared(self, stage: int, own: range) -> None:
+        """Look for parameters that parts of several stages use."""
+        users: dict[str, tuple[set[int], int]] = {}
+        for index, name, _, gradient_bytes, _ in self.footprint.also_uses:
+            users.setdefault(name, ({self.footprint.holders.get(name, 0)}, gradient_bytes))[0].add(2 * index)
+        for parts, size_bytes in users.values():
+            within = parts.intersection(own)
+            if within and len(within) < len(parts):
+                self._shared[stage][size_bytes] += 1
+            if len(within) > 1 and max(parts) not in within:
+                self._waiting[stage].append((max(within), size_bytes))
 
     def _storages(self, stage: int) -> set[int]:
         """What the stage makes, but for gradients."""
@@ -98,6 +132,7 @@ class Stages(Player):
                 self.machine.hold(("parameter", stage, number), size_bytes, "parameters")
             for number, layer in enumerate(self._layers[stage]):
                 self.machine.hold(("buffers", stage, number), layer.buffer_bytes, "buffers")
+        self.machine.hold("partless", self.footprint.partless_buffer_bytes, "buffers")
 
     def _share(self, rows: int) -> float:
         return rows / self.footprint.batch_size if self.footprint.batch_size else 1.0
@@ -106,38 +141,72 @@ class Stages(Player):
         """The batch; what belongs to parameters is held by stage."""
         return change.kind == "input"
 
+    def complete(self, key: Hashable, change: TapeChange) -> None:
+        """See :class:`Player`; counts them."""
+        self._completed[change.size_bytes] += 1
+        super().complete(key, change)
+
+    def size_of(self, change: TapeChange, *, updating: bool) -> int:
+        """The batch lies whole on the device, also where some of its micro-batches aren't played."""
+        if change.kind == "input" and change.grows:
+            return self.share(change.size_bytes, self.samples)
+        return super().size_of(change, updating=updating)
+
     def step(self) -> None:
         """Play the schedule once, then the optimizer."""
+        machine = self.machine
         for change in self.script.before:
             if change.kind == "gradients":
-                self.machine.drop(change.storage)
+                machine.drop(change.storage)
         for stage in self.stages:
-            self.machine.drop(("shared gradients", stage))
+            machine.drop_all(("shared gradients", stage))
+            machine.drop_all(("accumulated", stage))
         self.arrive()
+        if self._accumulates:
+            for stage in self.stages:
+                machine.hold_all(("accumulated", stage), self._gradients[stage], "gradients")
+        averaged = {stage: micro for work, stage, micro in self.actions if work == "backward"}
         for work, stage, micro in self.actions:
             self.micro = micro
             share = self._share(self.rows[micro])
-            if work == "forward":
+            forward = work == "forward"
+            if forward:
                 self._receive("activations", stage, micro, self._received[stage], share)
             else:
                 self._receive("gradients", stage, micro, self._sent[stage], share)
-            for part in self._parts.get((work == "forward", stage), ()):
+            if self.steps == 0:  # the step's first product, which the tape has noted, may be another stage's
+                self._multiply(int(not forward))
+            for part in self._parts.get((forward, stage), ()):
                 self.play(part)
                 for storage in self._handed_on[stage].intersection(change.storage for change in part.changes):
-                    self.machine.drop(self.key(storage))
+                    machine.drop(self.key(storage))
+                if not forward:
+                    self._sum(stage, 2 * part.index + (part.mark == "backward"), share)
             self._end_backward()
-            if work == "forward":
-                if stage:
-                    self.machine.hold(("anew", stage, self.micro), self._anew[stage].at(self._share(self.rows[self.micro])), "activations")
-                continue
-            self._after_backward(stage)
+            if forward and stage:
+                machine.hold(("anew", stage, micro), self._anew[stage].at(share), "activations")
+            elif not forward:
+                self._after_backward(stage)
+                if self._averages and averaged[stage] == micro:
+                    machine.hold_all(("averaged", stage), self._averaged[stage], "communication")
         for stage in self.stages:
             for micro in range(len(self.rows)):
-                self.machine.drop(("sent", stage, micro))
+                machine.drop_all(("sent", stage, micro))
+            machine.drop_all(("averaged", stage))
+            machine.drop_all(("new gradients", stage))
         self.micro = 0
         self.update()
         self.depart()
-        self.machine.settle()
+        machine.settle()
+
+    def _sum(self, stage: int, number: int, share: float) -> None:
+        """After the backward of a part: what is summed until the stage's is over."""
+        if ("through", stage, 0) not in self.machine:
+            for place, size in enumerate(self._through.get(stage, ())):
+                self.machine.hold(("through", stage, place), size.at(share), "temporary")
+        for place, (last, size_bytes) in enumerate(self._waiting[stage]):
+            if last == number:
+                self.machine.hold(("waiting", stage, place), size_bytes, "gradients")
 
     def _receive(self, what: str, stage: int, micro: int, sizes: Sequence[Size], share: float) -> None:
         """What a neighbour sends of a micro-batch."""
@@ -150,19 +219,25 @@ class Stages(Player):
         for storage in self._made[stage]:
             machine.drop(self.key(storage))
         machine.drop(("anew", stage, self.micro))
+        for place in range(len(self._through.get(stage, ()))):
+            machine.drop(("through", stage, place))
+        for place in range(len(self._waiting[stage])):
+            machine.drop(("waiting", stage, place))
         for number in range(len(self._received[stage])):
             machine.drop(("activations", stage, self.micro, number))
         for number in range(len(self._sent[stage])):
             machine.drop(("gradients", stage, self.micro, number))
-        if ("shared gradients", stage) not in machine:
-            machine.hold(("shared gradients", stage), self._shared_gradients[stage], "gradients")
+        if self.micro == 0:
+            there = self._learning[stage] - self._completed
+            machine.hold_all(("shared gradients", stage), list((self._shared[stage] & there).elements()), "gradients")
+            self._completed.clear()
+            if self._accumulates:
+                machine.hold_all(("new gradients", stage), self._gradients[stage], "gradients")
         share = self._share(self.rows[self.micro])
-        lingering = sum(size.at(share) for size in self._received[stage])
         if self.schedule == "1f1b":
-            machine.drop(("sent", stage, self.micro - 1))
-        elif self.schedule == "interleaved_1f1b":
-            lingering += sum(size.at(share) for size in self._sent[stage])
-        machine.hold(("sent", stage, self.micro), lingering, "communication")
+            machine.drop_all(("sent", stage, self.micro - 1))
+        lingering = [*self._received[stage], *(self._sent[stage] if self.schedule in INTERLEAVED else ())]
+        machine.hold_all(("sent", stage, self.micro), [size.at(share) for size in lingering], "communication")
 
     def update(self) -> None:
         """The optimizer sees the parameters of its own stages."""
@@ -197,23 +272,19 @@ def _layers(footprint: Footprint, begin: int, end: int) -> list[LayerFootprint]:
     return [footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2] for number in range(begin, end)]
 
 
-def _sizes(layers: Sequence[LayerFootprint]) -> list[int]:
-    """Bytes of each of their parameters."""
-    return [rows * row_bytes for layer in layers for rows, row_bytes, _ in layer.parameter_rows]
+def _sizes(layers: Sequence[LayerFootprint], *, learning: bool = False) -> list[int]:
+    """Bytes of each of their parameters, or of those that learn."""
+    return [rows * row_bytes for layer in layers for rows, row_bytes, learns in layer.parameter_rows if learns or not learning]
 
 
-class PlayedPipeline(Pipeline):
-    """The engine, with a player: planning replays no pipeline."""
-
-    def player(
-        self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]
-    ) -> Player | None:
-        """A rank that runs its stages; pipelines side by side can't be played."""
-        if plan.replicas > 1:
-            return None
-        assert plan.schedule is not None, "a pipeline has one"
-        index = {block.fqn: number for number, block in enumerate(footprint.blocks)}
-        borders = [0, *(2 * index[fqn] + 1 for fqn in plan.cuts), 2 * len(footprint.blocks) + 1]
-        actions = rank_actions(plan.schedule, rank, plan.world_size, plan.stages, len(rows))
-        again = recomputed(footprint, plan)
-        return Stages(machine, script, footprint, rows, again, borders=borders, actions=actions, schedule=plan.schedule)
+def flat_sizes(gradients: Sequence[int]) -> list[int]:
+    """Bytes of the flat copies in which replicas average small gradients."""
+    found: list[int] = []
+    for size_bytes in gradients:
+        if size_bytes >= AVERAGED_ALONE_BYTES:
+            continue
+        if found and found[-1] + size_bytes <= AVERAGED_TOGETHER_BYTES:
+            found[-1] += size_bytes
+        else:
+            found.append(size_bytes)
+    return found
