@@ -18,7 +18,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import Callback, LightningModule, Trainer
 from lightning_autopar._root import FRAMEWORK, package_of
-from lightning_autopar.exact.logs.logging_hooks import is_quiet, overridden, reached
+from lightning_autopar.exact.logs.logging_hooks import is_log, is_quiet, mentions, overridden, reached
 
 _HOOKS = tuple(f"on_{stage}_batch_{point}" for stage in ("train", "validation", "test") for point in ("start", "end"))
 #: Of a prediction, which returns what it finds: nobody has tried what it keeps.
@@ -40,19 +40,23 @@ def keeping_hooks(trainer: Trainer, *, predicting: bool = False) -> tuple[str, .
     own = "on each rank is that of its own batches" if predicting else "on each rank and in each part is that of its own samples"
     found = list[str]()
     for each, hook in overridden(trainer, _PREDICTING if predicting else _HOOKS):
-        if _keeps(getattr(each, hook), each, trainer.lightning_module):
+        if _keeps(each, hook, trainer.lightning_module):
             found.append(f"{_title(each)} may keep what {hook} gets of a batch, which {own}")
-        if not predicting and _draws(getattr(each, hook), each, trainer.lightning_module):
+        if not predicting and _draws(each, hook, trainer.lightning_module):
             found.append(f"{_title(each)} may draw random numbers for what {hook} gets of a batch: each rank draws for its own samples")
     return tuple(found)
 
 
-def changing_callbacks(trainer: Trainer) -> tuple[Callback, ...]:
-    """The callbacks that may change a batch before its step, but for those that draw random numbers for it, of which a sentence tells."""
-    module, name = trainer.lightning_module, "on_train_batch_start"
-    hooks = ((each, inspect.unwrap(getattr(each, name))) for each, _ in overridden(trainer, (name,)) if each is not module)
-    using = (each for each, hook in hooks if (code := getattr(hook, "__code__", None)) and _uses_batch(code, name, after=3))
-    return tuple(each for each in using if not _draws(getattr(each, name), each, module))
+def tried_hooks(trainer: Trainer) -> dict[str, list[Any]]:
+    """Whose hooks of a batch are to be tried on a split one, by the hook's name, in Lightning's order: those that may change the batch
+    before its step, and those that log what they make of it; but for those of which a sentence tells (see :func:`keeping_hooks`).
+    """
+    module, found = trainer.lightning_module, dict[str, list[Any]]()
+    for each, name in sorted(overridden(trainer, _HOOKS), key=lambda pair: pair[0] is module):
+        logs = name.endswith("end") and mentions([getattr(each, name)], module, is_log) and not _keeps(each, name, module)
+        if (logs or name.endswith("start")) and _uses_batch(each, name, module) is not False and not _draws(each, name, module):
+            found.setdefault(name, []).append(each)
+    return found
 
 
 def names_in_callbacks(trainer: Trainer) -> Iterator[tuple[Callback, set[str]]]:
@@ -67,14 +71,11 @@ def _title(owner: Any) -> str:
     return "the module" if isinstance(owner, LightningModule) else f"the callback {type(owner).__name__}"
 
 
-def _keeps(hook: Any, owner: Any, module: LightningModule) -> bool:
+def _keeps(owner: Any, hook: str, module: LightningModule) -> bool:
     """Whether a hook uses its batch or outputs, and it or a function of the same package that it names stores something."""
-    function = inspect.unwrap(getattr(hook, "__func__", hook))
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return True
-    if not _uses_batch(code, function.__name__, after=1 if owner is module else 3):
-        return False
+    if not (uses := _uses_batch(owner, hook, module)):
+        return uses is None
+    function = _function(owner, hook)
     home = package_of(function)
     for code, names, holder in reached([(function, owner)], module, lambda each: package_of(each) != home):
         # A metric's states are the whole batch's wherever they are: ranks exchange them.
@@ -85,16 +86,14 @@ def _keeps(hook: Any, owner: Any, module: LightningModule) -> bool:
     return False
 
 
-def _draws(hook: Any, owner: Any, module: LightningModule) -> bool:
+def _draws(owner: Any, hook: str, module: LightningModule) -> bool:
     """Whether a hook uses its batch or outputs, and may draw random numbers, by the names in its code and in what that calls.
 
     A callback may train a network of its own, of which its other methods tell.
     """
-    function = inspect.unwrap(getattr(hook, "__func__", hook))
-    code = getattr(function, "__code__", None)
-    if code is None or not _uses_batch(code, function.__name__, after=1 if owner is module else 3):
+    if not _uses_batch(owner, hook, module):
         return False
-    found = reached([(function, owner)], module, lambda each: package_of(each) in FRAMEWORK)
+    found = reached([(_function(owner, hook), owner)], module, lambda each: package_of(each) in FRAMEWORK)
     names = {name for _, names, _ in found for name in names}
     kinds = [kind for kind in type(owner).__mro__ if owner is not module and package_of(kind) not in FRAMEWORK]
     methods = [method for kind in kinds for method in vars(kind).values() if isinstance(method, types.FunctionType)]
@@ -122,11 +121,20 @@ def _stores(code: types.CodeType, methods: Set[str]) -> bool:
     return any(_stores(inner, methods) for inner in code.co_consts if isinstance(inner, types.CodeType))
 
 
-def _uses_batch(code: types.CodeType, hook: str, *, after: int) -> bool:
-    """Whether code loads the batch or the step's outputs, which follow the first ``after`` arguments.
+def _function(owner: Any, hook: str) -> Any:
+    found = getattr(owner, hook)
+    return inspect.unwrap(getattr(found, "__func__", found))
+
+
+def _uses_batch(owner: Any, hook: str, module: LightningModule) -> bool | None:
+    """Whether a hook loads the batch or the step's outputs; None where its code can't be looked into.
 
     ``outputs["loss"]`` of a training step doesn't count: it is the whole batch's.
     """
+    code = getattr(_function(owner, hook), "__code__", None)
+    if code is None:
+        return None
+    after = hasattr(getattr(owner, hook), "__func__") + (0 if owner is module else 2)  # without self where it is no method
     variadic = bool(code.co_flags & inspect.CO_VARARGS)
     wanted = code.co_varnames[: code.co_argcount + variadic][after : after + (2 if hook.endswith("end") else 1)]
     if variadic and code.co_argcount <= after:

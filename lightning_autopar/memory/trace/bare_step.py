@@ -236,8 +236,9 @@ class BareStep:
         self.stage = stage
         self.optimizers: list[Optimizer] = []
         self.notes: dict[str, None] = {}
-        #: Those that :meth:`begin_batch` calls.
-        self.callbacks: Sequence[Any] = ()
+        #: Whose hooks :meth:`batch_hooks` calls, by the hook's name; and the loop that runs.
+        self.hooks: Mapping[str, Sequence[Any]] = {}
+        self.loop = "train"
         #: Whether the last step of automatic optimization had a backward.
         self.went_back = False
         self._trainer = TrainerView(trainer)
@@ -390,7 +391,7 @@ class BareStep:
 
     def begin_evaluation(self, stage: str = "validation") -> None:
         """After steps of training: what Lightning calls before the first batch of a validation loop within ``fit``, or of a test."""
-        self._kept = None
+        self._kept, self.loop = None, stage
         self._trainer.give(training=False, validating=stage == "validation", testing=stage == "test")
         self.module.eval()
         for name in (f"on_{stage}_start", f"on_{stage}_epoch_start"):
@@ -418,11 +419,17 @@ class BareStep:
         """Call a hook that the module overrides; if it fails, note that and go on, as hooks rarely matter to memory."""
         return self._called(name, getattr(self.module, name), *args) if is_overridden(name, self.module) else None
 
-    def begin_batch(self, batch: Any, batch_idx: int) -> None:
-        """What Lightning calls before a training step: the callbacks, which may change the batch, and the module."""
-        for callback in self.callbacks:
-            self._called("on_train_batch_start", callback.on_train_batch_start, self._trainer, self.module, batch, batch_idx)
-        self._hook("on_train_batch_start", batch, batch_idx)
+    def batch_hooks(self, point: str, *given: Any) -> None:
+        """Call the hooks at a batch's ``"start"``, which may change it, or at its ``"end"``, as Lightning does around a step."""
+        name = f"on_{self.loop}_batch_{point}"
+        owners = self.hooks.get(name, ())
+        for owner in owners:
+            hook = getattr(owner, name)
+            loader = inspect.signature(hook).parameters.get("dataloader_idx")
+            last = (0,) if loader is not None and loader.default is inspect.Parameter.empty else ()
+            self._called(name, hook, *(() if owner is self.module else (self._trainer, self.module)), *given, *last)
+        if name == "on_train_batch_start" and self.module not in owners:
+            self._hook(name, *given)
 
     def _called(self, name: str, hook: Callable[..., Any], *args: Any) -> Any:
         try:
