@@ -18,7 +18,12 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import Callback, LightningModule, Trainer
 from lightning_autopar._root import FRAMEWORK, package_of
+from lightning_autopar.exact.logs.log_rules import recorded_logs
 from lightning_autopar.exact.logs.logging_hooks import is_log, is_quiet, mentions, overridden, reached
+from lightning_autopar.memory.trace.bare_step import TrainerView, loader_index
+from lightning_autopar.memory.trace.first_batch import RAISED, copied
+from lightning_autopar.memory.trace.no_writes import no_writes
+from lightning_autopar.text import error_line
 
 _HOOKS = tuple(f"on_{stage}_batch_{point}" for stage in ("train", "validation", "test") for point in ("start", "end"))
 #: Of a prediction, which returns what it finds: nobody has tried what it keeps.
@@ -57,6 +62,22 @@ def tried_hooks(trainer: Trainer) -> dict[str, list[Any]]:
         if (logs or name.endswith("start")) and _uses_batch(each, name, module) is not False and not _draws(each, name, module):
             found.setdefault(name, []).append(each)
     return found
+
+
+def as_callbacks_leave(batch: Any, trainer: Trainer, loop: str) -> tuple[Any, list[str]]:
+    """A batch as callbacks leave it for the step, and a sentence for each that can't be asked. For a forked child: they are called."""
+    module, name, unknown = trainer.lightning_module, f"on_{loop}_batch_start", list[str]()
+    changing = [each for each, _ in overridden(trainer, (name,)) if each is not module and _uses_batch(each, name, module) is not False]
+    batch = copied(batch) if changing else batch
+    for each in changing:
+        hook = getattr(each, name)
+        try:
+            with recorded_logs(module), no_writes({}):
+                hook(TrainerView(trainer), module, batch, 0, *loader_index(hook))
+        except RAISED as error:
+            words = f"what {name} of the callback {type(each).__name__} makes of a batch isn't counted"
+            unknown.append(f"{words}, as it can't run before the run ({error_line(error)})")
+    return batch, unknown
 
 
 def names_in_callbacks(trainer: Trainer) -> Iterator[tuple[Callback, set[str]]]:

@@ -425,9 +425,7 @@ class BareStep:
         owners = self.hooks.get(name, ())
         for owner in owners:
             hook = getattr(owner, name)
-            loader = inspect.signature(hook).parameters.get("dataloader_idx")
-            last = (0,) if loader is not None and loader.default is inspect.Parameter.empty else ()
-            self._called(name, hook, *(() if owner is self.module else (self._trainer, self.module)), *given, *last)
+            self._called(name, hook, *(() if owner is self.module else (self._trainer, self.module)), *given, *loader_index(hook))
         if name == "on_train_batch_start" and self.module not in owners:
             self._hook(name, *given)
 
@@ -475,6 +473,12 @@ class BareStep:
 
     def _defaults(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._default_dtype is None else default_dtype(self._default_dtype)
+
+
+def loader_index(hook: Callable[..., Any]) -> tuple[int, ...]:
+    """What a hook at a batch's start or end gets behind all else: nothing, unless it insists on its loader's number."""
+    wanted = inspect.signature(hook).parameters.get("dataloader_idx")
+    return (0,) if wanted is not None and wanted.default is inspect.Parameter.empty else ()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from lightning_autopar.exact.data.collate import CollateAll
 from lightning_autopar.exact.data.collate_trial import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import Dealing
-from lightning_autopar.exact.logs.kept_by_hooks import keeping_hooks
+from lightning_autopar.exact.logs.kept_by_hooks import as_callbacks_leave, keeping_hooks
 from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.exact.step.random_draws import DrawPlan
@@ -211,7 +211,7 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
     validation = validation_batch(module, trainer) if stage == "fit" else None
     seen = seen_sizes(module, batch, validation)
     footprint, untraced = _looked_at(trainer, questions, batch, seen.validation)
-    footprint = with_copies(at_lengths(partial(run_forked, _traced, trainer, questions), batch, footprint, seen), trainer, batch)
+    footprint = with_copies(at_lengths(partial(run_forked, _traced_apart, trainer, questions), batch, footprint, seen), trainer, batch)
     torch.set_num_threads(idle_threads())  # the trace counts what the run's own threads take
     if (footprint.conduct if stage == "fit" else footprint.tape) is None and not footprint.traced and not guessing:
         return None
@@ -344,13 +344,13 @@ def _looked_at(trainer: Trainer, questions: Questions, batch: FirstBatch, valida
     """
     try:
         early = partial(_import_early, questions.engines)
-        return run_forked(_traced, trainer, questions, batch, validation, meanwhile=early), None
+        return run_forked(_traced_apart, trainer, questions, batch, validation, meanwhile=early), None
     except ChildFailed as error:
         log.debug("the step can't be traced", exc_info=True)
         failed_by = error
     if failed_by.crashed:
         try:
-            return run_forked(_traced, trainer, questions, batch, validation, failed_by.reason), None
+            return run_forked(_traced_apart, trainer, questions, batch, validation, failed_by.reason), None
         except ChildFailed as error:
             log.debug("the step can't be run for real either", exc_info=True)
             failed_by = error
@@ -470,16 +470,16 @@ def _traced(
     trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None = None, crashed: str | None = None
 ) -> Footprint:
     """Traces the step as it will run on the present devices; see :func:`.trace.trace`."""
-    return trace(
-        trainer.lightning_module,
-        trainer,
-        batch,
-        stage=stage_of(trainer),
-        precision=str(trainer.precision),
-        target=questions.target,
-        validation=validation,
-        crashed=crashed,
-    )
+    asked: dict[str, Any] = {"precision": str(trainer.precision), "target": questions.target, "validation": validation, "crashed": crashed}
+    return trace(trainer.lightning_module, trainer, batch, stage=stage_of(trainer), **asked)
+
+
+def _traced_apart(trainer: Trainer, questions: Questions, batch: FirstBatch, *given: Any) -> Footprint:
+    """The same in a forked child, where callbacks may be called: with the batch as they leave it for the step."""
+    loop = {"fit": "train", "validate": "validation"}.get(stage := stage_of(trainer), stage)
+    left, unknown = as_callbacks_leave(batch.batch, trainer, loop)
+    footprint = _traced(trainer, questions, replace(batch, batch=left), *given)
+    return replace(footprint, assumptions=(*footprint.assumptions, *unknown))
 
 
 def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:

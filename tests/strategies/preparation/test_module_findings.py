@@ -242,3 +242,32 @@ def test_a_parameter_without_a_shape_needs_one_device(layer: nn.Module, splittab
     split, _ = module_findings._split(module, pl.Trainer(accelerator="cpu", **QUIET), _batch(torch.stack), footprint=step, despite=())  # type: ignore[arg-type]
     assert split.splittable is splittable
     assert splittable or "'late.weight' gets its shape in the first step, and several devices need it before" in str(split.reason)
+
+
+class Longer(pl.Callback):
+    """Repeats a batch's samples, as test-time augmentation does."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        batch[0] = batch[0].repeat(3, 1)
+        pl_module.log("samples", len(batch[0]))
+
+
+class Lost(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        batch[0] = batch[0].to(self.device)  # type: ignore[attr-defined]  # as a callback's setup on a device makes it
+
+
+@pytest.mark.parametrize(("callback", "times"), [(Longer(), 3), (Lost(), 1)])
+def test_the_trace_gets_the_batch_as_callbacks_leave_it(callback: pl.Callback, times: int) -> None:
+    batch = FirstBatch(batch=[torch.ones(4, 2)], batch_size=4)
+
+    def traced(*callbacks: pl.Callback) -> Any:
+        trainer, module = pl.Trainer(**QUICK, callbacks=list(callbacks)), Net()  # type: ignore[arg-type]
+        trainer.strategy.connect(module)
+        return module_findings._traced_apart(trainer, Questions(), batch)
+
+    alone, changed = traced(), traced(callback)
+    assert changed.input_bytes == times * alone.input_bytes
+    said = [words for words in changed.assumptions if "what on_train_batch_start of the callback Lost makes of a batch" in words]
+    assert len(said) == (times == 1)
+    assert batch.batch[0].shape == (4, 2)
