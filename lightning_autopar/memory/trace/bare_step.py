@@ -239,6 +239,8 @@ class BareStep:
         #: Whose hooks :meth:`batch_hooks` calls, by the hook's name; and the loop that runs.
         self.hooks: Mapping[str, Sequence[Any]] = {}
         self.loop = "train"
+        #: The number of the evaluation's loader.
+        self.loader = 0
         #: Whether the last step of automatic optimization had a backward.
         self.went_back = False
         self._trainer = TrainerView(trainer)
@@ -406,8 +408,8 @@ class BareStep:
         kwargs: dict[str, Any] = {}
         if "batch_idx" in accepted or len(accepted) > 1:
             kwargs["batch_idx"] = batch_idx
-        if "dataloader_idx" in accepted and accepted["dataloader_idx"].default is inspect.Parameter.empty:
-            kwargs["dataloader_idx"] = 0
+        if index := loader_index(step, self.loader):
+            kwargs["dataloader_idx"] = index[0]
         object.__setattr__(self._trainer, "stepping", True)
         try:
             with no_writes(self._written):
@@ -425,7 +427,9 @@ class BareStep:
         owners = self.hooks.get(name, ())
         for owner in owners:
             hook = getattr(owner, name)
-            self._called(name, hook, *(() if owner is self.module else (self._trainer, self.module)), *given, *loader_index(hook))
+            self._called(
+                name, hook, *(() if owner is self.module else (self._trainer, self.module)), *given, *loader_index(hook, self.loader)
+            )
         if name == "on_train_batch_start" and self.module not in owners:
             self._hook(name, *given)
 
@@ -475,10 +479,10 @@ class BareStep:
         return nullcontext() if self._default_dtype is None else default_dtype(self._default_dtype)
 
 
-def loader_index(hook: Callable[..., Any]) -> tuple[int, ...]:
-    """What a hook at a batch's start or end gets behind all else: nothing, unless it insists on its loader's number."""
+def loader_index(hook: Callable[..., Any], loader: int = 0) -> tuple[int, ...]:
+    """What a step, or a hook at a batch's start or end, gets behind all else: its loader's number, where it isn't 0 or is insisted on."""
     wanted = inspect.signature(hook).parameters.get("dataloader_idx")
-    return (0,) if wanted is not None and wanted.default is inspect.Parameter.empty else ()
+    return (loader,) if wanted is not None and (loader or wanted.default is inspect.Parameter.empty) else ()
 
 
 @contextmanager

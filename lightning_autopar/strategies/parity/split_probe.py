@@ -179,7 +179,7 @@ class _Probe(LaterSteps):
             batches.converted = True
         self.weighing = Weighing(module, batches, known)
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
-        self.rehearsal.hooks = {} if trainer is None else tried_hooks(trainer)
+        self.rehearsal.hooks, self.rehearsal.loader = {} if trainer is None else tried_hooks(trainer), batches.first.loader
         self.metrics = MetricTrial(module)
         self.backwards = Backwards(dict(module.named_parameters()), automatic=module.automatic_optimization)
         self.backwards.unseen = module.automatic_optimization and not is_overridden("backward", module)
@@ -257,7 +257,7 @@ class _Probe(LaterSteps):
         def step(batch: Any) -> list[Tensor]:
             self.metrics.next_run()
             with self._harmless(), torch.no_grad():
-                given = transfer_batch(self.module, batch) if self.batches.raw else batch
+                given = transfer_batch(self.module, batch, self.rehearsal.loader) if self.batches.raw else batch
                 _, logged = self._stepped(hook, given, self.number or 0)
             self.logs.append(logged)
             return []

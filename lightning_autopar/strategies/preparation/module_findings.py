@@ -20,7 +20,7 @@ from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
-from lightning_autopar._lightning_compat import attach_model_callbacks, is_overridden, transfer_batch
+from lightning_autopar._lightning_compat import attach_model_callbacks, transfer_batch
 from lightning_autopar.constraints import LOSS, SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.data.collate import CollateAll
@@ -42,10 +42,11 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.shared_network_probe import with_shared_network
-from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
+from lightning_autopar.strategies.parity.split_probe import probe_split
 from lightning_autopar.strategies.preparation.callback_copies import with_copies
 from lightning_autopar.strategies.preparation.divisible_batch import made_of_samples, whole_of
 from lightning_autopar.strategies.preparation.engine_looks import begin_trials, looks
+from lightning_autopar.strategies.preparation.evaluation_findings import counts_in, validation_batch, with_evaluation, with_logs
 from lightning_autopar.strategies.preparation.longest_footprint import Seen, at_lengths, seen_sizes, step_bytes
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 
@@ -262,8 +263,10 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         if split.probed and (is_open or _is_quick(footprint)):
             split, draws = _on_others(split_one, module, [batch, *more], split, draws)
     if probe and stage != "predict":
-        evaluated = [validation, *others] if stage == "fit" else [batch, *more]
-        split = _with_evaluation(split or SplitFinding(), module, trainer, [each for each in evaluated if each is not None], stage)
+        evaluated = [each for each in ((validation, *others) if stage == "fit" else (batch, *more)) if each is not None]
+        apart = zip(evaluated[0].loaders, looked[-len(evaluated[0].loaders) :], strict=True) if evaluated and looked else ()
+        firsts = [_marked(each[0], loader, loadings) for loader, each in apart if each and evaluated[0].kind != "combined"]
+        split = with_evaluation(split or SplitFinding(), module, trainer, evaluated, firsts[1:], stage)
         split = replace(split, notes=(*split.notes, *keeping_hooks(trainer)))
     if questions.several and stage == "predict" and (kept := keeping_hooks(trainer, predicting=True)):
         split = replace(split or SplitFinding(), notes=kept)
@@ -409,32 +412,19 @@ def _on_others(
             continue
         if "collate" in batch.draws or batch.samples is None:
             batch = replace(batch, batch=transfer_batch(module, batch.batch), samples=None, collate=None)
-        other, others_draws = split_one(batch, known=_counts(split))
+        other, others_draws = split_one(batch, known=counts_in(split))
         draws = replace(draws, seeded=draws.seeded or others_draws.seeded)
         split = replace(split, uneven_calls=tuple(sorted({*split.uneven_calls, *other.uneven_calls})))
-        split = _with_logs(split, LogComparison(matching=other.log_rules))
+        split = with_logs(split, LogComparison(matching=other.log_rules))
         if not other.splittable or (other.probed and not other.difference <= max(split.difference, SPLIT_TOLERANCE)):
             reason = f"{other.reason}, in another batch than the first, of {batch.batch_size} samples"
             split = replace(split, splittable=other.splittable, difference=other.difference, reason=reason)
         elif split.difference <= SPLIT_TOLERANCE and not split.log_rules.get(LOSS, ("mean",)):
             if not again:  # what doesn't count here may not have been in the first batch
-                return _on_others(split_one, module, looked, split_one(looked[0], known=_counts(other))[0], draws, again=True)
+                return _on_others(split_one, module, looked, split_one(looked[0], known=counts_in(other))[0], draws, again=True)
             reason = f"in another batch than the first, of {batch.batch_size} samples, parts weigh by something else"
             return replace(split, probed=False, reason=reason), draws
     return split, draws
-
-
-def _counts(split: SplitFinding) -> list[Count]:
-    """What losses and logged values were found to be means over."""
-    rules = (rule for ways in split.log_rules.values() for rule in ways)
-    return list(dict.fromkeys(rule for rule in rules if isinstance(rule, Count)))
-
-
-def _with_logs(split: SplitFinding, other: LogComparison) -> SplitFinding:
-    """The finding, with only the rules for logged values that hold for another batch too, and a sentence for each value without a rule."""
-    together = LogComparison(matching=split.log_rules).narrowed(other).matching
-    lost = {key: rules for key, rules in together.items() if not rules and split.log_rules.get(key) != () and key != LOSS}
-    return replace(split, log_rules=together, notes=(*split.notes, *LogComparison(matching=lost).notes))
 
 
 def _split(
@@ -542,38 +532,6 @@ def _batches_of_fit(trainer: Trainer, batch: FirstBatch) -> int | None:
         else:
             found.append(steps * each)
     return min(found, default=None)
-
-
-def validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | None:
-    """The first batch of the validation within ``fit``, also where the sanity check is off; None where there is none."""
-    if not is_overridden("validation_step", module) or not trainer.limit_val_batches:
-        return None
-    try:
-        return first_batch(module, trainer, "validate", prepared=True)
-    except Exception:  # no validation data, or the user's loader fails: the run will say so
-        log.debug("there is no validation batch to look at", exc_info=True)
-        return None
-
-
-def _with_evaluation(
-    split: SplitFinding, module: LightningModule, trainer: Trainer, batches: Sequence[FirstBatch], stage: str
-) -> SplitFinding:
-    """The finding, with the rules for the values that an evaluation step logs; later batches decide what the first leaves open."""
-    hook = "test_step" if stage == "test" else "validation_step"
-    if not split.splittable or not is_overridden(hook, module) or not batches:
-        return split
-    try:
-        found: SplitFinding = run_forked(probe_evaluation, module, trainer, batches[0], hook, _counts(split))
-        for batch in batches[1:]:
-            if LogComparison(matching=found.log_rules).ambiguous:
-                other = run_forked(probe_evaluation, module, trainer, batch, hook, _counts(found))
-                found = _with_logs(found, LogComparison(matching=other.log_rules))
-    except ChildFailed as error:
-        note = f"not checked: how the values that {hook} logs combine when a batch is split ({error.reason})"
-        return replace(split, notes=(*split.notes, note))
-    rules, kept = {**split.log_rules, **found.log_rules}, {**split.kept_rules, **found.kept_rules}
-    raised = split.raised or (found.raised and bool(trainer.num_sanity_val_steps))  # else a later state's step
-    return replace(split, log_rules=rules, kept_rules=kept, notes=(*split.notes, *found.notes), raised=raised)
 
 
 def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:
