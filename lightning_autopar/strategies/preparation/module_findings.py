@@ -438,9 +438,8 @@ def _split(
 ) -> tuple[SplitFinding, DrawPlan]:
     """Finds out in another child what a split batch changes."""
     if late := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
-        reason = (
-            f"the parameter {late[0]!r} gets its shape in the first step, and several devices need it before; call its layer in setup()"
-        )
+        when = "gets its shape in the first step, or in configure_model"
+        reason = f"the parameter {late[0]!r} {when}, and parts of a batch are tried before: call its layer in setup()"
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
     try:
         told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite, "known": known}
