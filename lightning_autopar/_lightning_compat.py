@@ -545,6 +545,20 @@ def transfer_batch(module: LightningModule, batch: Any, loader: int = 0) -> Any:
     return module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=loader)
 
 
+@contextmanager
+def evaluating(trainer: Trainer | None, *, testing: bool = False) -> Iterator[None]:
+    """While open, the trainer says that it validates, or tests, to a DataModule's hooks, which ask the trainer itself."""
+    if trainer is None:
+        yield
+        return
+    before = trainer.state.stage
+    try:
+        trainer.testing, trainer.validating = testing, not testing
+        yield
+    finally:
+        trainer.state.stage = before
+
+
 def step_name(trainer: Trainer) -> str:
     """The name of the step that gets the batch that arrives now."""
     stage: Any = trainer.state.stage

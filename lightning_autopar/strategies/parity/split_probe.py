@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_autopar._lightning import LightningModule, Trainer
-from lightning_autopar._lightning_compat import is_overridden, transfer_batch
+from lightning_autopar._lightning_compat import evaluating, is_overridden, transfer_batch
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS, SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng
@@ -145,11 +145,12 @@ def probe_evaluation(
         return probe.evaluation(hook), probe.finite
 
     try:
-        with suppress(Exception), nudged(module):
-            found, finite = probed()
-            if finite:
-                return found
-        return probed()[0]  # a step that only its own weights fit
+        with evaluating(trainer, testing=hook == "test_step"):
+            with suppress(Exception), nudged(module):
+                found, finite = probed()
+                if finite:
+                    return found
+            return probed()[0]  # a step that only its own weights fit
     except Exception as error:  # the user's step, under conditions that it isn't made for
         _LOG.debug("the %s can't be tried on parts of a batch", hook, exc_info=True)
         note = f"not checked: whether what {hook} logs and keeps is the same when a batch is split ({error_line(error)})"

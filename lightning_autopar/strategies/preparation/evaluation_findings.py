@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer
-from lightning_autopar._lightning_compat import is_overridden, transfer_batch
+from lightning_autopar._lightning_compat import evaluating, is_overridden, transfer_batch
 from lightning_autopar.constraints import LOSS, SplitFinding
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.logs.log_rules import LogComparison
@@ -24,7 +24,8 @@ def validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | 
     if not is_overridden("validation_step", module) or not trainer.limit_val_batches:
         return None
     try:
-        return first_batch(module, trainer, "validate", prepared=True)
+        with evaluating(trainer):
+            return first_batch(module, trainer, "validate", prepared=True)
     except Exception:  # no validation data, or the user's loader fails: the run will say so
         log.debug("there is no validation batch to look at", exc_info=True)
         return None
@@ -75,7 +76,8 @@ def with_evaluation(
                 other = run_forked(probe_evaluation, module, trainer, batch, hook, counts_in(found))
                 found = with_logs(found, LogComparison(matching=other.log_rules))
         for number, batch in enumerate(apart, 1):
-            ready = transfer_batch(module, batch.batch, number) if batch.samples is None else batch.batch
+            with evaluating(trainer, testing=stage == "test"):
+                ready = transfer_batch(module, batch.batch, number) if batch.samples is None else batch.batch
             other = run_forked(probe_evaluation, module, trainer, replace(batch, batch=ready, loader=number), hook, counts_in(found))
             lacking = {key: rules for key, rules in other.log_rules.items() if rules and not _counts(rules, batches[0].batch)}
             own = {key: rules for key, rules in other.log_rules.items() if rules and key not in lacking}

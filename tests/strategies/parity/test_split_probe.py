@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -1116,6 +1116,25 @@ def test_a_hook_changes_the_batch_of_a_validation(module: LightningModule, callb
     trainer = trainer_of(module, callback)
     finding = probe_evaluation(module, trainer, first_of(samples()), "validation_step")
     assert any("'v' logged in validation_step" in note for note in finding.notes) == differs
+
+
+class CentringData(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(), batch_size=6)
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        assert self.trainer is not None
+        return batch if self.trainer.training else batch - batch.mean(0)
+
+
+def test_a_datamodules_hook_is_told_that_its_batch_is_a_validations() -> None:
+    module = Validated()
+    trainer = trainer_of(module)
+    trainer._data_connector.attach_datamodule(module, CentringData())
+    assert not probe_split(module, trainer, first_batch(module, trainer))[0].difference
+    finding = probe_evaluation(module, trainer, first_of(samples()), "validation_step")
+    assert "'v' logged in validation_step is no mean" in finding.notes[0]
+    assert trainer.training
 
 
 class LogsTheBatch(Callback):
