@@ -42,7 +42,7 @@ def keeping_hooks(trainer: Trainer, *, predicting: bool = False) -> tuple[str, .
         trainer: with its module and callbacks.
         predicting: whether the hooks of a prediction count, rather than those of the other loops.
     """
-    own = "on each rank is that of its own batches" if predicting else "on each rank and in each part is that of its own samples"
+    own = "on each rank is that of its own batches" if predicting else "on each rank is that of its own samples"
     found = list[str]()
     for each, hook in overridden(trainer, _PREDICTING if predicting else _HOOKS):
         if _keeps(each, hook, trainer.lightning_module):

@@ -58,12 +58,20 @@ class LogComparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence for each value that no rule explains."""
+        """A sentence for each value of a step that no rule explains."""
+        return self._notes(steps=True)
+
+    @property
+    def hook_notes(self) -> tuple[str, ...]:
+        """The same for values that hooks log of a batch, of which only a rank's own can be a part."""
+        return self._notes(steps=False)
+
+    def _notes(self, *, steps: bool) -> tuple[str, ...]:
         return tuple(
             f"the value {name!r} logged in {hook} is no mean, sum, maximum or minimum over the parts of "
             + (f"a batch: split, it differs by {self.apart[hook, name]:.2g} of it" if (hook, name) in self.apart else "every batch")
             for (hook, name), rules in self.matching.items()
-            if not rules
+            if not rules and hook.endswith("_step") == steps
         )
 
     @property

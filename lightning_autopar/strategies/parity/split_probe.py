@@ -309,7 +309,7 @@ class _Probe(LaterSteps):
 
     def _settled(self, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
         """Where single precision leaves several rules or none, double precision decides; where that leaves several, another split does."""
-        if not (found.ambiguous or found.notes or self.weighing.telling):
+        if all(found.matching.values()) and not (found.ambiguous or self.weighing.telling):
             return found
         try:
             with self._in_double():

@@ -267,9 +267,9 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         apart = zip(evaluated[0].loaders, looked[-len(evaluated[0].loaders) :], strict=True) if evaluated and looked else ()
         firsts = [_marked(each[0], loader, loadings) for loader, each in apart if each and evaluated[0].kind != "combined"]
         split = with_evaluation(split or SplitFinding(), module, trainer, evaluated, firsts[1:], stage)
-        split = replace(split, notes=(*split.notes, *keeping_hooks(trainer)))
+        split = replace(split, rank_notes=(*LogComparison(matching=split.log_rules).hook_notes, *keeping_hooks(trainer)))
     if questions.several and stage == "predict" and (kept := keeping_hooks(trainer, predicting=True)):
-        split = replace(split or SplitFinding(), notes=kept)
+        split = replace(split or SplitFinding(), rank_notes=kept)
     shared: SharedModules = {}
     if questions.split and stage == "fit" and split is not None and split.differs and not _RANKS & {*footprint.asked}:
         evaluated = [each for each in (validation, *others) if each is not None]

@@ -1163,7 +1163,7 @@ def test_what_hooks_log_of_a_batch_is_put_together_as_what_steps_log() -> None:
         ("on_train_batch_end", "greatest"): ("max",),
         ("on_train_batch_end", "spread"): (),
     }
-    assert [note.partition(" is no mean")[0] for note in finding.notes] == ["the value 'spread' logged in on_train_batch_end"]
+    assert not finding.notes
     masked = [{"x": x, "mask": torch.arange(4) < index} for index, x in enumerate(samples(), 1)]
     rules = dict(probe_evaluation(module, trainer, first_of(masked, default_collate), "validation_step").log_rules)
     assert rules["on_validation_batch_end", "squares"] == ("sum",)
