@@ -191,7 +191,11 @@ OUTER = tuple(LayerFootprint(fqn="") for _ in range(5))
             "batches have different numbers of samples (8 in the first one, 3 in the one that takes the most memory), for which the "
             "memory of stages can't be predicted",
         ),
-        ({"blocks": 1}, {}, "a pipeline is cut between blocks or layers that share no parameters, and the module has 1"),
+        (
+            {"blocks": 1},
+            {},
+            "a pipeline is cut between blocks or layers that share no parameters and run once a step, and the module has 1",
+        ),
         ({"optimizers": 2}, {}, "a pipeline needs one optimizer, and the module configures 2"),
         ({"automatic_optimization": False}, {}, "a pipeline's schedule runs backward, but the module calls backward by itself"),
         ({}, {"excluded": {"pipeline": "a callback looks at the whole module"}}, "a callback looks at the whole module"),
