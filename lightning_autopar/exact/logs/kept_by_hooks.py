@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import inspect
 import types
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from torch import nn
@@ -97,12 +97,13 @@ def _keeps(owner: Any, hook: str, module: LightningModule) -> bool:
     if not (uses := _uses_batch(owner, hook, module)):
         return uses is None
     function = _function(owner, hook)
-    home = package_of(function)
+    home, given = package_of(function), _given(owner, hook, module)
     for code, names, holder in reached([(function, owner)], module, lambda each: package_of(each) != home):
         # A metric's states are the whole batch's wherever they are: ranks exchange them.
         held = {**getattr(holder, "__dict__", {}), **getattr(holder, "_modules", {})}  # no property of the user's is called
         metrics = {name for name, value in held.items() if isinstance(value, (Metric, MetricCollection))}
-        if code is not None and _stores(code, _METHODS - {"update"} if metrics & names else _METHODS):
+        own = given if code is function.__code__ else ()
+        if code is not None and _stores(code, _METHODS - {"update"} if metrics & names else _METHODS, own):
             return True
     return False
 
@@ -125,13 +126,19 @@ def _draws(owner: Any, hook: str, module: LightningModule) -> bool:
     )
 
 
-def _stores(code: types.CodeType, methods: Set[str]) -> bool:
-    """Whether code assigns to something else than its own variables, or calls one of these methods of something else."""
+def _stores(code: types.CodeType, methods: Set[str], given: Sequence[str] = ()) -> bool:
+    """Whether code assigns to something else than its own variables and the items of what is ``given``, or calls one of these methods of
+    something else.
+    """
     outside = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])  # variables that may hold what others have
     before: Any = None
+    stored = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("STORE_FAST")]
+    given = [name for name in given if not any(name == each or name in each for each in stored)]  # others' names by then
+    holder = ""  # of an item, which is loaded before its key
     for each in dis.get_instructions(code):
-        if each.opname in _STORES:
+        if each.opname in _STORES and not (each.opname == "STORE_SUBSCR" and holder in given):
             return True
+        holder = (before.argval[-1] if isinstance(before.argval, tuple) else before.argval) if before and "FAST" in before.opname else ""
         if each.opname == "STORE_FAST" and before is not None and before.opname in _LOADS:
             outside.add(each.argval)
         if each.argval in methods and each.opname in ("LOAD_METHOD", "LOAD_ATTR"):
@@ -147,6 +154,17 @@ def _function(owner: Any, hook: str) -> Any:
     return inspect.unwrap(getattr(found, "__func__", found))
 
 
+def _given(owner: Any, hook: str, module: LightningModule) -> tuple[str, ...]:
+    """The names of a hook's arguments that are the batch, or the step's outputs."""
+    code: types.CodeType = _function(owner, hook).__code__
+    after = hasattr(getattr(owner, hook), "__func__") + (0 if owner is module else 2)  # without self where it is no method
+    variadic = bool(code.co_flags & inspect.CO_VARARGS)
+    wanted = code.co_varnames[: code.co_argcount + variadic][after : after + (2 if hook.endswith("end") else 1)]
+    if variadic and code.co_argcount <= after:
+        wanted = code.co_varnames[code.co_argcount + code.co_kwonlyargcount :][:1]
+    return wanted
+
+
 def _uses_batch(owner: Any, hook: str, module: LightningModule) -> bool | None:
     """Whether a hook loads the batch or the step's outputs; None where its code can't be looked into.
 
@@ -155,11 +173,7 @@ def _uses_batch(owner: Any, hook: str, module: LightningModule) -> bool | None:
     code = getattr(_function(owner, hook), "__code__", None)
     if code is None:
         return None
-    after = hasattr(getattr(owner, hook), "__func__") + (0 if owner is module else 2)  # without self where it is no method
-    variadic = bool(code.co_flags & inspect.CO_VARARGS)
-    wanted = code.co_varnames[: code.co_argcount + variadic][after : after + (2 if hook.endswith("end") else 1)]
-    if variadic and code.co_argcount <= after:
-        wanted = code.co_varnames[code.co_argcount + code.co_kwonlyargcount :][:1]
+    wanted = _given(owner, hook, module)
     loaded = [each for each in dis.get_instructions(code) if each.opname.startswith("LOAD_")]
     for each, following in zip(loaded, [*loaded[1:], None], strict=True):
         names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
