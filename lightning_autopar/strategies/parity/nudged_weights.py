@@ -182,6 +182,8 @@ class LaterSteps(KeptRuns):
     #: The buffers' values before a step; and the names of those that steps count on.
     buffers: dict[str, Tensor]
     counted: tuple[str, ...]
+    #: The buffers that each run has changed.
+    moved: list[dict[str, Tensor]]
 
     def __init__(self, module: LightningModule, batches: BatchParts, writes: Collection[str] | None) -> None:
         super().__init__(module, batches, writes)
@@ -212,6 +214,20 @@ class LaterSteps(KeptRuns):
             with recorded_in(self.module, end, hooked), undo.undone(self.module, self.writes, self.variables):
                 self.rehearsal.batch_hooks("end", left, given, index)
         return output, {**logged, **{key: value for key, value in hooked.items() if math.isfinite(value.value)}}
+
+    @contextmanager
+    def _buffers_noted(self) -> Iterator[None]:
+        """While open, an evaluation's step runs; what it has changed of the buffers is noted, and put back."""
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        yield
+        alike = ((name, buffer) for name, buffer in self.module.named_buffers() if name in before and buffer.shape == before[name].shape)
+        self.moved.append({name: buffer.detach().double() for name, buffer in alike if not undo.same_values(buffer, before[name])})
+        undo.put_back(self.module, before)
+
+    def _moved_apart(self, hook: str) -> list[str]:
+        """A sentence where that isn't what parts of a batch change."""
+        drift = undo.changing_buffers(self.moved)
+        return [] if drift is None else [f"{hook} writes to the module's buffers: {drift[1]}"]
 
     def _with_new_logs(self, found: SplitFinding, shares: Sequence[Any]) -> SplitFinding:
         raise NotImplementedError

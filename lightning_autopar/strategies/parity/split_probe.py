@@ -257,14 +257,14 @@ class _Probe(LaterSteps):
 
         def step(batch: Any) -> list[Tensor]:
             self.metrics.next_run()
-            with self._harmless(), torch.no_grad():
+            with self._harmless(), self._buffers_noted(), torch.no_grad():
                 given = transfer_batch(self.module, batch, self.rehearsal.loader) if self.batches.raw else batch
                 _, logged = self._stepped(hook, given, self.number or 0)
             self.logs.append(logged)
             return []
 
         with self.numbered():
-            found, unknown = self._settled(step, self._compare_logs(step, 2)), list[str]()
+            found, unknown = self._settled(step, self._compare_logs(step, 2)), self._moved_apart(hook)
         for number in self.later(_SECONDS):
             try:
                 with self.numbered(number):

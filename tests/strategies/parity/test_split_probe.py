@@ -1118,6 +1118,26 @@ def test_a_hook_changes_the_batch_of_a_validation(module: LightningModule, callb
     assert any("'v' logged in validation_step" in note for note in finding.notes) == differs
 
 
+class Averaged(Validated):
+    """Averages what its validations find."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps.mul_(0.9).add_(0.1 * batch.std())  # type: ignore[operator]
+        return super().validation_step(batch, batch_idx)
+
+
+class Totalled(Validated):
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps.add_(1)  # type: ignore[operator]
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("module", "told"), [(Averaged(), True), (Totalled(), False)])
+def test_a_buffer_that_a_validation_changes_by_its_samples_is_told_of(module: LightningModule, told: bool) -> None:
+    finding = probe_evaluation(module, None, first_of(samples()), "validation_step")
+    assert any("validation_step writes to the module's buffers: 'steps'" in note for note in finding.notes) == told
+
+
 class CentringData(LightningDataModule):
     def train_dataloader(self) -> Any:
         return DataLoader(samples(), batch_size=6)
