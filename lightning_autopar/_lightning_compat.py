@@ -539,10 +539,24 @@ def attach_model_callbacks(trainer: Trainer) -> None:
         connector._attach_model_callbacks()
 
 
-def transfer_batch(module: LightningModule, batch: Any) -> Any:
+def transfer_batch(module: LightningModule, batch: Any, loader: int = 0) -> Any:
     """The batch after the transfer hooks of the module or the DataModule, on the CPU (``Strategy.batch_to_device``)."""
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=loader)
+    return module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=loader)
+
+
+@contextmanager
+def evaluating(trainer: Trainer | None, *, testing: bool = False) -> Iterator[None]:
+    """While open, the trainer says that it validates, or tests, to a DataModule's hooks, which ask the trainer itself."""
+    if trainer is None:
+        yield
+        return
+    before = trainer.state.stage
+    try:
+        trainer.testing, trainer.validating = testing, not testing
+        yield
+    finally:
+        trainer.state.stage = before
 
 
 def step_name(trainer: Trainer) -> str:

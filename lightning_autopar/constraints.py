@@ -52,6 +52,7 @@ class SplitFinding:
             that no rule fits. The loss of ``training_step`` has the name ``""``.
         kept_rules: how the values that a batch's parts leave on the module combine into the whole batch's, by step and path.
         notes: further sentences for a report on a plan that splits the batch.
+        rank_notes: the same where ranks have the parts; else hooks at a batch's start and end see the whole of it.
         uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
         drawn_apart: what draws other random numbers on each rank, and in each part of a batch, than on one device: operations that draw
             inside of their kernels, and generators that a step leaves in another state after a part of the batch than after the whole.
@@ -66,6 +67,7 @@ class SplitFinding:
     log_rules: Mapping[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
     kept_rules: Mapping[str, Mapping[tuple[Any, ...], Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    rank_notes: tuple[str, ...] = ()
     uneven_calls: tuple[str, ...] = ()
     part_reason: str | None = None
     counted: tuple[str, ...] = ()

@@ -7,17 +7,20 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def storages(tensor: Tensor) -> Iterator[UntypedStorage]:
-    """The storages of a tensor: for a DTensor this rank's part, for a sparse one indices and values, for a wrapper all that it wraps."""
+    """The storages of a tensor: for a DTensor this rank's part, for a sparse one indices and values, for a wrapper all that it wraps, and
+    none for a lazy module's parameter without a shape.
+    """
     if is_traceable_wrapper_subclass(tensor):  # a DTensor, torchao's quantised ones, a collective's result that is still on its way
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for part in parts:
             if isinstance(part, Tensor):  # torch 2.13's DTensor names its mesh as well
                 yield from storages(part)
-    elif tensor.layout == torch.strided:
+    elif tensor.layout == torch.strided and not is_lazy(tensor):
         yield tensor.untyped_storage()
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):

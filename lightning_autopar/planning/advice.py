@@ -246,7 +246,7 @@ class _Adviser:
                 sizes=_VALIDATION_SHARES,
             )
         if constraints.exact:
-            if split_refusal(constraints) is not None and split_refusal(replace(constraints, exact=False)) is None:
+            if split_refusal(constraints, ranks=True) is not None and split_refusal(replace(constraints, exact=False)) is None:
                 yield _setting("exact=False, which accepts the changed loss", {"exact": False}, exact=False)
         elif constraints.split_batch and draws_whole(self.footprint):
             words = "batch=Batch(draws='per-rank'), with other random numbers than one device's"

@@ -118,7 +118,7 @@ def notes_of(plan: Plan, footprint: Footprint, constraints: Constraints) -> tupl
         own = (*own, *world_notes(footprint, constraints))
     if footprint.shares_network(plan):
         return (*own, *apart_notes(constraints.split))
-    return (*own, *(split_notes(constraints) if splits else ()))
+    return (*own, *(split_notes(constraints, ranks=plan.data_ranks > 1) if splits else ()))
 
 
 def build_plan(question: Question, devices: Sequence[Device], engine: str, *reasons: str, **values: Any) -> Plan:

@@ -88,7 +88,7 @@ def multi_refusal(question: Question, engine: engines.Engine | None = None) -> s
         return "a batch of 1 sample can't be split over ranks"
     if footprint.batch_size < (constraints.min_devices or 1):
         return f"a batch of {footprint.batch_size} samples can't be split over the {constraints.min_devices} processes that were started"
-    return None if engine is not None and shares_network(engine, footprint) else split_refusal(constraints)
+    return None if engine is not None and shares_network(engine, footprint) else split_refusal(constraints, ranks=True)
 
 
 def shares_network(engine: engines.Engine, footprint: Footprint) -> bool:
@@ -189,8 +189,8 @@ def unknown_split(constraints: Constraints) -> str:
     return f"whether parts of a batch give its loss is not known ({split.reason})"
 
 
-def split_refusal(constraints: Constraints) -> str | None:
-    """Why the batch must not be split; None if it may."""
+def split_refusal(constraints: Constraints, *, ranks: bool = False) -> str | None:
+    """Why the batch must not be split, over ``ranks`` or into parts of one; None if it may."""
     split = constraints.split
     if split is None:
         return None
@@ -204,15 +204,16 @@ def split_refusal(constraints: Constraints) -> str | None:
         return f"exact=True, and {_difference_words(split)}"
     if split.drawn_apart:
         return f"exact=True, and {_apart_words(split)}"
-    return f"exact=True, and {split.notes[0]}" if split.notes else None
+    notes = (*split.notes, *(split.rank_notes if ranks else ()))
+    return f"exact=True, and {notes[0]}" if notes else None
 
 
-def split_notes(constraints: Constraints) -> tuple[str, ...]:
-    """What a reader should know about a plan that splits the batch."""
+def split_notes(constraints: Constraints, *, ranks: bool = True) -> tuple[str, ...]:
+    """What a reader should know about a plan that splits the batch, over ``ranks`` or into parts of one."""
     split = constraints.split
     if split is None or not constraints.split_batch:
         return ()
-    notes = (*apart_notes(split), *split.notes)
+    notes = (*apart_notes(split), *split.notes, *(split.rank_notes if ranks else ()))
     if not split.probed:
         unknown = (f"whether splitting the batch changes its loss is not known ({split.reason})",) if split.reason else ()
         return (*unknown, *notes)

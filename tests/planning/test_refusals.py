@@ -191,7 +191,11 @@ OUTER = tuple(LayerFootprint(fqn="") for _ in range(5))
             "batches have different numbers of samples (8 in the first one, 3 in the one that takes the most memory), for which the "
             "memory of stages can't be predicted",
         ),
-        ({"blocks": 1}, {}, "a pipeline is cut between blocks or layers that share no parameters, and the module has 1"),
+        (
+            {"blocks": 1},
+            {},
+            "a pipeline is cut between blocks or layers that share no parameters and run once a step, and the module has 1",
+        ),
         ({"optimizers": 2}, {}, "a pipeline needs one optimizer, and the module configures 2"),
         ({"automatic_optimization": False}, {}, "a pipeline's schedule runs backward, but the module calls backward by itself"),
         ({}, {"excluded": {"pipeline": "a callback looks at the whole module"}}, "a callback looks at the whole module"),
@@ -318,3 +322,16 @@ def test_ranks_that_share_the_network_need_not_split_the_batch() -> None:
     in_parts = replace(chosen.plan, micro_batches=2)
     assert step.rows(in_parts) == in_parts.rows(step.batch_size)
     assert multi_refusal(Question(footprint=step, inventory=inventory(cpu(0), cpu(1)), constraints=Constraints(split=split))) is not None
+
+
+def test_what_ranks_alone_do_to_hooks_is_said_of_ranks_alone() -> None:
+    """In micro-batches a hook of a batch sees the whole of it."""
+    step, split = footprint(), SplitFinding(rank_notes=("a hook sees its rank's samples",))
+    ranks = Plan(engine="ddp", devices=("cpu:0", "cpu:1"))
+    parts = Plan(engine="single", devices=("cpu:0",), micro_batches=2)
+    assert notes_of(ranks, step, Constraints(split=split)) == split.rank_notes
+    assert notes_of(parts, step, Constraints(split=split)) == ()
+    exact = Constraints(split=split, exact=True)
+    assert micro_batch_refusal(step, exact) is None
+    here = inventory(cpu(0), cpu(1))
+    assert asked("ddp", step, here, exact) == "exact=True, and a hook sees its rank's samples"

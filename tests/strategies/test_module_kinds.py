@@ -233,7 +233,7 @@ def test_a_module_without_repeated_blocks_in_a_pipeline(make: Any) -> None:
         (InPlace, "fsdp", "'blocks.1' writes in place to the tensor that it is given, at test_module_kinds.py:"),
         (InPlace, "pipeline", "'blocks.0' writes to a tensor that it is given"),
         (EmptyWeight, "fsdp", "the parameter 'none' has no elements and gets a gradient, which FSDP2 can't reduce"),
-        (OneLayer, "pipeline", "blocks or layers that share no parameters, and the module has 1"),
+        (OneLayer, "pipeline", "blocks or layers that share no parameters and run once a step, and the module has 1"),
     ],
 )
 def test_what_an_engine_cannot_run_is_named(make: Any, engine: str, sentence: str) -> None:

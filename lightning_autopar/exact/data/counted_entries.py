@@ -191,8 +191,10 @@ class BatchCounts:
         self._by: Rule = rules.get(LOSS, "mean")
         self._counts: dict[str, list[Count]] = {}
         for (hook, _), rule in rules.items():
-            if isinstance(rule, Count) and rule not in self._counts.setdefault(hook, []):
-                self._counts[hook].append(rule)
+            stage = hook.removeprefix("on_").partition("_")[0]  # of a hook at a batch's start or end
+            step = hook if hook.endswith("_step") else "training_step" if stage == "train" else f"{stage}_step"
+            if isinstance(rule, Count) and rule not in self._counts.setdefault(step, []):
+                self._counts[step].append(rule)
         #: Whether something is counted, or the loss is a sum; else nobody has to call this.
         self.needed = bool(self._counts) or self._by != "mean"
         self._gather, self._replicated = gather, 1 if gather is None else replicated

@@ -73,7 +73,8 @@ def look(first: FirstBatch, *, seconds: float = _SECONDS, clock: Callable[[], fl
     if not first.loaders:
         return Look(lengths=Lengths(unseen="there is no loader"))
     found = [_look(loader, first, seconds / len(first.loaders), clock) for loader in first.loaders]
-    return max(found, key=lambda each: max(map(_volume_of, each.longest), default=0))
+    longest = max(found, key=lambda each: max(map(_volume_of, each.longest), default=0))
+    return replace(longest, unlike=found[0].unlike)  # of the loader that gave the first batch
 
 
 def _look(loader: Any, first: FirstBatch, seconds: float, clock: Callable[[], float]) -> Look:

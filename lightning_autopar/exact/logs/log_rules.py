@@ -58,12 +58,20 @@ class LogComparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence for each value that no rule explains."""
+        """A sentence for each value of a step that no rule explains."""
+        return self._notes(steps=True)
+
+    @property
+    def hook_notes(self) -> tuple[str, ...]:
+        """The same for values that hooks log of a batch, of which only a rank's own can be a part."""
+        return self._notes(steps=False)
+
+    def _notes(self, *, steps: bool) -> tuple[str, ...]:
         return tuple(
             f"the value {name!r} logged in {hook} is no mean, sum, maximum or minimum over the parts of "
             + (f"a batch: split, it differs by {self.apart[hook, name]:.2g} of it" if (hook, name) in self.apart else "every batch")
             for (hook, name), rules in self.matching.items()
-            if not rules
+            if not rules and hook.endswith("_step") == steps
         )
 
     @property
@@ -106,10 +114,17 @@ def recorded_logs(module: LightningModule) -> Iterator[dict[str, Logged]]:
         module.__dict__.update(shadowed)
 
 
+@contextmanager
+def recorded_in(module: LightningModule, hook: str, logs: dict[tuple[str, str], Logged]) -> Iterator[None]:
+    """While open, what the module logs is recorded as this hook's; in the end it is added to ``logs``."""
+    with recorded_logs(module) as logged:
+        yield
+    logs.update({(hook, name): value for name, value in logged.items()})
+
+
 def compare_logs(
-    hook: str,
-    whole: Mapping[str, Logged],
-    parts: Sequence[Mapping[str, Logged]],
+    whole: Mapping[tuple[str, str], Logged],
+    parts: Sequence[Mapping[tuple[str, str], Logged]],
     rows: Sequence[int],
     *,
     double: bool = False,
@@ -118,17 +133,16 @@ def compare_logs(
     """Which of mean, sum, maximum and minimum over the parts gives the whole batch's value, for each logged name.
 
     Args:
-        hook: which hook logged, as ``"training_step"``.
-        whole: what it logged on the whole batch.
-        parts: what it logged on each part.
+        whole: what was logged on the whole batch, by hook and name.
+        parts: what was logged on each part.
         rows: the parts' samples.
         double: whether that was in double precision.
         weights: what the parts weigh, in all 1, in means over something other than samples.
     """
     matching: dict[tuple[str, str], tuple[Rule, ...]] = {}
     apart: dict[tuple[str, str], float] = {}
-    for name, logged in whole.items():
-        values = [part[name].value for part in parts if name in part]
+    for key, logged in whole.items():
+        values = [part[key].value for part in parts if key in part]
         if len(values) < len(parts) or not math.isfinite(logged.value):
             continue
         distance = _distances(logged.value, values, [count / sum(rows) for count in rows], weights or {})
@@ -139,9 +153,9 @@ def compare_logs(
         # Where the mean over samples fails, a count that is hardly nearer is near by chance. Where it holds, no other mean is told from it.
         near = equal if distance["mean"] <= equal else min(equal, _TELLING * distance["mean"])
         fit = (rule for rule in (preferred, *distance) if distance[rule] <= (equal if isinstance(rule, str) else near))
-        matching[hook, name] = tuple(dict.fromkeys(fit))
+        matching[key] = tuple(dict.fromkeys(fit))
         if math.isfinite(distance[preferred]):  # a rule that doesn't hold for other batches may have been the closest here
-            apart[hook, name] = max(distance[preferred], _EQUAL)
+            apart[key] = max(distance[preferred], _EQUAL)
     return LogComparison(matching=matching, apart=apart)
 
 

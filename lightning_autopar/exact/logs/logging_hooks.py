@@ -46,7 +46,7 @@ _NOT_THE_USERS = (*within("callbacks"), "lightning_autopar.callbacks.")
 def logs_between_steps(trainer: Trainer) -> bool:
     """Whether the user's code may log in a hook of a batch, judged by its code. Lightning's own callbacks don't."""
     module: Any = trainer.lightning_module
-    return any(mentions([getattr(each, hook)], module, _is_log) for each, hook in overridden(trainer, _BATCH_HOOKS))
+    return any(mentions([getattr(each, hook)], module, is_log) for each, hook in overridden(trainer, _BATCH_HOOKS))
 
 
 def logs_in_training_step(trainer: Trainer) -> bool:
@@ -54,7 +54,7 @@ def logs_in_training_step(trainer: Trainer) -> bool:
     module: Any = trainer.lightning_module
     others = {type(each) for each in module.modules() if each is not module and not f"{type(each).__module__}.".startswith(QUIET)}
     functions = [value for kind in others for base in kind.__mro__ for value in vars(base).values() if inspect.isfunction(value)]
-    return mentions([module.training_step, module.forward, *functions], module, _is_log)
+    return mentions([module.training_step, module.forward, *functions], module, is_log)
 
 
 def sees_loss(trainer: Trainer) -> bool:
@@ -92,7 +92,8 @@ def _home(hook: Any) -> str:
     return f"{getattr(inspect.unwrap(getattr(hook, '__func__', hook)), '__module__', '')}."
 
 
-def _is_log(name: str) -> bool:
+def is_log(name: str) -> bool:
+    """Whether a method of this name logs."""
     return name in ("log", "log_dict") or name.startswith("log_")
 
 

@@ -236,8 +236,11 @@ class BareStep:
         self.stage = stage
         self.optimizers: list[Optimizer] = []
         self.notes: dict[str, None] = {}
-        #: Those that :meth:`begin_batch` calls.
-        self.callbacks: Sequence[Any] = ()
+        #: Whose hooks :meth:`batch_hooks` calls, by the hook's name; and the loop that runs.
+        self.hooks: Mapping[str, Sequence[Any]] = {}
+        self.loop = "train"
+        #: The number of the evaluation's loader.
+        self.loader = 0
         #: Whether the last step of automatic optimization had a backward.
         self.went_back = False
         self._trainer = TrainerView(trainer)
@@ -390,7 +393,7 @@ class BareStep:
 
     def begin_evaluation(self, stage: str = "validation") -> None:
         """After steps of training: what Lightning calls before the first batch of a validation loop within ``fit``, or of a test."""
-        self._kept = None
+        self._kept, self.loop = None, stage
         self._trainer.give(training=False, validating=stage == "validation", testing=stage == "test")
         self.module.eval()
         for name in (f"on_{stage}_start", f"on_{stage}_epoch_start"):
@@ -405,8 +408,8 @@ class BareStep:
         kwargs: dict[str, Any] = {}
         if "batch_idx" in accepted or len(accepted) > 1:
             kwargs["batch_idx"] = batch_idx
-        if "dataloader_idx" in accepted and accepted["dataloader_idx"].default is inspect.Parameter.empty:
-            kwargs["dataloader_idx"] = 0
+        if index := loader_index(step, self.loader):
+            kwargs["dataloader_idx"] = index[0]
         object.__setattr__(self._trainer, "stepping", True)
         try:
             with no_writes(self._written):
@@ -418,11 +421,17 @@ class BareStep:
         """Call a hook that the module overrides; if it fails, note that and go on, as hooks rarely matter to memory."""
         return self._called(name, getattr(self.module, name), *args) if is_overridden(name, self.module) else None
 
-    def begin_batch(self, batch: Any, batch_idx: int) -> None:
-        """What Lightning calls before a training step: the callbacks, which may change the batch, and the module."""
-        for callback in self.callbacks:
-            self._called("on_train_batch_start", callback.on_train_batch_start, self._trainer, self.module, batch, batch_idx)
-        self._hook("on_train_batch_start", batch, batch_idx)
+    def batch_hooks(self, point: str, *given: Any) -> None:
+        """Call the hooks at a batch's ``"start"``, which may change it, or at its ``"end"``, as Lightning does around a step."""
+        name = f"on_{self.loop}_batch_{point}"
+        owners = self.hooks.get(name, ())
+        for owner in owners:
+            hook = getattr(owner, name)
+            self._called(
+                name, hook, *(() if owner is self.module else (self._trainer, self.module)), *given, *loader_index(hook, self.loader)
+            )
+        if name == "on_train_batch_start" and self.module not in owners:
+            self._hook(name, *given)
 
     def _called(self, name: str, hook: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -468,6 +477,12 @@ class BareStep:
 
     def _defaults(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._default_dtype is None else default_dtype(self._default_dtype)
+
+
+def loader_index(hook: Callable[..., Any], loader: int = 0) -> tuple[int, ...]:
+    """What a step, or a hook at a batch's start or end, gets behind all else: its loader's number, where it isn't 0 or is insisted on."""
+    wanted = inspect.signature(hook).parameters.get("dataloader_idx")
+    return (loader,) if wanted is not None and (loader or wanted.default is inspect.Parameter.empty) else ()
 
 
 @contextmanager

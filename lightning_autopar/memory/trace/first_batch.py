@@ -61,6 +61,7 @@ class FirstBatch:
         kind: a loader over a map-style or iterable dataset, several loaders, or some other iterable.
         together: for several loaders, the numbers of samples of their batches of one step, each combination of an epoch once; empty where a
             loader doesn't know its length.
+        loader: its loader's number, in an evaluation.
         calls: the part of the module that the loader called to make it, as one that plays a game does; empty where it called none.
     """
 
@@ -76,6 +77,7 @@ class FirstBatch:
     epoch_batches: int | None = None
     together: tuple[tuple[int, ...], ...] = ()
     calls: str = ""
+    loader: int = 0
 
     def without_makers(self) -> FirstBatch:
         """The batch without the objects that made it, which may not be picklable."""

@@ -22,15 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._root import NOT_THE_USERS, package_of
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS, SplitFinding
+from lightning_autopar.exact.logs.log_rules import Logged, recorded_in
 from lightning_autopar.exact.step.kept_attributes import Place
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.step_number import LATER, Noted, integers_in, step_number
+from lightning_autopar.strategies.parity import undo
 from lightning_autopar.strategies.parity.draw_probe import Observation
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
 from lightning_autopar.strategies.parity.kept_runs import KeptRuns, Step
@@ -179,6 +182,8 @@ class LaterSteps(KeptRuns):
     #: The buffers' values before a step; and the names of those that steps count on.
     buffers: dict[str, Tensor]
     counted: tuple[str, ...]
+    #: The buffers that each run has changed.
+    moved: list[dict[str, Tensor]]
 
     def __init__(self, module: LightningModule, batches: BatchParts, writes: Collection[str] | None) -> None:
         super().__init__(module, batches, writes)
@@ -194,6 +199,35 @@ class LaterSteps(KeptRuns):
 
     def _observed(self, step: Step, shares: Sequence[Any], *, groups_first: bool = False) -> Observation:
         raise NotImplementedError
+
+    def _stepped(self, hook: str, given: Any, index: int) -> tuple[Any, dict[tuple[str, str], Logged]]:
+        """Run the user's step, between the hooks at the batch's start and end; returns its output, and what was logged."""
+        logged, hooked = dict[tuple[str, str], Logged](), dict[tuple[str, str], Logged]()
+        with recorded_in(self.module, f"on_{self.rehearsal.loop}_batch_start", hooked):
+            self.rehearsal.batch_hooks("start", given, index)
+        with recorded_in(self.module, hook, logged):
+            output = self.rehearsal._call(hook, given, index)
+        if (end := f"on_{self.rehearsal.loop}_batch_end") in self.rehearsal.hooks:
+            left = tree_map_only(Tensor, Tensor.detach, output)
+            if hook == "training_step":  # hooks get the whole batch's loss
+                left = {**(left if isinstance(left, Mapping) else {}), "loss": torch.tensor(math.nan)}
+            with recorded_in(self.module, end, hooked), undo.undone(self.module, self.writes, self.variables):
+                self.rehearsal.batch_hooks("end", left, given, index)
+        return output, {**logged, **{key: value for key, value in hooked.items() if math.isfinite(value.value)}}
+
+    @contextmanager
+    def _buffers_noted(self) -> Iterator[None]:
+        """While open, an evaluation's step runs; what it has changed of the buffers is noted, and put back."""
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        yield
+        alike = ((name, buffer) for name, buffer in self.module.named_buffers() if name in before and buffer.shape == before[name].shape)
+        self.moved.append({name: buffer.detach().double() for name, buffer in alike if not undo.same_values(buffer, before[name])})
+        undo.put_back(self.module, before)
+
+    def _moved_apart(self, hook: str) -> list[str]:
+        """A sentence where that isn't what parts of a batch change."""
+        drift = undo.changing_buffers(self.moved)
+        return [] if drift is None else [f"{hook} writes to the module's buffers: {drift[1]}"]
 
     def _with_new_logs(self, found: SplitFinding, shares: Sequence[Any]) -> SplitFinding:
         raise NotImplementedError

@@ -245,12 +245,12 @@ class Weighing:
         if any(len(losses) != len(observed.whole) for losses in observed.parts):
             return LogComparison(matching={LOSS: ()})
         whole, *parts = (
-            {str(number): Logged(value=float(loss), reduce_fx="mean") for number, loss in enumerate(losses)}
+            {("", str(number)): Logged(value=float(loss), reduce_fx="mean") for number, loss in enumerate(losses)}
             for losses in (observed.whole, *observed.parts)
         )
         rows = [share.rows for share in shares]
-        found = compare_logs("training_step", whole, parts, rows, double=double, weights=self.weights(shares)).matching
-        rules = [found.get(("training_step", number), ()) for number in whole] or [()]
+        found = compare_logs(whole, parts, rows, double=double, weights=self.weights(shares)).matching
+        rules = [found.get(number, ()) for number in whole] or [()]
         return LogComparison(
             matching={LOSS: tuple(rule for rule in rules[0] if all(rule in each for each in rules) and rule not in ("max", "min"))}
         )

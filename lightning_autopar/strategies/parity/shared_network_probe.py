@@ -259,8 +259,7 @@ class _SharingProbe(_Probe):
         gradients: dict[str, Tensor] = {}
         with self._harmless(), torch.enable_grad() if training else torch.no_grad(), recorded_logs(self.module) as logged, self._noted():
             batch = transfer_batch(self.module, batch) if self.batches.raw else batch
-            if training:
-                self.rehearsal.begin_batch(batch, 0)
+            self.rehearsal.batch_hooks("start", batch, 0)
             with _Flops() if trial is None else trial.step() as counted:
                 output = self.rehearsal._call(hook, batch, 0)
             self.flops = self.flops if counted is None else counted.flops

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from lightning_autopar._lightning import LightningModule, Trainer
-from lightning_autopar._lightning_compat import is_overridden, transfer_batch
+from lightning_autopar._lightning_compat import evaluating, is_overridden, transfer_batch
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS, SplitFinding, overrule, overruled
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
-from lightning_autopar.exact.logs.kept_by_hooks import changing_callbacks
-from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_logs
+from lightning_autopar.exact.logs.kept_by_hooks import tried_hooks
+from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs
 from lightning_autopar.exact.step.batch_norm import NormRuns, fix
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
@@ -142,11 +142,12 @@ def probe_evaluation(
         return probe.evaluation(hook), probe.finite
 
     try:
-        with suppress(Exception), nudged(module):
-            found, finite = probed()
-            if finite:
-                return found
-        return probed()[0]  # a step that only its own weights fit
+        with evaluating(trainer, testing=hook == "test_step"):
+            with suppress(Exception), nudged(module):
+                found, finite = probed()
+                if finite:
+                    return found
+            return probed()[0]  # a step that only its own weights fit
     except Exception as error:  # the user's step, under conditions that it isn't made for
         _LOG.debug("the %s can't be tried on parts of a batch", hook, exc_info=True)
         note = f"not checked: whether what {hook} logs and keeps is the same when a batch is split ({error_line(error)})"
@@ -176,15 +177,15 @@ class _Probe(LaterSteps):
             batches.converted = True
         self.weighing = Weighing(module, batches, known)
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
-        self.rehearsal.callbacks = () if trainer is None else changing_callbacks(trainer)
+        self.rehearsal.hooks, self.rehearsal.loader = {} if trainer is None else tried_hooks(trainer), batches.first.loader
         self.metrics = MetricTrial(module)
         self.backwards = Backwards(dict(module.named_parameters()), automatic=module.automatic_optimization)
         self.backwards.unseen = module.automatic_optimization and not is_overridden("backward", module)
         self.buffers: dict[str, Tensor] = {}  # the values before the step; empty until they are known
         self._prepared = False
-        self.logs: list[dict[str, Logged]] = []
+        self.logs: list[dict[tuple[str, str], Logged]] = []
         #: For a step's number and a split: the batch, and the values that the step logged of it in double precision.
-        self.logs_in_double: dict[tuple[int | None, Dealing], tuple[FirstBatch, list[dict[str, Logged]]]] = {}
+        self.logs_in_double: dict[tuple[int | None, Dealing], tuple[FirstBatch, list[dict[tuple[str, str], Logged]]]] = {}
         self.moved: list[dict[str, Tensor]] = []
         self.norms = NormRuns({})
         #: The generators' states after each run, and the names of those that a part of the batch leaves in another state than the whole.
@@ -223,7 +224,7 @@ class _Probe(LaterSteps):
         for size in sizes:
             finding, observed = self._split(size)
             if finding.splittable:
-                self.logged = self._settled("training_step", self.losses, self.logged)
+                self.logged = self._settled(self.losses, self.logged)
             finding = replace(
                 finding,
                 log_rules={**self.logged.matching, LOSS: self.weighing.loss_rules() if not finding.difference else ()},
@@ -253,17 +254,18 @@ class _Probe(LaterSteps):
 
         def step(batch: Any) -> list[Tensor]:
             self.metrics.next_run()
-            with self._harmless(), torch.no_grad(), recorded_logs(self.module) as logged:
-                self.rehearsal._call(hook, transfer_batch(self.module, batch) if self.batches.raw else batch, self.number or 0)
+            with self._harmless(), self._buffers_noted(), torch.no_grad():
+                given = transfer_batch(self.module, batch, self.rehearsal.loader) if self.batches.raw else batch
+                _, logged = self._stepped(hook, given, self.number or 0)
             self.logs.append(logged)
             return []
 
         with self.numbered():
-            found, unknown = self._settled(hook, step, self._compare_logs(hook, step, 2)), list[str]()
+            found, unknown = self._settled(step, self._compare_logs(step, 2)), self._moved_apart(hook)
         for number in self.later(_SECONDS):
             try:
                 with self.numbered(number):
-                    found = found.narrowed(self._settled(hook, step, self._compare_logs(hook, step, 2)))
+                    found = found.narrowed(self._settled(step, self._compare_logs(step, 2)))
             except Exception as error:  # a number that the step isn't made for
                 _LOG.debug("%s can't be tried as number %d", hook, number, exc_info=True)
                 unknown.append(f"not checked: what {hook} logs in step {number:,} ({error_line(error)})")
@@ -278,7 +280,7 @@ class _Probe(LaterSteps):
             self.ends.append(rng.capture(rng.find_generators(self.module.named_modules())))
         self.effects.append(effects)
 
-    def _compare_logs(self, hook: str, step: Callable[[Any], list[Tensor]], size: int | Dealing) -> LogComparison:
+    def _compare_logs(self, step: Callable[[Any], list[Tensor]], size: int | Dealing) -> LogComparison:
         """Compare what a step logs on the whole batch with what it logs on ``size`` parts."""
         shares = self.weighing.shares(size)
         first, logs = self.logs_in_double.get((self.number, shares[0].dealing), (None, []))
@@ -286,42 +288,42 @@ class _Probe(LaterSteps):
             self.logs = logs[:]
         else:
             self._observed(step, shares)
-        return self._logs_compared(hook, shares)
+        return self._logs_compared(shares)
 
-    def _logs_compared(self, hook: str, shares: Sequence[BatchShare]) -> LogComparison:
+    def _logs_compared(self, shares: Sequence[BatchShare]) -> LogComparison:
         rows, weights = [share.rows for share in shares], self.weighing.weights(shares)
-        return compare_logs(hook, self.logs[0], self.logs[1:], rows, double=self.batches.double, weights=weights)
+        return compare_logs(self.logs[0], self.logs[1:], rows, double=self.batches.double, weights=weights)
 
     def _with_new_logs(self, found: SplitFinding, shares: Sequence[BatchShare]) -> SplitFinding:
         """The finding, with the rules for values that no earlier step has logged."""
-        if all(("training_step", name) in found.log_rules for name in self.logs[0]):
+        if all(key in found.log_rules for key in self.logs[0]):
             return found
-        logged = self._settled("training_step", self.losses, self._logs_compared("training_step", shares))
+        logged = self._settled(self.losses, self._logs_compared(shares))
         new = LogComparison(
             matching={key: rules for key, rules in logged.matching.items() if key not in found.log_rules}, apart=logged.apart
         )
         return replace(found, log_rules={**new.matching, **found.log_rules}, notes=(*found.notes, *new.notes))
 
-    def _settled(self, hook: str, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
+    def _settled(self, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
         """Where single precision leaves several rules or none, double precision decides; where that leaves several, another split does."""
-        if not (found.ambiguous or found.notes or self.weighing.telling):
+        if all(found.matching.values()) and not (found.ambiguous or self.weighing.telling):
             return found
         try:
             with self._in_double():
-                found = self._narrowed(hook, step, self._compare_logs(hook, step, 2))
-                return self.weighing.told_apart(found, partial(self._compare_logs, hook, step))
+                found = self._narrowed(step, self._compare_logs(step, 2))
+                return self.weighing.told_apart(found, partial(self._compare_logs, step))
         except Exception:  # the step insists on single precision
-            _LOG.debug("the %s can't be tried in double precision", hook, exc_info=True)
-            return self._narrowed(hook, step, found)
+            _LOG.debug("the step can't be tried in double precision", exc_info=True)
+            return self._narrowed(step, found)
 
-    def _narrowed(self, hook: str, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
+    def _narrowed(self, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
         """Where the first split leaves several rules, another split decides."""
         if not (found.ambiguous or self.weighing.telling) or self.batches.count < 3:
             return found
         try:
-            return found.narrowed(self._compare_logs(hook, step, self.weighing.telling[-1] if self.weighing.telling else 3))
+            return found.narrowed(self._compare_logs(step, self.weighing.telling[-1] if self.weighing.telling else 3))
         except Exception:  # parts with one or two samples, for which the user's step may not be made
-            _LOG.debug("the %s can't be tried on three parts of a batch", hook, exc_info=True)
+            _LOG.debug("the step can't be tried on three parts of a batch", exc_info=True)
             return found
 
     def _prepare(self) -> None:
@@ -360,9 +362,7 @@ class _Probe(LaterSteps):
                     if self.number is not None:
                         index += self.number
                         self.rehearsal._hook("on_train_epoch_start")
-                    self.rehearsal.begin_batch(given, index)
-                    with recorded_logs(self.module) as logged:
-                        output = self.rehearsal._call("training_step", given, index)
+                    output, logged = self._stepped("training_step", given, index)
                     loss = output.get("loss") if isinstance(output, Mapping) else output
                     if self.backward and isinstance(loss, Tensor) and loss.requires_grad:
                         self.module.backward(loss)
@@ -492,7 +492,7 @@ class _Probe(LaterSteps):
         shares = self.weighing.shares(size)
         observed = self._observed(self.losses, shares, groups_first=groups_first)
         if not self.batches.double:
-            self.logged = self._logs_compared("training_step", shares)
+            self.logged = self._logs_compared(shares)
             self.drifting = undo.changing_buffers(self.moved)
             same_shape = (name for name, value in self.moved[0].items() if name in self.buffers and value.shape == self.buffers[name].shape)
             self.counted = tuple(sorted(same_shape))

@@ -117,7 +117,8 @@ class Pipeline(Engine):
         if footprint.tape is None or not footprint.outer:
             return "the step wasn't traced, and can't be cut into stages without its trace"
         if len(footprint.blocks) < 2:
-            return f"a pipeline is cut between blocks or layers that share no parameters, and the module has {len(footprint.blocks)}"
+            found = len(footprint.blocks)
+            return f"a pipeline is cut between blocks or layers that share no parameters and run once a step, and the module has {found}"
         if not constraints.split_batch:
             return "each rank takes a batch of its own, but the ranks of a pipeline work on the same batch"
         if footprint.batch_size == 0:

@@ -20,14 +20,14 @@ from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
-from lightning_autopar._lightning_compat import attach_model_callbacks, is_overridden, transfer_batch
+from lightning_autopar._lightning_compat import attach_model_callbacks, transfer_batch
 from lightning_autopar.constraints import LOSS, SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.data.collate import CollateAll
 from lightning_autopar.exact.data.collate_trial import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import Dealing
-from lightning_autopar.exact.logs.kept_by_hooks import keeping_hooks
+from lightning_autopar.exact.logs.kept_by_hooks import as_callbacks_leave, keeping_hooks
 from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.exact.step.random_draws import DrawPlan
@@ -42,10 +42,11 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.shared_network_probe import with_shared_network
-from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
+from lightning_autopar.strategies.parity.split_probe import probe_split
 from lightning_autopar.strategies.preparation.callback_copies import with_copies
 from lightning_autopar.strategies.preparation.divisible_batch import made_of_samples, whole_of
 from lightning_autopar.strategies.preparation.engine_looks import begin_trials, looks
+from lightning_autopar.strategies.preparation.evaluation_findings import counts_in, validation_batch, with_evaluation, with_logs
 from lightning_autopar.strategies.preparation.longest_footprint import Seen, at_lengths, seen_sizes, step_bytes
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 
@@ -210,7 +211,7 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
     validation = validation_batch(module, trainer) if stage == "fit" else None
     seen = seen_sizes(module, batch, validation)
     footprint, untraced = _looked_at(trainer, questions, batch, seen.validation)
-    footprint = with_copies(at_lengths(partial(run_forked, _traced, trainer, questions), batch, footprint, seen), trainer, batch)
+    footprint = with_copies(at_lengths(partial(run_forked, _traced_apart, trainer, questions), batch, footprint, seen), trainer, batch)
     torch.set_num_threads(idle_threads())  # the trace counts what the run's own threads take
     if (footprint.conduct if stage == "fit" else footprint.tape) is None and not footprint.traced and not guessing:
         return None
@@ -261,10 +262,12 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
             split, draws = _on_others(split_one, module, [batch, *more], split, draws)
     if probe and stage != "predict":
         evaluated = [each for each in ((validation, *others) if stage == "fit" else (batch, *more)) if each is not None]
-        split = _with_evaluation(split or SplitFinding(), module, trainer, evaluated, stage, _is_quick(footprint))
-        split = replace(split, notes=(*split.notes, *keeping_hooks(trainer)))
+        apart = zip(evaluated[0].loaders, looked[-len(evaluated[0].loaders) :], strict=True) if evaluated and looked else ()
+        firsts = [_marked(each[0], loader, loadings) for loader, each in apart if each and evaluated[0].kind != "combined"]
+        split = with_evaluation(split or SplitFinding(), module, trainer, evaluated, firsts[1:], stage, _is_quick(footprint))
+        split = replace(split, rank_notes=(*LogComparison(matching=split.log_rules).hook_notes, *keeping_hooks(trainer)))
     if questions.several and stage == "predict" and (kept := keeping_hooks(trainer, predicting=True)):
-        split = replace(split or SplitFinding(), notes=kept)
+        split = replace(split or SplitFinding(), rank_notes=kept)
     shared: SharedModules = {}
     if questions.split and stage == "fit" and split is not None and split.differs and not _RANKS & {*footprint.asked}:
         footprint, shared = with_shared_network(footprint, module, trainer, as_drawn[0], more if _is_quick(footprint) else [], evaluated)
@@ -340,13 +343,13 @@ def _looked_at(trainer: Trainer, questions: Questions, batch: FirstBatch, valida
     """
     try:
         early = partial(_import_early, questions.engines)
-        return run_forked(_traced, trainer, questions, batch, validation, meanwhile=early), None
+        return run_forked(_traced_apart, trainer, questions, batch, validation, meanwhile=early), None
     except ChildFailed as error:
         log.debug("the step can't be traced", exc_info=True)
         failed_by = error
     if failed_by.crashed:
         try:
-            return run_forked(_traced, trainer, questions, batch, validation, failed_by.reason), None
+            return run_forked(_traced_apart, trainer, questions, batch, validation, failed_by.reason), None
         except ChildFailed as error:
             log.debug("the step can't be run for real either", exc_info=True)
             failed_by = error
@@ -405,32 +408,19 @@ def _on_others(
             continue
         if "collate" in batch.draws or batch.samples is None:
             batch = replace(batch, batch=transfer_batch(module, batch.batch), samples=None, collate=None)
-        other, others_draws = split_one(batch, known=_counts(split))
+        other, others_draws = split_one(batch, known=counts_in(split))
         draws = replace(draws, seeded=draws.seeded or others_draws.seeded)
         split = replace(split, uneven_calls=tuple(sorted({*split.uneven_calls, *other.uneven_calls})))
-        split = _with_logs(split, LogComparison(matching=other.log_rules))
+        split = with_logs(split, LogComparison(matching=other.log_rules))
         if not other.splittable or (other.probed and not other.difference <= max(split.difference, SPLIT_TOLERANCE)):
             reason = f"{other.reason}, in another batch than the first, of {batch.batch_size} samples"
             split = replace(split, splittable=other.splittable, difference=other.difference, reason=reason)
         elif split.difference <= SPLIT_TOLERANCE and not split.log_rules.get(LOSS, ("mean",)):
             if not again:  # what doesn't count here may not have been in the first batch
-                return _on_others(split_one, module, looked, split_one(looked[0], known=_counts(other))[0], draws, again=True)
+                return _on_others(split_one, module, looked, split_one(looked[0], known=counts_in(other))[0], draws, again=True)
             reason = f"in another batch than the first, of {batch.batch_size} samples, parts weigh by something else"
             return replace(split, probed=False, reason=reason), draws
     return split, draws
-
-
-def _counts(split: SplitFinding) -> list[Count]:
-    """What losses and logged values were found to be means over."""
-    rules = (rule for ways in split.log_rules.values() for rule in ways)
-    return list(dict.fromkeys(rule for rule in rules if isinstance(rule, Count)))
-
-
-def _with_logs(split: SplitFinding, other: LogComparison) -> SplitFinding:
-    """The finding, with only the rules for logged values that hold for another batch too, and a sentence for each value without a rule."""
-    together = LogComparison(matching=split.log_rules).narrowed(other).matching
-    lost = {key: rules for key, rules in together.items() if not rules and split.log_rules.get(key) != () and key != LOSS}
-    return replace(split, log_rules=together, notes=(*split.notes, *LogComparison(matching=lost).notes))
 
 
 def _split(
@@ -444,9 +434,8 @@ def _split(
 ) -> tuple[SplitFinding, DrawPlan]:
     """Finds out in another child what a split batch changes."""
     if late := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
-        reason = (
-            f"the parameter {late[0]!r} gets its shape in the first step, and several devices need it before; call its layer in setup()"
-        )
+        when = "gets its shape in the first step, or in configure_model"
+        reason = f"the parameter {late[0]!r} {when}, and parts of a batch are tried before: call its layer in setup()"
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
     try:
         told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite, "known": known}
@@ -466,16 +455,16 @@ def _traced(
     trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None = None, crashed: str | None = None
 ) -> Footprint:
     """Traces the step as it will run on the present devices; see :func:`.trace.trace`."""
-    return trace(
-        trainer.lightning_module,
-        trainer,
-        batch,
-        stage=stage_of(trainer),
-        precision=str(trainer.precision),
-        target=questions.target,
-        validation=validation,
-        crashed=crashed,
-    )
+    asked: dict[str, Any] = {"precision": str(trainer.precision), "target": questions.target, "validation": validation, "crashed": crashed}
+    return trace(trainer.lightning_module, trainer, batch, stage=stage_of(trainer), **asked)
+
+
+def _traced_apart(trainer: Trainer, questions: Questions, batch: FirstBatch, *given: Any) -> Footprint:
+    """The same in a forked child, where callbacks may be called: with the batch as they leave it for the step."""
+    loop = {"fit": "train", "validate": "validation"}.get(stage := stage_of(trainer), stage)
+    left, unknown = as_callbacks_leave(batch.batch, trainer, loop)
+    footprint = _traced(trainer, questions, replace(batch, batch=left), *given)
+    return replace(footprint, assumptions=(*footprint.assumptions, *unknown))
 
 
 def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:
@@ -537,41 +526,6 @@ def _batches_of_fit(trainer: Trainer, batch: FirstBatch) -> int | None:
         else:
             found.append(steps * each)
     return min(found, default=None)
-
-
-def validation_batch(module: LightningModule, trainer: Trainer) -> FirstBatch | None:
-    """The first batch of the validation within ``fit``, also where the sanity check is off; None where there is none."""
-    if not is_overridden("validation_step", module) or not trainer.limit_val_batches:
-        return None
-    try:
-        return first_batch(module, trainer, "validate", prepared=True)
-    except Exception:  # no validation data, or the user's loader fails: the run will say so
-        log.debug("there is no validation batch to look at", exc_info=True)
-        return None
-
-
-def _with_evaluation(
-    split: SplitFinding, module: LightningModule, trainer: Trainer, batches: Sequence[FirstBatch], stage: str, quick: bool
-) -> SplitFinding:
-    """The finding, with the rules for the values that an evaluation step logs; later batches decide what the first leaves open."""
-    hook = "test_step" if stage == "test" else "validation_step"
-    if not split.splittable or not is_overridden(hook, module) or not batches:
-        return split
-    try:
-        probed = partial(run_forked, probe_evaluation, module, trainer)
-        found: SplitFinding = probed(batches[0], hook, _counts(split))
-        for batch in batches[1:]:
-            if quick or LogComparison(matching=found.log_rules).ambiguous:
-                other = probed(batch, hook, _counts(found))
-                if new := [count for count in _counts(other) if count not in _counts(found)]:  # all of it counts in the first batch
-                    found = probed(batches[0], hook, [*_counts(split), *new])
-                found = _with_logs(found, LogComparison(matching=other.log_rules))
-    except ChildFailed as error:
-        note = f"not checked: how the values that {hook} logs combine when a batch is split ({error.reason})"
-        return replace(split, notes=(*split.notes, note))
-    rules, kept = {**split.log_rules, **found.log_rules}, {**split.kept_rules, **found.kept_rules}
-    raised = split.raised or (found.raised and bool(trainer.num_sanity_val_steps))  # else a later state's step
-    return replace(split, log_rules=rules, kept_rules=kept, notes=(*split.notes, *found.notes), raised=raised)
 
 
 def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:

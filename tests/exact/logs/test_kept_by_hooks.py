@@ -64,11 +64,19 @@ class Measures(pl.Callback):
         self.mean.update(outputs)
 
 
+class Replaces(pl.Callback):
+    """Writes into the batch itself."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        batch[0] = batch[0] * 2
+
+
 @pytest.mark.parametrize(
     ("callback", "hook"),
     [
         (Appends, "on_validation_batch_end"),
         (Hands, "on_train_batch_start"),
+        (Replaces, None),
         (Counts, None),
         (KeepsLoss, None),
         (Logs, None),

@@ -11,8 +11,8 @@ from lightning_autopar.exact.logs.log_rules import Logged, compare_logs, recorde
 from lightning_autopar.strategies.preparation import module_findings
 
 
-def logged(*values: float, reduce_fx: str = "mean") -> list[dict[str, Logged]]:
-    return [{"x": Logged(value=value, reduce_fx=reduce_fx)} for value in values]
+def logged(*values: float, reduce_fx: str = "mean", hook: str = "training_step") -> list[dict[tuple[str, str], Logged]]:
+    return [{(hook, "x"): Logged(value=value, reduce_fx=reduce_fx)} for value in values]
 
 
 @pytest.mark.parametrize(
@@ -28,33 +28,33 @@ def logged(*values: float, reduce_fx: str = "mean") -> list[dict[str, Logged]]:
     ],
 )
 def test_the_rule_is_what_gives_the_whole_batchs_value(whole: float, parts: tuple[float, float], reduce_fx: str, rule: str) -> None:
-    found = compare_logs("training_step", logged(whole, reduce_fx=reduce_fx)[0], logged(*parts, reduce_fx=reduce_fx), [3, 2])
+    found = compare_logs(logged(whole, reduce_fx=reduce_fx)[0], logged(*parts, reduce_fx=reduce_fx), [3, 2])
     assert found.rules == {("training_step", "x"): rule}
     assert not found.notes
 
 
 def test_a_value_that_no_rule_explains_is_named_with_the_difference() -> None:
-    found = compare_logs("validation_step", logged(10.0)[0], logged(1.0, 2.0), [3, 2])
+    found = compare_logs(logged(10.0, hook="validation_step")[0], logged(1.0, 2.0, hook="validation_step"), [3, 2])
     assert not found.rules
     assert "'x'" in found.notes[0]
     assert "validation_step" in found.notes[0]
 
 
 def test_what_is_nearly_a_mean_is_told_from_one() -> None:
-    near = compare_logs("training_step", logged(1.00003)[0], logged(1.0, 1.00001), [1, 1])
+    near = compare_logs(logged(1.00003)[0], logged(1.0, 1.00001), [1, 1])
     assert "differs by 2.5e-05" in near.notes[0]
     parts = logged(1.0, 1.000004)
-    largest = compare_logs("training_step", logged(1.000004)[0], parts, [1, 1])
+    largest = compare_logs(logged(1.000004)[0], parts, [1, 1])
     assert largest.matching["training_step", "x"] == ("mean", "max", "min")
-    largest = compare_logs("training_step", logged(1.000004)[0], parts, [1, 1], double=True)
+    largest = compare_logs(logged(1.000004)[0], parts, [1, 1], double=True)
     assert largest.rules == {("training_step", "x"): "max"}
 
 
 def test_other_batches_decide_what_the_first_leaves_open() -> None:
-    nothing = compare_logs("training_step", logged(0.0)[0], logged(0.0, 0.0), [1, 1])
-    count = compare_logs("training_step", logged(3.0)[0], logged(1.0, 2.0), [1, 1])
+    nothing = compare_logs(logged(0.0)[0], logged(0.0, 0.0), [1, 1])
+    count = compare_logs(logged(3.0)[0], logged(1.0, 2.0), [1, 1])
     assert nothing.narrowed(count).rules == {("training_step", "x"): "sum"}
-    mean = compare_logs("training_step", logged(1.5)[0], logged(1.0, 2.0), [1, 1])
+    mean = compare_logs(logged(1.5)[0], logged(1.0, 2.0), [1, 1])
     assert "'x' logged in training_step is no mean, sum, maximum or minimum" in mean.narrowed(count).notes[0]
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.exact.step.random_draws import Rows
@@ -383,7 +384,7 @@ def test_single_samples_that_cannot_be_run_are_told() -> None:
     assert any(note.startswith("not checked: whether single samples call") and "ValueError: no pair" in note for note in finding.notes)
 
 
-def first_of(samples: list[Tensor], collate: Callable[[list[Any]], Any] = collate) -> FirstBatch:
+def first_of(samples: list[Any], collate: Callable[[list[Any]], Any] = collate) -> FirstBatch:
     return FirstBatch(batch=collate(samples), samples=samples, collate=collate, batch_size=len(samples), kind="map")
 
 
@@ -1059,14 +1060,131 @@ class Halved(Callback):
         batch.mul_(0.5)
 
 
-@pytest.mark.parametrize(("callback", "differs"), [(Centred(), True), (Halved(), False)])
-def test_a_callback_changes_the_batch(callback: Callback, differs: bool) -> None:
-    module = Base()
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[callback])
+def trainer_of(module: LightningModule, *callbacks: Callback) -> Trainer:
+    """A Trainer that is about to fit the module."""
+    own = list(callbacks)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=own)
     trainer.strategy.connect(module)
     module.trainer = trainer
     trainer._data_connector.attach_data(module, train_dataloaders=DataLoader(samples(), batch_size=6))
     trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("callback", "differs"),
+    [
+        (Centred(), True),
+        (Halved(), False),
+        (LambdaCallback(on_train_batch_start=lambda trainer, module, batch, index: batch.sub_(batch.mean(0))), True),
+    ],
+)
+def test_a_callback_changes_the_batch(callback: Callback, differs: bool) -> None:
+    module = Base()
+    trainer = trainer_of(module, callback)
     finding = probe_split(module, trainer, first_batch(module, trainer))[0]
     assert finding.probed
     assert (finding.difference > 1e-3) == differs
+
+
+class Validated(Base):
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("v", (found := self.layer(batch["x"] if isinstance(batch, dict) else batch)).square().mean())
+        return found
+
+
+class CentredByItself(Validated):
+    def on_validation_batch_start(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:
+        batch.sub_(batch.mean(0))
+
+
+class CentredInValidation(Callback):
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        batch.sub_(batch.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "differs"),
+    [
+        (Validated(), Halved(), False),
+        (Validated(), CentredInValidation(), True),
+        (Validated(), Centred(), False),  # in training alone
+        (CentredByItself(), Halved(), True),
+    ],
+)
+def test_a_hook_changes_the_batch_of_a_validation(module: LightningModule, callback: Callback, differs: bool) -> None:
+    trainer = trainer_of(module, callback)
+    finding = probe_evaluation(module, trainer, first_of(samples()), "validation_step")
+    assert any("'v' logged in validation_step" in note for note in finding.notes) == differs
+
+
+class Averaged(Validated):
+    """Averages what its validations find."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps.mul_(0.9).add_(0.1 * batch.std())  # type: ignore[operator]
+        return super().validation_step(batch, batch_idx)
+
+
+class Totalled(Validated):
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps.add_(1)  # type: ignore[operator]
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("module", "told"), [(Averaged(), True), (Totalled(), False)])
+def test_a_buffer_that_a_validation_changes_by_its_samples_is_told_of(module: LightningModule, told: bool) -> None:
+    finding = probe_evaluation(module, None, first_of(samples()), "validation_step")
+    assert any("validation_step writes to the module's buffers: 'steps'" in note for note in finding.notes) == told
+
+
+class CentringData(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(), batch_size=6)
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        assert self.trainer is not None
+        return batch if self.trainer.training else batch - batch.mean(0)
+
+
+def test_a_datamodules_hook_is_told_that_its_batch_is_a_validations() -> None:
+    module = Validated()
+    trainer = trainer_of(module)
+    trainer._data_connector.attach_datamodule(module, CentringData())
+    assert not probe_split(module, trainer, first_batch(module, trainer))[0].difference
+    finding = probe_evaluation(module, trainer, first_of(samples()), "validation_step")
+    assert "'v' logged in validation_step is no mean" in finding.notes[0]
+    assert trainer.training
+
+
+class LogsTheBatch(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
+        pl_module.log("count", float(len(batch)))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        pl_module.log("both", outputs.popitem()[1] + batch.mean())  # the whole batch's loss
+        pl_module.log("greatest", batch.max())
+        pl_module.log("spread", batch.std())
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Tensor, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        pl_module.log("squares", outputs.square().sum())
+        pl_module.log("counted", outputs[batch["mask"] != 0].mean())
+
+
+def test_what_hooks_log_of_a_batch_is_put_together_as_what_steps_log() -> None:
+    module = Validated()
+    trainer = trainer_of(module, LogsTheBatch())
+    finding = probe_split(module, trainer, first_batch(module, trainer))[0]
+    rules = {key: rules for key, rules in finding.log_rules.items() if key[0].startswith("on_")}
+    assert {key: rule[:1] for key, rule in rules.items()} == {
+        ("on_train_batch_start", "count"): ("sum",),
+        ("on_train_batch_end", "greatest"): ("max",),
+        ("on_train_batch_end", "spread"): (),
+    }
+    assert not finding.notes
+    masked = [{"x": x, "mask": torch.arange(4) < index} for index, x in enumerate(samples(), 1)]
+    rules = dict(probe_evaluation(module, trainer, first_of(masked, default_collate), "validation_step").log_rules)
+    assert rules["on_validation_batch_end", "squares"] == ("sum",)
+    assert str(rules["on_validation_batch_end", "counted"][0]) == "batch.mask != 0"

@@ -130,7 +130,9 @@ class Annealing(Net):
         return out.square().mean() + len(batch[0]) / len(loader.dataset) * out.mean()  # type: ignore[union-attr]
 
 
-def _found_out(module: Net, root: Path, monkeypatch: pytest.MonkeyPatch, target: Any = "cpu", **options: Any) -> SplitFinding:
+def _found_out(
+    module: Net, root: Path, monkeypatch: pytest.MonkeyPatch, target: Any = "cpu", validating: Any = None, **options: Any
+) -> SplitFinding:
     """What is found out of a split of its batch before the run, which then doesn't happen."""
     seen: list[Findings] = []
 
@@ -144,7 +146,7 @@ def _found_out(module: Net, root: Path, monkeypatch: pytest.MonkeyPatch, target:
     monkeypatch.setattr("lightning_autopar.strategies.launcher.find_prospect", stop)
     strategy = AutoParallelStrategy(devices="2xcpu:1GiB", calibrate="off")
     with pytest.raises(Enough):
-        pl.Trainer(strategy=strategy, default_root_dir=root, **{**QUICK, **options}).fit(module, loader(2))  # type: ignore[arg-type]
+        pl.Trainer(strategy=strategy, default_root_dir=root, **{**QUICK, **options}).fit(module, loader(2), validating)  # type: ignore[arg-type]
     assert seen[0].split is not None
     return seen[0].split
 
@@ -241,4 +243,61 @@ def test_a_parameter_without_a_shape_needs_one_device(layer: nn.Module, splittab
     module.late = layer
     split, _ = module_findings._split(module, pl.Trainer(accelerator="cpu", **QUIET), _batch(torch.stack), footprint=step, despite=())  # type: ignore[arg-type]
     assert split.splittable is splittable
-    assert splittable or "'late.weight' gets its shape in the first step, and several devices need it before" in str(split.reason)
+    assert splittable or "'late.weight' gets its shape in the first step, or in configure_model, and parts" in str(split.reason)
+
+
+class Longer(pl.Callback):
+    """Repeats a batch's samples, as test-time augmentation does."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        batch[0] = batch[0].repeat(3, 1)
+        pl_module.log("samples", len(batch[0]))
+
+
+class Lost(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        batch[0] = batch[0].to(self.device)  # type: ignore[attr-defined]  # as a callback's setup on a device makes it
+
+
+@pytest.mark.parametrize(("callback", "times"), [(Longer(), 3), (Lost(), 1)])
+def test_the_trace_gets_the_batch_as_callbacks_leave_it(callback: pl.Callback, times: int) -> None:
+    batch = FirstBatch(batch=[torch.ones(4, 2)], batch_size=4)
+
+    def traced(*callbacks: pl.Callback) -> Any:
+        trainer, module = pl.Trainer(**QUICK, callbacks=list(callbacks)), Net()  # type: ignore[arg-type]
+        trainer.strategy.connect(module)
+        return module_findings._traced_apart(trainer, Questions(), batch)
+
+    alone, changed = traced(), traced(callback)
+    assert changed.input_bytes == times * alone.input_bytes
+    said = [words for words in changed.assumptions if "what on_train_batch_start of the callback Lost makes of a batch" in words]
+    assert len(said) == (times == 1)
+    assert batch.batch[0].shape == (4, 2)
+
+
+class ByLoader(Net):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        found = self.layer(batch[0])
+        if dataloader_idx == 0:
+            self.log("mean", found.mean())
+        elif dataloader_idx == 1:
+            self.log("count", float(len(found)))
+            self.log("mean", found.mean())
+        else:
+            self.log("root", found.square().mean().sqrt())
+            self.log("masked", found[batch[1]].mean())
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if dataloader_idx == 1:
+            self.log("sum", batch[0].sum())
+
+
+def test_each_loader_of_a_validation_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    masked = DataLoader(TensorDataset(torch.randn(8, 2), torch.arange(8) % 4 > 0), batch_size=8)
+    found = _found_out(ByLoader(), tmp_path, monkeypatch, validating=[loader(4), loader(4), masked])
+    rules = {name: rules[:1] for (hook, name), rules in found.log_rules.items() if "validation" in hook}
+    assert rules == {"mean": ("mean",), "count": ("sum",), "sum": ("sum",)}
+    assert [note.partition(" is ")[0] for note in found.notes] == [
+        f"the value {name!r} logged in validation_step" for name in ("root", "masked")
+    ]
+    assert "which the first loader's batches lack" in found.notes[1]

@@ -93,7 +93,9 @@ def probe_stages(
         return refused("a pipeline's schedule runs backward, but the module calls backward by itself")
     found = len(blocks or find_blocks(module))
     if found < 2 and not is_overridden("configure_model", module):
-        return refused(f"a pipeline is cut between blocks or layers that share no parameters, and the module has {found}")
+        return refused(
+            f"a pipeline is cut between blocks or layers that share no parameters and run once a step, and the module has {found}"
+        )
     precision = precision or Precision()
     why = _too_large(module, batches, flops)
     began = time.monotonic()

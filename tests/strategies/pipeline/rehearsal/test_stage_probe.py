@@ -259,7 +259,10 @@ def test_steps_that_have_no_stages(kind: type[Stack], words: str) -> None:
 
 def test_a_module_without_blocks() -> None:
     module = Stack(1)
-    assert probed(module).value.refusal == "a pipeline is cut between blocks or layers that share no parameters, and the module has 0"
+    assert (
+        probed(module).value.refusal
+        == "a pipeline is cut between blocks or layers that share no parameters and run once a step, and the module has 0"
+    )
 
 
 class OwnNoise(Stack):
