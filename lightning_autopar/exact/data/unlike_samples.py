@@ -21,6 +21,8 @@ _MOST = 1 << 16
 #: How deep in a sample tensors and numbers are looked for.
 _DEEP = 5
 _SECONDS = 0.05
+#: Kinds of marks that say that something is left out, most likely.
+_LEFT_OUT = ("nan", "negative", "zero")
 
 
 def unlike(
@@ -55,9 +57,15 @@ def marks(sample: Any) -> set[Mark]:
     return {(place, *mark) for place, value in _values(sample, ()) for mark in _marks(value)}
 
 
+def leaves_out(samples: Collection[Any], first: Collection[Any]) -> bool:
+    """Whether samples have a mask's zeros, NaN or negative numbers in a place where the first batch has none."""
+    known, found = ({mark for sample in each for mark in marks(sample)} for each in (first, samples))
+    return any(mark[1] in _LEFT_OUT for mark in found - known)
+
+
 def kind(mark: Mark) -> int:
     """Which marks come first: what is likelier to be left out."""
-    return ("nan", "negative", "zero", "least", "greatest", "value").index(mark[1])
+    return (*_LEFT_OUT, "least", "greatest", "value").index(mark[1])
 
 
 def _marks(value: Tensor) -> Iterator[tuple[str, float]]:

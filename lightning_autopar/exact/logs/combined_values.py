@@ -111,6 +111,7 @@ class Combiner:
     def __init__(self, rules: LogRules | None = None) -> None:
         self._rules = rules or {}
         self._constant: dict[tuple[Any, ...], int] = {}
+        self._added_up: set[tuple[Any, ...]] = set()
 
     def part(self, fx: str, name: str, value: Tensor, share: BatchShare | None) -> Tensor:
         """A part's value, as :meth:`combine` adds it up: where it is a mean over something that the batch counts, times its weight.
@@ -199,7 +200,7 @@ class Combiner:
         """What the whole batch weighs in its epoch's mean, from the parts' (rows, batch size).
 
         Sizes that follow the part's rows add up; one that doesn't (``batch_size=1``, or the loader's as a constant) means the same with any
-        number of parts.
+        number of parts. What added up once does so always: of a hook that halves batches, each part of the last one may leave one row.
         """
         first = sizes[0][1]
         if any(size != first for _, size in sizes):
@@ -207,7 +208,8 @@ class Combiner:
         if self._constant.get(entry.key) != first:
             follows = all(size == rows for rows, size in sizes)
             ragged = len({rows for rows, _ in sizes}) > 1
-            if follows or not (ragged or first in (1, entry.of)):
+            if follows or entry.key in self._added_up or not (ragged or first in (1, entry.of)):
+                self._added_up.add(entry.key)
                 return first * len(sizes)
             self._constant[entry.key] = first
         return first

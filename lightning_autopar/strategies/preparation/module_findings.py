@@ -27,6 +27,7 @@ from lightning_autopar.exact.data.collate import CollateAll
 from lightning_autopar.exact.data.collate_trial import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import Dealing
+from lightning_autopar.exact.data.unlike_samples import leaves_out
 from lightning_autopar.exact.logs.kept_by_hooks import as_callbacks_leave, keeping_hooks
 from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.exact.step.micro_batches import why_whole
@@ -258,7 +259,10 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         if unmade is not None and split.splittable:
             split = replace(split, splittable=False, reason=f"{unmade}, in another batch than the first")
         # Other batches decide what the first leaves open (a count that is 0 in it may be a mean or a sum), however long that takes.
-        if split.probed and (LogComparison(matching=split.log_rules).ambiguous or _is_quick(footprint)):
+        if not (LogComparison(matching=split.log_rules).ambiguous or _is_quick(footprint)):
+            unlike = seen.look.unlike and seen.look.unlike.samples
+            more = [each for each in more if each.samples is unlike and leaves_out(unlike or (), batch.samples or ())]
+        if split.probed:
             split, draws = _on_others(split_one, module, [batch, *more], split, draws)
     if probe and stage != "predict":
         evaluated = [each for each in ((validation, *others) if stage == "fit" else (batch, *more)) if each is not None]

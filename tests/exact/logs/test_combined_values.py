@@ -60,3 +60,12 @@ def test_a_rank_without_samples_weighs_its_parts_alike() -> None:
 def test_one_part_is_taken_as_it_is() -> None:
     parts = [[entry("loss", 1.0, 3)]]
     assert Combiner().fold(parts)[0] is parts[0][0]
+
+
+def test_what_added_up_once_is_no_constant_later() -> None:
+    """A hook halves each batch: of the last one, each part is left with one row of two."""
+    combiner = Combiner()
+    sizes = [
+        combiner.fold([[entry("loss", 1.0, rows, batch_size=rows // 2, of=2 * rows)] for _ in range(2)])[0].batch_size for rows in (4, 2)
+    ]
+    assert sizes == [4, 2]
