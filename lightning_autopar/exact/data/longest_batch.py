@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from lightning_autopar._lightning import Trainer
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.unlike_samples import kind, marks, unlike
+from lightning_autopar.exact.data.unlike_samples import Known, kind, unlike
 from lightning_autopar.memory.length_spread import DRAWN_ANEW, ENOUGH, Lengths, reach_of
 from lightning_autopar.memory.trace.first_batch import FirstBatch, fresh, indexed, order_of
 
@@ -243,7 +243,7 @@ def _of_batches(loader: DataLoader[Any], first: FirstBatch, ends: float, clock: 
             break
     volumes: list[int] = [_volume_of(first)]
     largest: dict[int, FirstBatch] = {}
-    known, unlike_by, other = marks(first.samples or first.batch), math.inf, None
+    known, unlike_by, other = Known.of(first.samples or ()), math.inf, None
     picked = random.Random(0).sample(range(len(listed)), len(listed))
     looked: list[int] = []
     for place in picked:
@@ -251,7 +251,7 @@ def _of_batches(loader: DataLoader[Any], first: FirstBatch, ends: float, clock: 
         if batch is not None:
             looked.append(place)
             volumes.append(_volume_of(batch))
-            if (by := min(map(kind, marks(batch.samples or batch.batch) - known), default=math.inf)) < unlike_by:
+            if (by := min((kind(mark) for sample in batch.samples or () for mark in known.new(sample)), default=math.inf)) < unlike_by:
                 unlike_by, other = by, batch
             # By its numbers, and by what attention makes of them.
             for which, measure in enumerate((_volume_of, _stretch_of)):

@@ -7,7 +7,9 @@ weighs. Knows samples as a dataset gives them; no loss and no loader.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -25,6 +27,30 @@ _SECONDS = 0.05
 _LEFT_OUT = ("nan", "negative", "zero")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """The marks of the first batch.
+
+    Args:
+        marks: of all its samples.
+        varying: places and kinds of which more than half of the samples have a value of their own, as texts have: another one says nothing.
+    """
+
+    marks: frozenset[Mark]
+    varying: frozenset[tuple[tuple[Any, ...], str]]
+
+    @classmethod
+    def of(cls, first: Collection[Any]) -> Known:
+        """Those of the samples of a first batch."""
+        found = frozenset(mark for sample in first for mark in marks(sample))
+        values = Counter((place, kind_of) for place, kind_of, _ in found if kind_of not in _LEFT_OUT)
+        return cls(marks=found, varying=frozenset(key for key, count in values.items() if 2 * count > max(2, len(first))))
+
+    def new(self, sample: Any) -> set[Mark]:
+        """A sample's marks that tell something new."""
+        return {mark for mark in marks(sample) - self.marks if mark[:2] not in self.varying}
+
+
 def unlike(
     samples: Sequence[Any], first: Collection[Any], size: int, *, seconds: float = _SECONDS, clock: Callable[[], float] = time.monotonic
 ) -> list[int]:
@@ -39,12 +65,11 @@ def unlike(
     Returns:
         The numbers; none where all samples are like the first batch's, or there are too few.
     """
-    ends, known = clock() + seconds, {mark for sample in first for mark in marks(sample)}
+    ends, known = clock() + seconds, Known.of(first)
     new: dict[Mark, int] = {}
     for number, sample in enumerate(samples):
-        for mark in marks(sample):
-            if mark not in known:
-                new.setdefault(mark, number)
+        for mark in known.new(sample):
+            new.setdefault(mark, number)
         if clock() > ends:
             break
     chosen = list(dict.fromkeys(new[mark] for mark in sorted(new, key=kind)))[: max(1, size // 4)]
@@ -59,8 +84,8 @@ def marks(sample: Any) -> set[Mark]:
 
 def leaves_out(samples: Collection[Any], first: Collection[Any]) -> bool:
     """Whether samples have a mask's zeros, NaN or negative numbers in a place where the first batch has none."""
-    known, found = ({mark for sample in each for mark in marks(sample)} for each in (first, samples))
-    return any(mark[1] in _LEFT_OUT for mark in found - known)
+    known = Known.of(first)
+    return any(mark[1] in _LEFT_OUT for sample in samples for mark in known.new(sample))
 
 
 def kind(mark: Mark) -> int:

@@ -35,9 +35,17 @@ def test_a_sample_that_tells_something_new_comes_first(first: Any, other: Any) -
     assert unlike(samples, [first], 40) == []
 
 
+def test_texts_are_as_unlike_as_those_of_the_first_batch() -> None:
+    """Nothing more is tried for another token."""
+    texts = list(torch.randint(0, 10**6, (40, 16), generator=torch.Generator().manual_seed(0)))
+    assert unlike(texts[4:], texts[:4], 4) == []
+    texts[9] = texts[9].index_fill(0, torch.tensor(3), -100)
+    assert unlike(texts[4:], texts[:4], 4)[0] == 5
+
+
 def test_masks_come_before_classes_and_a_quarter_of_the_batch_is_new() -> None:
-    samples = [(kind_of, ONES) for kind_of in range(20)] + [(0, torch.tensor([1.0, 0.0, 0.0]))]
-    chosen = unlike(samples, [(0, ONES)], 8)
+    samples = [(label, ONES) for label in range(20)] + [(0, torch.tensor([1.0, 0.0, 0.0]))]
+    chosen = unlike(samples, [(0, ONES)] * 8, 8)
     assert chosen[0] == 20
     assert len(chosen) == 8
     assert sum(bool(marks(samples[number]) - marks((0, ONES))) for number in chosen[:2]) == 2
