@@ -175,8 +175,9 @@ class Weighing:
             tensor = count.tensor(whole)
             mask = tensor.ndim > 1 and bool(((tensor == 0) | (tensor == 1)).all())
             known = mask or count in self._known or count.kind in ("finite", "rows")
-            # What two halves have alike, their losses don't tell: of any entries.
-            return known or (count.kind == "differs" and count.ignored in marked) or count not in unlike[_SPLITS[0]]
+            # Of samples' classes, what two halves have alike isn't told by their losses.
+            alike = tensor.ndim == 1 and count not in unlike[_SPLITS[0]]
+            return known or alike or (count.kind == "differs" and count.ignored in marked)
 
         return [dealing for dealing, counts in unlike.items() if any(marks(count) for count in counts)]
 

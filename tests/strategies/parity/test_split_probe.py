@@ -1024,6 +1024,22 @@ def test_losses_that_hardly_differ_dont_hide_what_they_are_means_of() -> None:
     assert [str(rule) for rule in found.log_rules["training_step", ""]] == ["batch.labels != -100"]
 
 
+class ByClass(Base):
+    """Samples of class 0 don't count."""
+
+    def loss(self, x: Any) -> Tensor:
+        counts = (x["label"] != 0).float()
+        return ((self.layer(x["x"]) - x["x"]).square().mean(1) * counts).sum() / counts.sum()
+
+
+def test_samples_that_count_are_found_where_halves_have_as_many() -> None:
+    """Two halves and their mean look like a mean over samples; another split doesn't."""
+    batch = {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(2)), "label": torch.tensor([0, 1, 2, 0, 1, 1, 2, 1])}
+    assert (batch["label"][::2] != 0).sum() == (batch["label"][1::2] != 0).sum()
+    found, _ = probe_split(ByClass(), None, FirstBatch(batch=batch, batch_size=8))
+    assert [str(rule) for rule in found.log_rules["training_step", ""]] == ["batch.label != 0"]
+
+
 class Masked(Base):
     """A mean over the entries that its mask counts, whose number differs between parts."""
 
