@@ -230,7 +230,7 @@ class Finalists:
 
     def may_fit(self, candidate: Candidate) -> bool:
         """Whether a candidate fits by the search's prediction, or, while it hopes, would if the allocator lost nothing; a replayed one, by
-        its replay. What its host lacks, no allocator makes up for.
+        its replay. A candidate whose host lacks memory doesn't fit, whatever its devices have.
         """
         if candidate.fits or candidate.replayed or not self.hopeful:
             return candidate.fits

@@ -279,8 +279,8 @@ class Search:
             self._try_left_out(options if not self.appraiser.hopeful else ())
 
     def _try_left_out(self, options: Sequence[Plan]) -> None:
-        """Replay a few plans with all blocks recomputed that would be faster than the best one. What plans of their kind have lost leaves
-        them out, though their own tensors fit: of each sort the one with most room for the allocator, which may lose less in it.
+        """Replay a few plans that recompute all blocks, would be faster than the best one, and have room for their own tensors. The search
+        left them out because other plans of their kind lost much to the allocator. Of each sort it replays the one with most room.
         """
         blocks = [block.fqn for block in recomputable(self.footprint)] if self.remedies.recompute else []
         roomiest: dict[tuple[object, ...], tuple[float, Plan]] = {}

@@ -200,7 +200,7 @@ class Combiner:
         """What the whole batch weighs in its epoch's mean, from the parts' (rows, batch size).
 
         Sizes that follow the part's rows add up; one that doesn't (``batch_size=1``, or the loader's as a constant) means the same with any
-        number of parts. What added up once does so always: of a hook that halves batches, each part of the last one may leave one row.
+        number of parts. A value's sizes that were added up once always are: a hook that halves batches may leave each part one row.
         """
         first = sizes[0][1]
         if any(size != first for _, size in sizes):

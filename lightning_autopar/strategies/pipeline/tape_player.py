@@ -73,7 +73,7 @@ class PipelinePlayer(Player):
         self._received = {stage: crossing[stage] for stage in self.stages}
         self._sent = {stage: crossing[stage + 1] for stage in self.stages}
         through = {stage: Counter(sizes[borders[stage]].crossing) for stage in self.stages if 0 < stage < len(borders) - 2}
-        #: What a stage receives and sends on: its gradient is summed here.
+        #: Sizes of tensors that a stage receives and passes on to the next one. The stage adds its own gradient to the next one's.
         self._through = {
             stage: [one.size for one in (entering & Counter(sizes[borders[stage + 1]].crossing)).elements()]
             for stage, entering in through.items()
