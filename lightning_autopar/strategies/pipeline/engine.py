@@ -20,7 +20,7 @@ from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
 from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.pipeline.memory import rank_bytes, starts_of
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
-from lightning_autopar.strategies.pipeline.schedules import played_micro_batches, rank_actions
+from lightning_autopar.strategies.pipeline.schedules import played_micro_batches, rank_actions, receives
 from lightning_autopar.strategies.pipeline.tape_player import PipelinePlayer
 from lightning_autopar.strategies.pipeline.timing import PipelineStep
 from lightning_autopar.timing.rates import COLLECTIVES, Rates
@@ -239,6 +239,7 @@ class Pipeline(Engine):
             recomputed(footprint, plan),
             borders=starts_of(footprint, plan),
             actions=rank_actions(plan.schedule, position, ranks, plan.stages, number),
+            receives=receives(plan.schedule, position, ranks, plan.stages, number),
             schedule=plan.schedule,
             samples=sum(rows),
             replicas=plan.replicas,

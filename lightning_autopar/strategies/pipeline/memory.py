@@ -7,9 +7,9 @@ As ``torch.distributed.pipelining`` runs stages that replay the user's own ``tra
 - What a stage receives is allocated when it is asked for: activations stay until the micro-batch's backward is over, gradients during it
   (under 1F1B until the next are asked for). The interleaved schedule, which ``torch`` runs action by action, asks an action ahead.
 - Until its backward, a micro-batch holds what forward saved, and the stage's output. The last stage's output is the loss.
-- What was sent stays until the schedule lets go of the operation: to the end of the step under GPipe and interleaved 1F1B;
-  under 1F1B the last gradient, and the last activation but one that was sent before the first backward. gloo's operations hold
-  their tensor for as long as they exist; NCCL's let go of it at ``wait`` (``ProcessGroupNCCL.cpp``).
+- What was sent stays until the schedule lets go of the operation: to the end of the step under interleaved 1F1B; under 1F1B the last
+  gradient, and until the last forward the last activation but one that was sent before the first backward. Under GPipe gloo's
+  operations hold their tensors to the end of the step, NCCL's let go of them at ``wait`` (``ProcessGroupNCCL.cpp``).
 - No gradients of the step before are there when the schedule begins, as it runs its own backwards; of batches before it that are
   accumulated they lie aside.
 - Replicas average a stage's gradients after its last backward, small ones in flat copies (``strategies/pipeline/run/replicas.py``).
@@ -338,7 +338,7 @@ def _run(plan: Plan, position: int, stages: dict[int, _Stage], on_cpu: bool) -> 
             activations -= own
             if not several and plan.schedule == "1f1b":
                 ahead = plan.stages - number
-                lingers = on_cpu and ahead > 1 and ahead - 2 <= micro_batch < plan.micro_batches - ahead
+                lingers = ahead > 1 and ahead - 2 <= micro_batch < plan.micro_batches - ahead
                 communication, lingering = stage.received + (stage.output if lingers else 0), stage.sent
             else:
                 communication += stage.received + (stage.output if several or on_cpu else 0)

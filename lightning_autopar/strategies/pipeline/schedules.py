@@ -6,11 +6,11 @@ the others by the algorithm of the papers cited there. The tests compare with wh
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from lightning_autopar.plans import Schedule
+from lightning_autopar.plans import INTERLEAVED, Schedule
 
 #: So many turns of one forward and one backward are enough to see what each one does to the allocator.
 _TURNS = 8
@@ -40,6 +40,60 @@ def rank_actions(schedule: Schedule, rank: int, ranks: int, stages: int, micro_b
     if schedule == "1f1b":
         return _one_forward_one_backward(rank, stages, micro_batches)
     return _interleaved(rank, ranks, stages // ranks, micro_batches)
+
+
+def receives(schedule: Schedule, rank: int, ranks: int, stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """For each of :func:`rank_actions`, the actions whose inputs the rank begins to receive just before it.
+
+    Interleaved, torch receives as soon as the sender's action is placed (``_add_send_recv``), often several actions before its own.
+    """
+    if schedule in INTERLEAVED:
+        return _early(ranks, stages, micro_batches)[rank]
+    return tuple((action,) for action in rank_actions(schedule, rank, ranks, stages, micro_batches))
+
+
+@lru_cache(maxsize=64)
+def _early(ranks: int, stages: int, micro_batches: int) -> tuple[tuple[tuple[Action, ...], ...], ...]:
+    """By rank, what :func:`receives` says."""
+    orders = [_turns(_interleaved(rank, ranks, stages // ranks, micro_batches)) for rank in range(ranks)]
+    found: list[list[tuple[Action, ...]]] = [[] for _ in range(ranks)]
+    next_ones: list[list[Action]] = [[] for _ in range(ranks)]
+    done: set[Action | None] = {None}
+    while any(orders):
+        for rank, order in enumerate(orders):
+            if not order or (order[0] and _neighbour(order[0], stages, -1) not in done):
+                continue
+            if action := order.popleft():
+                done.add(action)
+                found[rank].append(tuple(next_ones[rank]))
+                next_ones[rank].clear()
+                if receiver := _neighbour(action, stages, 1):
+                    next_ones[receiver.stage % ranks].append(receiver)
+    return tuple(map(tuple, found))
+
+
+def _turns(actions: tuple[Action, ...]) -> deque[Action | None]:
+    """A rank's turns when torch orders actions and messages: None where it gathers, frees or reduces a stage, sharded or not
+    (``_add_unshard_reshard``, at most three stages ahead; ``_add_reduce_grad``).
+    """
+    turns: deque[Action | None] = deque()
+    ahead: list[int] = []
+    last: set[int] = set()
+    for action, before in zip(reversed(actions), [*reversed(actions[:-1]), None], strict=True):
+        if action.work == "backward" and action.stage not in last:
+            last.add(action.stage)
+            turns.appendleft(None)
+        turns.appendleft(action)
+        ahead = [action.stage, *(stage for stage in ahead if stage != action.stage)][:3]
+        others = [before.stage, *(stage for stage in ahead if stage != before.stage)][:3] if before else []
+        turns.extendleft([None] * len({*ahead}.symmetric_difference(others)))
+    return turns
+
+
+def _neighbour(action: Action, stages: int, way: int) -> Action | None:
+    """Who sends to an action (-1), or receives from it (1)."""
+    stage = action.stage + (way if action.work == "forward" else -way)
+    return action._replace(stage=stage) if 0 <= stage < stages else None
 
 
 def played_micro_batches(schedule: Schedule, stages: int, micro_batches: int) -> int:

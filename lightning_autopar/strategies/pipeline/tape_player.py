@@ -2,8 +2,10 @@
 
 As ``torch.distributed.pipelining`` runs them (torch 2.13, ``schedules.py``; ``strategies/pipeline/run/torch_schedules.py``): what a stage
 receives is allocated when it is asked for; until its backward, a micro-batch keeps what it received, what forward saved and its output;
-what was sent back stays until the schedule's end, under 1F1B until the next is sent. No old gradients are there when the schedule begins;
-those of batches before it that are accumulated lie aside. Replicas average their gradients when the last backward of a stage is over.
+what was sent back stays until the schedule's end. Under 1F1B it stays until the next is sent, a received gradient until the next is asked
+for, and of what was sent before the first backward the last but one until the last forward. No old gradients are there when the schedule
+begins; those of batches before it that are accumulated lie aside. Replicas average their gradients when the last backward of a stage is
+over.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class PipelinePlayer(Player):
         recompute: indices of the blocks that keep only what enters them.
         borders: with which part of the tape each stage begins, and how many there are (outer part i is number 2i, block i is 2i + 1).
         actions: what the rank does in a step, in order.
+        receives: for each of them, those whose inputs it begins to receive just before.
         schedule: whose order it is.
         samples: of the rank's part of the batch.
         replicas: how many ranks average the gradients of the same stages.
@@ -50,6 +53,7 @@ class PipelinePlayer(Player):
         *,
         borders: Sequence[int],
         actions: Sequence[Action],
+        receives: Sequence[Sequence[Action]],
         schedule: Schedule,
         samples: int,
         replicas: int,
@@ -57,9 +61,12 @@ class PipelinePlayer(Player):
         super().__init__(machine, script, footprint, rows, recompute)
         assert footprint.tape is not None, "there is a script of it"
         self.actions = actions
+        self.receives = receives
         self.schedule = schedule
         self.samples = samples
         self._averages = replicas > 1
+        #: How many micro-batches the rank's forward runs before its first backward.
+        self._warm_up = next((place for place, action in enumerate(actions) if action.work == "backward"), 0)
         self._accumulates = footprint.tape.batches > 1
         self.stages = sorted({action.stage for action in actions})
         self._parts: dict[tuple[bool, int], list[TapePart]] = {}
@@ -166,14 +173,14 @@ class PipelinePlayer(Player):
             for stage in self.stages:
                 machine.hold_all(("accumulated", stage), self._gradients[stage], "gradients")
         averaged = {stage: micro for work, stage, micro in self.actions if work == "backward"}
-        for work, stage, micro in self.actions:
+        for (work, stage, micro), received in zip(self.actions, self.receives, strict=True):
+            for each in received:
+                self._receive(each)
             self.micro = micro
             share = self._share(self.rows[micro])
             forward = work == "forward"
-            if forward:
-                self._receive("activations", stage, micro, self._received[stage], share)
-            else:
-                self._receive("gradients", stage, micro, self._sent[stage], share)
+            if not forward and self.schedule == "1f1b":
+                self._let_go("gradients", stage, micro - 1, self._sent[stage])
             if self.steps == 0:  # the step's first product, which the tape has noted, may be another stage's
                 self._multiply(int(not forward))
             for part in self._parts.get((forward, stage), ()):
@@ -192,6 +199,7 @@ class PipelinePlayer(Player):
         for stage in self.stages:
             for micro in range(len(self.rows)):
                 machine.drop_all(("sent", stage, micro))
+            self._let_go("gradients", stage, len(self.rows) - 1, self._sent[stage])
             machine.drop_all(("averaged", stage))
             machine.drop_all(("new gradients", stage))
         self.micro = 0
@@ -201,17 +209,24 @@ class PipelinePlayer(Player):
 
     def _sum(self, stage: int, number: int, share: float) -> None:
         """After the backward of a part: what is summed until the stage's is over."""
-        if ("through", stage, 0) not in self.machine:
+        if number % 2 and ("through", stage, 0) not in self.machine:
             for place, size in enumerate(self._through.get(stage, ())):
                 self.machine.hold(("through", stage, place), size.at(share), "temporary")
         for place, (last, size_bytes) in enumerate(self._waiting[stage]):
             if last == number:
                 self.machine.hold(("waiting", stage, place), size_bytes, "gradients")
 
-    def _receive(self, what: str, stage: int, micro: int, sizes: Sequence[Size], share: float) -> None:
-        """What a neighbour sends of a micro-batch."""
-        for number, size in enumerate(sizes):
-            self.machine.hold((what, stage, micro, number), size.at(share), "communication")
+    def _receive(self, action: Action) -> None:
+        """What a neighbour sends for an action."""
+        forward = action.work == "forward"
+        what, share = "activations" if forward else "gradients", self._share(self.rows[action.micro_batch])
+        for number, size in enumerate((self._received if forward else self._sent)[action.stage]):
+            self.machine.hold((what, action.stage, action.micro_batch, number), size.at(share), "communication")
+
+    def _let_go(self, what: str, stage: int, micro: int, sizes: Sequence[Size]) -> None:
+        """What a neighbour has sent of a micro-batch goes."""
+        for number in range(len(sizes)):
+            self.machine.drop((what, stage, micro, number))
 
     def _after_backward(self, stage: int) -> None:
         """What the micro-batch had goes; what is sent on stays for a while."""
@@ -223,10 +238,9 @@ class PipelinePlayer(Player):
             machine.drop(("through", stage, place))
         for place in range(len(self._waiting[stage])):
             machine.drop(("waiting", stage, place))
-        for number in range(len(self._received[stage])):
-            machine.drop(("activations", stage, self.micro, number))
-        for number in range(len(self._sent[stage])):
-            machine.drop(("gradients", stage, self.micro, number))
+        self._let_go("activations", stage, self.micro, self._received[stage])
+        if self.schedule != "1f1b":
+            self._let_go("gradients", stage, self.micro, self._sent[stage])
         if self.micro == 0:
             there = self._learning[stage] - self._completed
             machine.hold_all(("shared gradients", stage), list((self._shared[stage] & there).elements()), "gradients")
@@ -236,6 +250,10 @@ class PipelinePlayer(Player):
         share = self._share(self.rows[self.micro])
         if self.schedule == "1f1b":
             machine.drop_all(("sent", stage, self.micro - 1))
+            if self.micro == self._warm_up - 2 < len(self.rows) - self._warm_up:
+                machine.hold_all(("sent on", stage), [size.at(share) for size in self._sent[stage]], "communication")
+            if self.micro == len(self.rows) - self._warm_up:
+                machine.drop_all(("sent on", stage))
         lingering = [*self._received[stage], *(self._sent[stage] if self.schedule in INTERLEAVED else ())]
         machine.hold_all(("sent", stage, self.micro), [size.at(share) for size in lingering], "communication")
 

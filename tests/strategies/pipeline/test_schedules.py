@@ -8,12 +8,13 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, _ComputationType
 
-from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
+from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions, receives
 
 WORK = {
     _ComputationType.FORWARD: "forward",
     _ComputationType.FULL_BACKWARD: "backward",
 }
+RECEIVED = {_ComputationType.RECV_F: "forward", _ComputationType.RECV_B: "backward"}
 
 
 class Stage:
@@ -42,6 +43,13 @@ def test_the_order_is_that_of_torch(ranks: int, local: int, micro_batches: int) 
         executed = [action for action in schedule.pipeline_order_with_comms[rank] if action.computation_type in WORK]
         theirs = [Action(WORK[action.computation_type], action.stage_index, action.microbatch_index) for action in executed]  # type: ignore[arg-type]
         assert list(rank_actions("interleaved_1f1b", rank, ranks, ranks * local, micro_batches)) == theirs
+        received: list[list[Action]] = [[]]
+        for action in schedule.pipeline_order_with_comms[rank]:
+            if action.computation_type in RECEIVED:
+                received[-1].append(Action(RECEIVED[action.computation_type], action.stage_index, action.microbatch_index))  # type: ignore[arg-type]
+            elif action.computation_type in WORK:
+                received.append([])
+        assert [list(each) for each in receives("interleaved_1f1b", rank, ranks, ranks * local, micro_batches)] == received[:-1]
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4, 9])
