@@ -11,7 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from lightning_autopar.devices.inventory import Inventory
-from lightning_autopar.devices.spec import assumed_host_bytes, catalogue_link
+from lightning_autopar.devices.spec import catalogue_link
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.work.work import Work, moved_bytes
@@ -73,7 +73,9 @@ def validated(footprint: Footprint, share: float) -> Footprint:
 
 
 def more_devices(inventory: Inventory, count: int) -> Inventory | None:
-    """The inventory with so many more like devices on the first node; None if devices aren't alike, or aren't whole GPUs."""
+    """The inventory with so many more like devices on the first node, whose host's memory stays as it is, stated or assumed: more of it is
+    advice of its own. None if devices aren't alike, or aren't whole GPUs.
+    """
     if count > 1 and (fewer := more_devices(inventory, count - 1)) is not None:
         inventory = fewer
     devices = [device for device in inventory.devices if device.node == inventory.devices[0].node]
@@ -87,11 +89,7 @@ def more_devices(inventory: Inventory, count: int) -> Inventory | None:
     found = replace(inventory, devices=(*inventory.devices[:place], more, *inventory.devices[place:]))
     if last.kind != "catalogue":
         return found  # linked through the host, as if on another socket: the worst case
-    hosts = list(inventory.node_host_bytes)
-    if last.node in inventory.assumed_hosts:
-        hosts[last.node] += assumed_host_bytes(more)
-    links = (*inventory.links, *(catalogue_link(device, more) for device in devices))
-    return replace(found, links=links, node_host_bytes=tuple(hosts), host_total_bytes=hosts[0], host_free_bytes=hosts[0])
+    return replace(found, links=(*inventory.links, *(catalogue_link(device, more) for device in devices)))
 
 
 def with_host(inventory: Inventory, size: int) -> Inventory:
