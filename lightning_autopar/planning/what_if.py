@@ -19,6 +19,8 @@ from lightning_autopar.memory.work.work import Work, moved_bytes
 #: The optimizers that have a fused kernel in torch, and those that have an 8-bit state in bitsandbytes.
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 _EIGHT_BIT = frozenset({"Adam", "AdamW"})
+#: Operations that autocast runs in 16 bits.
+_PRODUCTS = frozenset({"matmul", "attention", "convolution", "recurrent"})
 #: Two states with one byte an element, and one fp32 scale for every 256 elements (bitsandbytes, ``optimizer.py``, ``blocksize=256``).
 _EIGHT_BIT_BYTES = 2 * (1 + Fraction(4, 256))
 #: An operation of the update on fewer bytes than this isn't one over parameters.
@@ -63,6 +65,19 @@ def eight_bit(footprint: Footprint) -> Footprint | None:
         changed = replace(changed, tape=tape)
     passes = 3 * changed.gradient_bytes + 2 * changed.optimizer_bytes
     return _updated(changed, "optimizer_update_8bit_blockwise", passes, ())
+
+
+def narrow_products(footprint: Footprint, dtype: str) -> Footprint | None:
+    """The footprint with its products of matrices in 16 bits, as under autocast; its bytes stay. None where it has none in 32."""
+
+    def narrowed(works: tuple[Work, ...]) -> tuple[Work, ...]:
+        return tuple(replace(one, dtype=dtype) if one.kind in _PRODUCTS and one.dtype == "fp32" else one for one in works)
+
+    def changed(layer: LayerFootprint) -> LayerFootprint:
+        return replace(layer, work=narrowed(layer.work), backward_work=narrowed(layer.backward_work))
+
+    found = replace(footprint, blocks=tuple(map(changed, footprint.blocks)), outer=tuple(map(changed, footprint.outer)))
+    return None if found == footprint else found
 
 
 def validated(footprint: Footprint, share: float) -> Footprint:
