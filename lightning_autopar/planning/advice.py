@@ -1,7 +1,8 @@
 """Advice: which one change would make a plan fit, or the run much faster. It asks the search again with that change, and predicts nothing
 itself.
 
-A change is advised only where its effect is predicted as any plan's is. Another precision's isn't: the step was traced under this one.
+A change is advised only where its effect is predicted as any plan's is. Another precision's isn't, as the step was traced under this one:
+such advice says so, and promises nothing.
 :mod:`lightning_autopar.planning.what_if` makes the question with one thing changed.
 """
 
@@ -25,6 +26,7 @@ from lightning_autopar.planning.refusals import lacks_package_alone, split_refus
 from lightning_autopar.plans import Plan, all_engines, offered_engines
 from lightning_autopar.report.report import Advice, Candidate
 from lightning_autopar.text import format_bytes, format_seconds
+from lightning_autopar.timing.collectives import known_model
 
 #: How many times as fast a sample must be for a change to be worth a sentence.
 _LEAST_SPEEDUP = 1.2
@@ -109,6 +111,7 @@ def advise(asked: Question, candidates: Sequence[Candidate], asking: Callable[[]
     if asked.constraints.objective == "memory":
         return ()
     found = [*question.more_memory(), *question.smaller_batch(), *filter(None, map(question.suppose, question.changes()))]
+    found += question.narrow_products()
     return tuple(sorted(found, key=lambda advice: -(advice.speedup or 0))[:_MOST_SENTENCES])
 
 
@@ -161,6 +164,29 @@ class _Adviser:
             )
             found.append(Advice(kind="batch_size", text=text, change={"batch_size": batch}, plan=target.plan, **self._gains(then, batch)))
         return sorted(found, key=lambda advice: -(advice.speedup or 0))[:1]
+
+    def narrow_products(self) -> list[Advice]:
+        """Advice on matrix products in 16 bits, where the plan that fits now would be much faster by them alone: a guess, as nothing was
+        traced so.
+        """
+        assert self.now is not None, "nothing to compare with"
+        models = [known_model(self.inventory.device(device)) for device in self.now.plan.devices]
+        known = [model.flops for model in models if model is not None]
+        if self.constraints.precision != "32-true" or len(known) < len(models):
+            return []
+        dtype, precision = ("bf16", "bf16-mixed") if all("bf16" in flops for flops in known) else ("fp16", "16-mixed")
+        footprint = what_if.narrow_products(self.footprint, dtype)
+        if footprint is None:
+            return []
+        then = self.ask.evaluate(replace(self.asked, footprint=footprint), self.now.plan)
+        if (speedup := self._speedup(then)) < _LEAST_SPEEDUP:
+            return []
+        text = (
+            f"precision={precision!r}: {self._now_title()} may be {_times(speedup)} faster, as its matrix products are then in 16 bits "
+            f"(not predicted: the step was traced in {self.constraints.precision})"
+        )
+        gained = self._gains(then) | {"gained_bytes": None}
+        return [Advice(kind="setting", text=text, change={"precision": precision}, **gained)]
 
     def _targets(self) -> list[Candidate]:
         """Plans that lack memory alone and would be much faster, the fastest first."""

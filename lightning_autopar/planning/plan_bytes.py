@@ -159,6 +159,7 @@ def replay(
     workspaces: Sequence[int] = (),
     script: TapeParts | None = None,
     engine: Engine | None = None,
+    beyond: bool = False,
 ) -> Replayed:
     """Replay a rank's start and its first steps on the modelled allocator.
 
@@ -171,6 +172,7 @@ def replay(
         workspaces: the bytes that libraries take from the allocator outside of the tape: in forward's thread, then in backward's.
         script: the footprint's tape as :func:`~lightning_autopar.memory.allocator.tape_parts.read_script` gives it, where it is at hand.
         engine: what runs the plan; ours of that name, unless given.
+        beyond: whether to go on without the limit where it is met, and nothing was given back before.
 
     Raises:
         ValueError: if the footprint has no tape, or the plan can't be played.
@@ -188,4 +190,4 @@ def replay(
             raise ValueError(f"a rank of the plan {plan.title()!r} can't be replayed; use memory.predict")
         return found
 
-    return played(player, limit_bytes=limit_bytes, options=options, workspaces=workspaces)
+    return played(player, limit_bytes=limit_bytes, options=options, workspaces=workspaces, beyond=beyond)

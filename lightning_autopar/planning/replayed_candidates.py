@@ -155,10 +155,11 @@ class Finalists:
         around = {device: size.context + max(0, size.correction) for device, size in sizes.items()}
         played: dict[str, Replayed] = {}
         held: dict[str, int] = {}
-        rank, limit, tight = 0, 0, ""
+        rank, limit, tight, kind = 0, 0, "", kind_of(candidate.plan)
+        learns = learns and kind not in self._scattering
         for first, devices in self._spoken_for(candidate):
             most = min(self._limit(device, around[device], margin) for device in devices)
-            found = self.replayed(candidate, first, most)
+            found = self.replayed(candidate, first, most, beyond=learns)
             if not played or not found.fits:
                 rank, limit, tight = first, most, devices[0]
             played |= dict.fromkeys(devices, found)
@@ -167,8 +168,8 @@ class Finalists:
                 break
         fits, released = played[tight].fits, max(found.released for found in played.values())
         tensors = sizes[tight].reserved - sizes[tight].rounding - around[tight]
-        free, kind = held[tight], kind_of(candidate.plan)
-        if learns and (released or not fits) and kind not in self._scattering:
+        free = held[tight]
+        if learns and (released or not fits):
             without_limit = self.replayed(candidate, rank, None).reserved_peak_bytes
             if without_limit <= limit * _MOST_WITHOUT_LIMIT:
                 free = without_limit
@@ -246,13 +247,15 @@ class Finalists:
             if isinstance(size, DeviceBytes)
         )
 
-    def replayed(self, candidate: Candidate, rank: int, limit: int | None) -> Replayed:
-        """The replay of one of its ranks, limited to what the allocator may hold."""
+    def replayed(self, candidate: Candidate, rank: int, limit: int | None, *, beyond: bool = False) -> Replayed:
+        """The replay of one of its ranks, limited to what the allocator may hold. One that fails may find what it holds without, too."""
         plan = candidate.plan
         device = self.inventory.device(plan.devices[rank]).name
         how = *kind_of(plan), plan.zero_stage, plan.recompute, plan.shard, plan.micro_batches, plan.replicas, plan.cuts
         key = (*how, plan.world_size, plan.shares, rank, device)
-        played = self._play(candidate, rank, limit, (*key, limit))
+        played = self._play(candidate, rank, limit, (*key, limit), beyond)
+        if played.beyond is not None:
+            self._played.setdefault((*key, None), played.beyond)
         if played.fits or limit is None:
             return played
         # The replay stopped at the first tensor without room; at the peak more is missing.
@@ -260,7 +263,7 @@ class Finalists:
         more = size.allocated - limit if isinstance(size, DeviceBytes) else 0
         return replace(played, missing_bytes=max(played.missing_bytes, more))
 
-    def _play(self, candidate: Candidate, rank: int, limit: int | None, key: tuple[object, ...]) -> Replayed:
+    def _play(self, candidate: Candidate, rank: int, limit: int | None, key: tuple[object, ...], beyond: bool) -> Replayed:
         if key not in self._played:
             assert self.footprint.tape is not None, "asked before"
             played = self._played[key] = replay(
@@ -272,8 +275,9 @@ class Finalists:
                 rows=None if self.constraints.split_batch else self.footprint.batch_size,
                 workspaces=workspaces(self.footprint, self.inventory.device(candidate.plan.devices[rank]).name),
                 script=script_of(self.footprint.tape),
+                beyond=beyond,
             )
-            self._left -= _ALLOCATIONS_A_REPLAY + played.allocations
+            self._left -= sum(_ALLOCATIONS_A_REPLAY + one.allocations for one in (played, played.beyond) if one is not None)
         return self._played[key]
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from lightning_autopar.devices.inventory import Inventory
-from lightning_autopar.devices.spec import assumed_host_bytes, catalogue_link
+from lightning_autopar.devices.spec import catalogue_link
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.work.work import Work, moved_bytes
@@ -19,6 +19,8 @@ from lightning_autopar.memory.work.work import Work, moved_bytes
 #: The optimizers that have a fused kernel in torch, and those that have an 8-bit state in bitsandbytes.
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 _EIGHT_BIT = frozenset({"Adam", "AdamW"})
+#: Operations that autocast runs in 16 bits.
+_PRODUCTS = frozenset({"matmul", "attention", "convolution", "recurrent"})
 #: Two states with one byte an element, and one fp32 scale for every 256 elements (bitsandbytes, ``optimizer.py``, ``blocksize=256``).
 _EIGHT_BIT_BYTES = 2 * (1 + Fraction(4, 256))
 #: An operation of the update on fewer bytes than this isn't one over parameters.
@@ -65,6 +67,19 @@ def eight_bit(footprint: Footprint) -> Footprint | None:
     return _updated(changed, "optimizer_update_8bit_blockwise", passes, ())
 
 
+def narrow_products(footprint: Footprint, dtype: str) -> Footprint | None:
+    """The footprint with its products of matrices in 16 bits, as under autocast; its bytes stay. None where it has none in 32."""
+
+    def narrowed(works: tuple[Work, ...]) -> tuple[Work, ...]:
+        return tuple(replace(one, dtype=dtype) if one.kind in _PRODUCTS and one.dtype == "fp32" else one for one in works)
+
+    def changed(layer: LayerFootprint) -> LayerFootprint:
+        return replace(layer, work=narrowed(layer.work), backward_work=narrowed(layer.backward_work))
+
+    found = replace(footprint, blocks=tuple(map(changed, footprint.blocks)), outer=tuple(map(changed, footprint.outer)))
+    return None if found == footprint else found
+
+
 def validated(footprint: Footprint, share: float) -> Footprint:
     """The footprint with a validation batch that is so many times as large."""
     evaluation = footprint.evaluation_bytes
@@ -73,7 +88,9 @@ def validated(footprint: Footprint, share: float) -> Footprint:
 
 
 def more_devices(inventory: Inventory, count: int) -> Inventory | None:
-    """The inventory with so many more like devices on the first node; None if devices aren't alike, or aren't whole GPUs."""
+    """The inventory with so many more like devices on the first node, whose host's memory stays as it is, stated or assumed: more of it is
+    advice of its own. None if devices aren't alike, or aren't whole GPUs.
+    """
     if count > 1 and (fewer := more_devices(inventory, count - 1)) is not None:
         inventory = fewer
     devices = [device for device in inventory.devices if device.node == inventory.devices[0].node]
@@ -87,11 +104,7 @@ def more_devices(inventory: Inventory, count: int) -> Inventory | None:
     found = replace(inventory, devices=(*inventory.devices[:place], more, *inventory.devices[place:]))
     if last.kind != "catalogue":
         return found  # linked through the host, as if on another socket: the worst case
-    hosts = list(inventory.node_host_bytes)
-    if last.node in inventory.assumed_hosts:
-        hosts[last.node] += assumed_host_bytes(more)
-    links = (*inventory.links, *(catalogue_link(device, more) for device in devices))
-    return replace(found, links=links, node_host_bytes=tuple(hosts), host_total_bytes=hosts[0], host_free_bytes=hosts[0])
+    return replace(found, links=(*inventory.links, *(catalogue_link(device, more) for device in devices)))
 
 
 def with_host(inventory: Inventory, size: int) -> Inventory:

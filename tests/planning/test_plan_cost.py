@@ -102,6 +102,9 @@ def test_a_simpler_plan_is_preferred_unless_another_is_worth_it() -> None:
     single, double = at(measure.candidate(SINGLE), 1.0), measure.candidate(DDP)
     assert measure.preferred([single, at(double, 1 - WORTHWHILE / 2)]).plan is SINGLE
     assert measure.preferred([single, at(double, 1 - 2 * WORTHWHILE)]).plan is DDP
+    staged = replace(double, plan=replace(DDP, engine="pipeline", schedule="1f1b", micro_batches=2, cuts=("net.1",)))
+    assert measure.preferred([at(double, 1.0), at(staged, 0.987)]).plan is DDP, "a pipeline's seconds aren't known to 1.3 %"
+    assert measure.preferred([at(double, 1.0), at(staged, 0.98)]).plan is staged.plan
     assert simplicity(SINGLE) < simplicity(DDP) < simplicity(replace(DDP, micro_batches=2))
 
 

@@ -158,7 +158,7 @@ def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_sav
     step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",))
     here = Referee(step, parse_spec("1xRTX4090"), constraints).cut_to(0.5, samples=60)
     search = Search(step, here, constraints)
-    monkeypatch.setattr(search.finalists, "replayed", lambda candidate, rank, limit: played(candidate.plan, limit))
+    monkeypatch.setattr(search.finalists, "replayed", lambda candidate, rank, limit, beyond=False: played(candidate.plan, limit))
 
     def played(plan: Plan, limit: int | None) -> Replayed:
         if limit is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
 from lightning_autopar.memory.allocator.options import MIB, AllocatorOptions
@@ -245,7 +245,7 @@ class CachingAllocator:
             block.merge(after)
         block.pool.insert(block)
 
-    def play(self, orders: Sequence[int], labels: Sequence[Category]) -> None:
+    def play(self, orders: Iterable[int], labels: Iterable[Category]) -> None:
         """Carry out orders, one after the other.
 
         Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, get_args
 
 from lightning_autopar.memory.allocator.caching_allocator import (
@@ -56,6 +56,7 @@ class PlainAllocator:
         self._allocated = self._reserved = self._peak_allocated = self._peak_reserved = 0
         self._by_category: dict[Category, int] = dict.fromkeys(get_args(Category), 0)
         self._address = 0
+        self._stream = 0
         #: By number, what is handed out.
         self._live: dict[int, list[Any]] = {}
         self._settled = 0
@@ -95,11 +96,15 @@ class PlainAllocator:
         """By category when most was handed out."""
         return {category: size << _UNIT for category, size in self._fullest.items()}
 
-    def play(self, orders: Sequence[int], labels: Sequence[Category]) -> None:
+    def lift_limit(self) -> None:
+        """From now on, hold as much as is asked for. What was given back before stays so."""
+        self.limit_bytes, self._limit = None, sys.maxsize
+
+    def play(self, orders: Iterable[int], labels: Iterable[Category]) -> None:
         """See :meth:`~lightning_autopar.memory.allocator.caching_allocator.CachingAllocator.play`."""
         live, by_category = self._live, self._by_category
         settled, allocated, peak, peaked = self._settled, self._allocated, self._peak_allocated, False
-        small, large = self._caches(0)
+        small, large = self._caches(self._stream)
         label, numbers = iter(labels), iter(orders)
         try:
             for number in numbers:
@@ -173,7 +178,9 @@ class PlainAllocator:
                     block[_CATEGORY] = category = next(label)
                     by_category[category] += block[_SIZE]
                 else:
+                    self._stream = changed
                     small, large = self._caches(changed)
+            self._stream = 0  # but one that is refused may go on in the stream where it was
         finally:
             self._settled, self._allocated, self._peak_allocated = settled, allocated, peak
             if peaked:
@@ -201,10 +208,12 @@ class PlainAllocator:
         else:
             segment = (size + _LARGE_ROUNDING - 1) & -_LARGE_ROUNDING
         if self._reserved + segment > self._limit:
-            self._release_unused()
-            if self._reserved + segment > self._limit:
+            unused = self._unused()
+            reserved = self._reserved - sum(block[_SIZE] for block in unused)
+            if reserved + segment > self._limit:  # nothing is given back, so that it can go on without a limit
                 assert self.limit_bytes is not None, "without a limit there is always room"
-                raise OutOfDeviceMemory(size << _UNIT, self.allocated_bytes, self.reserved_bytes, self.limit_bytes)
+                raise OutOfDeviceMemory(size << _UNIT, self.allocated_bytes, reserved << _UNIT, self.limit_bytes)
+            self._release(unused)
         block = [self._address, segment, True, None, None, cache, None]
         self._heads[self._address] = block
         self._address += segment
@@ -212,13 +221,18 @@ class PlainAllocator:
         self._peak_reserved = max(self._peak_reserved, self._reserved)
         return block
 
-    def _release_unused(self) -> None:
-        for keys, blocks in (*self._large.values(), *self._small.values()):
-            for key in [key for key in keys if blocks[key][_PREV] is None and blocks[key][_NEXT] is None]:
-                block = blocks.pop(key)
-                del keys[bisect_left(keys, key)], self._heads[block[_ADDRESS]]
-                self._reserved -= block[_SIZE]
-                self.released += 1
+    def _unused(self) -> list[list[Any]]:
+        """The free blocks that are whole segments."""
+        caches = (*self._large.values(), *self._small.values())
+        return [block for _, blocks in caches for block in blocks.values() if block[_PREV] is None and block[_NEXT] is None]
+
+    def _release(self, unused: Iterable[list[Any]]) -> None:
+        for block in unused:
+            keys, blocks = block[_CACHE]
+            key = block[_SIZE] << _ADDRESS_BITS | block[_ADDRESS]
+            del blocks[key], keys[bisect_left(keys, key)], self._heads[block[_ADDRESS]]
+            self._reserved -= block[_SIZE]
+            self.released += 1
 
     def _caches(self, stream: int) -> tuple[_Free, _Free]:
         """The free blocks of a stream, for small and for large requests."""

@@ -5,10 +5,10 @@ Requests are noted first and reach the allocator together when they are settled,
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from itertools import count, islice
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain, count, islice
 
-from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, Category
+from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, Category, OutOfDeviceMemory
 from lightning_autopar.memory.allocator.plain_allocator import PlainAllocator
 
 #: The streams that a step's tensors belong to: the computation's; FSDP's for copying shards together; FSDP's for reducing; that on which
@@ -25,6 +25,7 @@ class PlayedDevice:
         numbers: counts allocations.
         orders: orders that the allocator hasn't got yet (:meth:`~CachingAllocator.play`).
         labels: the categories of these orders.
+        goes_on: whether to go on without a limit, asked where there is no room for the first time.
     """
 
     def __init__(self, allocator: CachingAllocator | PlainAllocator) -> None:
@@ -33,6 +34,7 @@ class PlayedDevice:
         self.numbers = count(1)
         self.orders: list[int] = []
         self.labels: list[Category] = []
+        self.goes_on: Callable[[OutOfDeviceMemory], bool] = lambda error: False
         #: The streams of allocations that aren't the computation's, by number.
         self._elsewhere: dict[int, int] = {}
         #: Allocations of :meth:`hold_all` that must be freed.
@@ -101,4 +103,11 @@ class PlayedDevice:
         """
         orders, self.orders = self.orders, []
         labels, self.labels = self.labels, []
-        self.allocator.play(orders, labels)
+        numbers, categories = iter(orders), iter(labels)
+        try:
+            self.allocator.play(numbers, categories)
+        except OutOfDeviceMemory as error:
+            if not isinstance(self.allocator, PlainAllocator) or self.allocator.released or not self.goes_on(error):
+                raise
+            self.allocator.lift_limit()
+            self.allocator.play(chain((error.requested_bytes,), numbers), categories)

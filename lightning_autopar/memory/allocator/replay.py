@@ -7,7 +7,8 @@ the order of allocations, and fragments are left by the steps before. Which play
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 
 from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, Category, OutOfDeviceMemory
 from lightning_autopar.memory.allocator.options import AllocatorOptions
@@ -33,6 +34,7 @@ class Replayed:
         released: how many segments the last step that was played gave back to the driver, to go on; every step after it does so.
         missing_bytes: by how many bytes the request went over the limit; 0 where it fits.
         allocations: how many were played, which says how long it took.
+        beyond: what a replay without a limit comes to, if it was asked for, and found by going on from where the limit was met.
     """
 
     allocated_peak_bytes: int
@@ -42,6 +44,7 @@ class Replayed:
     released: int = 0
     missing_bytes: int = 0
     allocations: int = field(default=0, compare=False)
+    beyond: Replayed | None = field(default=None, compare=False)
 
 
 def played(
@@ -50,6 +53,7 @@ def played(
     limit_bytes: int | None = None,
     options: AllocatorOptions | None = None,
     workspaces: Sequence[int] = (),
+    beyond: bool = False,
 ) -> Replayed:
     """Play a rank's start and its first steps on the modelled allocator.
 
@@ -58,13 +62,35 @@ def played(
         limit_bytes: the most that may be reserved; None: no limit.
         options: the allocator's settings; torch's defaults unless given.
         workspaces: the bytes that libraries take from the allocator outside of the tape: in forward's thread, then in backward's.
+        beyond: whether to go on without the limit where it is met, and nothing was given back before.
     """
     options = options or AllocatorOptions()
     allocator = (PlainAllocator if PlainAllocator.serves(options) else CachingAllocator)(limit_bytes=limit_bytes, options=options)
     machine = PlayedDevice(allocator)
     player = make_player(machine)
     player.workspaces = workspaces
-    missing = released = 0
+    released = 0
+    short: Replayed | None = None
+
+    def told(error: OutOfDeviceMemory | None) -> Replayed:
+        number = next(machine.numbers)
+        machine.numbers = count(number)
+        return Replayed(
+            allocated_peak_bytes=allocator.peak_allocated_bytes,
+            reserved_peak_bytes=allocator.peak_reserved_bytes,
+            by_category=allocator.fullest,
+            fits=error is None,
+            released=released if error is None else 0,
+            missing_bytes=0 if error is None else max(1, error.reserved_bytes + error.requested_bytes - error.limit_bytes),
+            allocations=number - 1,
+        )
+
+    def goes_on(error: OutOfDeviceMemory) -> bool:
+        nonlocal short
+        short = told(error)
+        return beyond
+
+    machine.goes_on = goes_on
     try:
         player.start()
         left: object = None
@@ -76,13 +102,6 @@ def played(
             if left == before or (number == 2 and not allocator.released):
                 break
     except OutOfDeviceMemory as error:
-        missing = max(1, error.reserved_bytes + error.requested_bytes - error.limit_bytes)
-    return Replayed(
-        allocated_peak_bytes=allocator.peak_allocated_bytes,
-        reserved_peak_bytes=allocator.peak_reserved_bytes,
-        by_category=allocator.fullest,
-        fits=not missing,
-        released=0 if missing else released,
-        missing_bytes=missing,
-        allocations=next(machine.numbers) - 1,
-    )
+        return told(error)
+    whole = told(None)
+    return whole if short is None else replace(short, beyond=whole)

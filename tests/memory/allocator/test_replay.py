@@ -321,6 +321,24 @@ def test_categories_add_up_to_what_is_allocated(
     for limit in (None, most, int(share * most)):
         told = replay(footprint, of, 0, limit_bytes=limit, **asked)
         assert sum(told.by_category.values()) == told.allocated_peak_bytes
+        both = replay(footprint, of, 0, limit_bytes=limit, beyond=True, **asked)
+        assert both == told
+        assert both.beyond in (None, replay(footprint, of, 0, **asked))
+
+
+@pytest.mark.parametrize("of", [plan(), plan("fsdp", 4, shard=("a", "b"), reshard_after_forward=True)])
+def test_a_replay_that_fails_goes_on_without_the_limit(of: Plan) -> None:
+    """One replay instead of two; also where the limit is met on another stream than the computation's, and counted as the two were."""
+    footprint = footprint_of(step_of_two_blocks(40 * KIB))
+    free = replay(footprint, of, 0)
+    went_on = 0
+    for limit in range(2 * MIB, free.reserved_peak_bytes, free.reserved_peak_bytes // 20):
+        both, short = replay(footprint, of, 0, limit_bytes=limit, beyond=True), replay(footprint, of, 0, limit_bytes=limit)
+        assert (both, both.allocations) == (short, short.allocations)
+        if both.beyond is not None:
+            went_on += 1
+            assert (both.beyond, both.beyond.allocations) == (free, free.allocations)
+    assert went_on > 0
 
 
 def test_a_workspace_is_held_throughout() -> None:
