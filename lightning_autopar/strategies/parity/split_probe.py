@@ -476,14 +476,15 @@ class _Probe(LaterSteps):
         """The comparison of losses and gradients in the same runs, where nothing differs and a run leaves nothing behind. Else None, and
         they are compared one after the other: that tells what forward does from what the backward pass does.
         """
-        if self.changed() or not self.module.automatic_optimization:
+        if self.changed() or not self.backwards.unseen:  # a backward of the user's own may draw
             return None
         state, told = rng.capture({}), (self.part_reason, self.skips)
         try:
             with self._with_gradients():
                 found = self._compare(size)
             unlike = self.backwards.differentiates or self.backwards.missed[0] or found[1].draws.seeded or self.metrics.exchanged
-            if found[0] <= EQUAL and not (unlike or self.changed() or self.written or self.drifting or self.part_reason != told[0]):
+            left = self.changed() or self.written or self.drifting or self.norms.apart() or self.part_reason != told[0]
+            if found[0] <= EQUAL and not (unlike or left):
                 return found
         except Exception:
             _LOG.debug("the loss and its gradient can't be compared at once", exc_info=True)
