@@ -435,7 +435,7 @@ def _split(
     *,
     footprint: Footprint,
     despite: tuple[str, ...],
-    routes: bool,
+    routes: bool = True,
     known: Collection[Count] = (),
 ) -> tuple[SplitFinding, DrawPlan]:
     """Finds out in another child what a split batch changes."""
