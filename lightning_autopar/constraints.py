@@ -14,7 +14,7 @@ from lightning_autopar.devices.inventory import Device
 from lightning_autopar.memory.allocator.options import AllocatorOptions
 from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.plans import Engine, Plan, all_engines, offered_engines
-from lightning_autopar.text import format_bytes, parse_memory
+from lightning_autopar.text import format_bytes, is_number, parse_memory
 
 #: Where :attr:`SplitFinding.log_rules` says how the losses of a batch's parts make the whole batch's.
 LOSS = ("training_step", "")
@@ -135,8 +135,7 @@ class Constraints:
             raise ValueError(f"{self.min_devices} processes were started, but the run may use {self.max_devices} devices; start as many")
         if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
             raise ValueError(f"a memory limit must be positive, but is {self.memory_limit_bytes} bytes; None means no limit")
-        if not 0 <= self.memory_margin < 1:
-            raise ValueError(f"memory_margin={self.memory_margin!r} must be at least 0 and below 1; 0.05 leaves 5 % of each device alone")
+        check_memory_margin(self.memory_margin)
         if self.objective not in ("speed", "memory"):
             raise ValueError(f"objective={self.objective!r} is unknown; choose 'speed' or 'memory'")
         if unknown := sorted(set(self.excluded) - excludable()):
@@ -156,6 +155,17 @@ def overruled(name: str, sentence: str) -> str:
 def overrule(name: str) -> str:
     """How to overrule a refusal, as the end of its sentence."""
     return f"; batch=Batch(despite=[{name!r}]) takes such plans all the same"
+
+
+def check_memory_margin(margin: float) -> float:
+    """The user's ``memory_margin``, as it is.
+
+    Raises:
+        ValueError: if it is no share.
+    """
+    if not is_number(margin) or not 0 <= margin < 1:
+        raise ValueError(f"memory_margin={margin!r} must be a share from 0 up to but not including 1, such as 0.05")
+    return float(margin)
 
 
 def check_memory_limit(limit: int | str) -> int:

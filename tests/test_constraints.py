@@ -23,6 +23,7 @@ def test_allow_is_checked() -> None:
         ({"memory_limit_bytes": 0}, "0 bytes"),
         ({"memory_margin": 1.0}, "memory_margin=1.0"),
         ({"memory_margin": math.nan}, "memory_margin=nan"),
+        ({"memory_margin": "much"}, "memory_margin='much' must be a share"),
         ({"objective": "cost"}, "choose 'speed' or 'memory'"),
         ({"allow": ("fast",)}, "unknown engine 'fast'"),
         ({"min_devices": 4, "max_devices": 2}, "4 processes were started"),

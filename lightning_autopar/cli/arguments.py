@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lightning_autopar.constraints import check_allow, check_memory_limit
+from lightning_autopar.constraints import check_allow, check_memory_limit, check_memory_margin
 from lightning_autopar.devices.discover import DEVICES_VARIABLE
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.strategies.processes.users_script import Script
@@ -77,7 +77,9 @@ def script_of(options: argparse.Namespace) -> Script:
     if words[:1] == ["--"]:
         words = words[1:]
     if not words:
-        raise ValueError("no script is named; give the path of the Python file that calls fit, or -m and a module")
+        raise ValueError(
+            script_as_value(options) or "no script is named; give the path of the Python file that calls fit, or -m and a module"
+        )
     if not options.module and _STARTERS.fullmatch(Path(words[0]).name) and not words[0].endswith(".py"):
         raise ValueError(
             f"{words[0]!r} starts scripts, but is no script; name the training script itself, as in {options.command} train.py: "
@@ -86,14 +88,25 @@ def script_of(options: argparse.Namespace) -> Script:
     return Script(target=words[0], arguments=tuple(words[1:]), is_module=bool(options.module))
 
 
+def script_as_value(options: argparse.Namespace) -> str | None:
+    """A sentence if an option got a script as its value, so that none seems to be named; None if none did."""
+    for name, value in vars(options).items():
+        if isinstance(value, str) and value.endswith(".py"):
+            option = "--" + {"summary": "json"}.get(name, name.replace("_", "-"))
+            return f"{option} got {value!r} as its value; give {option} a value of its own before the script, or leave it out"
+    return None
+
+
 def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
     """The given options, as arguments of ``AutoParallelStrategy``.
 
     Raises:
-        ValueError: if an engine is unknown, a size is none, the plan's file holds none, or the time to wait is none.
+        ValueError: if an engine is unknown, a size or a share is none, the plan's file holds none, or the time to wait is none.
     """
-    names = ("batch", "memory_limit", "memory_margin", "objective")
+    names = ("batch", "memory_margin", "objective")
     found = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.memory_margin is not None:
+        check_memory_margin(options.memory_margin)
     if options.memory_limit is not None:
         found["memory_limit"] = check_memory_limit(options.memory_limit)
     if options.allow is not None:

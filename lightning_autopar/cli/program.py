@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_autopar.cli import devices, doctor, plan, run, runs, sweep
+from lightning_autopar.cli.arguments import script_as_value
 
 FAILED = 2
 _EXAMPLES = """\
@@ -39,10 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        own = (
-            f"; options of the script go behind it, as in {options.command} train.py --lr 0.1" if options.command in ("plan", "run") else ""
-        )
-        parser.error(f"{options.command} has no option {unknown[0]}{own}")
+        words = f"{options.command} has no option {unknown[0]}"
+        if options.command in ("plan", "run"):
+            words += f"; options of the script go behind it, as in {options.command} train.py --lr 0.1"
+            words = script_as_value(options) or words
+        parser.error(words)
     try:
         if options.command == "devices":
             return devices.show_devices(options.devices, as_json=options.json)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from lightning_autopar import _root
 from lightning_autopar._lightning import Strategy
 from lightning_autopar._lightning_compat import bare_optimizer, combined_loaders, requested_devices, restore_loaders
-from lightning_autopar.constraints import check_allow, check_memory_limit
+from lightning_autopar.constraints import check_allow, check_memory_limit, check_memory_margin
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.devices.spec import parse_spec
@@ -25,7 +25,6 @@ from lightning_autopar.strategies.base.batch_rule import Batch
 from lightning_autopar.strategies.launcher import AutoLauncher
 from lightning_autopar.strategies.preparation.planning_inputs import CalibrationRule, Settings
 from lightning_autopar.strategies.processes.idle_strategy import IdleStrategy
-from lightning_autopar.text import is_number
 
 
 class AutoParallelStrategy(IdleStrategy):
@@ -72,8 +71,6 @@ class AutoParallelStrategy(IdleStrategy):
         wait: bool | int | float | str | Turn | None = None,
     ) -> None:
         super().__init__()
-        if not is_number(memory_margin) or not 0 <= memory_margin < 1:
-            raise ValueError(f"memory_margin={memory_margin!r} must be a share from 0 up to but not including 1, such as 0.05")
         whole_batch = Batch.of(batch)
         if exact and whole_batch.draws == "per-rank":
             raise ValueError(
@@ -99,7 +96,7 @@ class AutoParallelStrategy(IdleStrategy):
         self.settings = Settings(
             allow=check_allow(allow) if allow is not None else offered_engines(),
             memory_limit_bytes=None if memory_limit is None else check_memory_limit(memory_limit),
-            memory_margin=float(memory_margin),
+            memory_margin=check_memory_margin(memory_margin),
             batch=whole_batch.rule,
             own_draws=whole_batch.draws == "per-rank",
             despite=tuple(whole_batch.despite),

@@ -181,6 +181,9 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path, capsys: pytest.Captur
         ),
         (["--memory-limit", "1kB", "here.py"], "is 1000 bytes, and less than 1 MiB is of no use; write a larger size, such as '4GiB'"),
         (["--memory-limit", "80%", "here.py"], "memory_limit: '80%' is no memory size; write bytes as a number or a size such as '4GiB'"),
+        (["--memory-margin", "2", "here.py"], "memory_margin=2.0 must be a share from 0 up to but not including 1, such as 0.05"),
+        (["--allow", "here.py"], "--allow got 'here.py' as its value; give --allow a value of its own before the script, or leave it out"),
+        (["--json", "here.py"], "--json got 'here.py' as its value"),
         (["--devices", "3xFOO", "here.py"], "the device spec '3xFOO': there is no device 'FOO' in the catalogue"),
         (
             ["accelerate", "launch", "here.py"],
@@ -213,6 +216,16 @@ def test_options_of_the_script_in_front_of_it_are_named(command: str, capsys: py
     with pytest.raises(SystemExit):
         main([command, "--lr", "0.1", "train.py"])
     assert f"{command} has no option --lr; options of the script go behind it, as in {command} train.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--allow", "--devices", "--memory-limit", "--picture", "--plan"])
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_an_option_that_got_the_script_as_its_value_is_named(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, option, "train.py", "--lr", "1"])
+    said = capsys.readouterr().err
+    assert f"{option} got 'train.py' as its value; give {option} a value of its own before the script, or leave it out" in said
+    assert "--lr" not in said
 
 
 @pytest.mark.parametrize("command", ["run", "plan"])

@@ -46,10 +46,12 @@ class LogComparison:
     Args:
         matching: the rules, by hook and name.
         apart: by how much a value that no rule explains differs when split, relative to it.
+        excluded: the counts over which a value is surely no mean, also in single precision: what explains it is far nearer.
     """
 
     matching: Mapping[tuple[str, str], tuple[Rule, ...]] = field(default_factory=dict)
     apart: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    excluded: Mapping[tuple[str, str], frozenset[Count]] = field(default_factory=dict)
 
     @property
     def rules(self) -> dict[tuple[str, str], Rule]:
@@ -141,6 +143,7 @@ def compare_logs(
     """
     matching: dict[tuple[str, str], tuple[Rule, ...]] = {}
     apart: dict[tuple[str, str], float] = {}
+    excluded: dict[tuple[str, str], frozenset[Count]] = {}
     for key, logged in whole.items():
         values = [part[key].value for part in parts if key in part]
         if len(values) < len(parts) or not math.isfinite(logged.value):
@@ -154,9 +157,12 @@ def compare_logs(
         near = equal if distance["mean"] <= equal else min(equal, _TELLING * distance["mean"])
         fit = (rule for rule in (preferred, *distance) if distance[rule] <= (equal if isinstance(rule, str) else near))
         matching[key] = tuple(dict.fromkeys(fit))
+        first = next(iter(matching[key]), None)
+        by = distance[first] if isinstance(first, str) else math.inf
+        excluded[key] = frozenset(count for count in weights or () if distance[count] > max(_EQUAL, by / _TELLING))
         if math.isfinite(distance[preferred]):  # a rule that doesn't hold for other batches may have been the closest here
             apart[key] = max(distance[preferred], _EQUAL)
-    return LogComparison(matching=matching, apart=apart)
+    return LogComparison(matching=matching, apart=apart, excluded=excluded)
 
 
 def _distances(whole: float, values: Sequence[float], rows: Sequence[float], weights: Mapping[Count, Sequence[float]]) -> dict[Rule, float]:

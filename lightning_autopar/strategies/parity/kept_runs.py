@@ -7,6 +7,7 @@ of an activation's gradient. Nobody exchanges that; the report names it. Knows r
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,14 +17,17 @@ from torchmetrics.wrappers import Running
 
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._temporary import patched
-from lightning_autopar.constraints import SplitFinding
+from lightning_autopar.constraints import SplitFinding, overrule
 from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, alike, plain, taken
 from lightning_autopar.exact.step.kept_attributes import Place, attributes, settled, title, variables
+from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.strategies.parity import undo
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
 from lightning_autopar.strategies.parity.part_weights import Weighing
+from lightning_autopar.strategies.parity.recorded_backward import EQUAL, difference_of, groups_first_of
 from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)
@@ -56,8 +60,23 @@ class KeptRuns:
         self.part_reason: str | None = None
         #: Rules for what only a step with its backward pass changes.
         self.late: dict[Path, Any] = {}
+        #: Refusals that are overruled; and the reasons against a split that are, by the refusal's name.
+        self.despite: Collection[str] = ()
+        self.overruled: dict[str, str] = {}
 
-    def _observed(self, step: Step, shares: Sequence[Any]) -> Observation:
+    def _observed(self, step: Step, shares: Sequence[Any], *, groups_first: bool = False) -> Observation:
+        raise NotImplementedError
+
+    def _steps(self, batches: Sequence[Any], *, random: rng.RngState | None = None) -> list[Tensor]:
+        """The losses of several steps, each of which begins with what the one before has left.
+
+        Args:
+            random: the random state that each begins in, if it is to be the same for all.
+        """
+        raise NotImplementedError
+
+    def _without_rounding(self, compare: Callable[[], float]) -> float:
+        """A difference without single precision's rounding; infinite where the step only runs in single precision."""
         raise NotImplementedError
 
     def _watched(self) -> dict[str, Any]:
@@ -154,3 +173,54 @@ class KeptRuns:
             if self.batches.count > size:
                 see(size + 1)
         return settled(evidence)
+
+    def _kept(self, size: int, one: Observation) -> str | None:
+        """Why ranks would diverge by what a step leaves to the next one, though ``one`` step alone gives the whole batch's loss."""
+        overruled_too = dict(self.module.named_buffers()) if "buffers" in self.overruled else ()
+        ignored = {*vars(LightningModule()), "trainer", *overruled_too}
+        kept = [name for name in self.changed() if name not in ignored]
+        if not kept:
+            return None
+        shares = self.weighing.shares(size)
+        try:
+            difference = self._after_two(shares, groups_first_of(one))
+        except Exception as error:  # the first step ran
+            _LOG.debug("a second step fails", exc_info=True)
+            return f"a second step fails on a part of the batch, after a first one on it ({error_line(error)})"
+        names = ", ".join(repr(name) for name in kept if not name.rpartition(".")[2].startswith("_")) or repr(kept[0])
+        if EQUAL < difference < math.inf:  # this may be the rounding of two steps
+            difference = min(difference, self._without_rounding(lambda: self._after_two(shares, groups_first_of(one))))
+        if difference <= EQUAL:
+            if self.module.automatic_optimization and self._left_to_parts(shares):
+                words = f"a step leaves {names} to the next one, which parts of a batch that run one after the other would do, too"
+                if self._refuses("kept", words):
+                    self.part_reason = words + overrule("kept")
+            return None
+        words = (
+            f"by what the step keeps of a batch ({names}) the next one's loss differs by {difference:.2g} of it when split, as each rank "
+            "would keep its own part"
+        )
+        return words + overrule("kept") if self._refuses("kept", words) else None
+
+    def _after_two(self, shares: Sequence[BatchShare], groups_first: bool) -> float:
+        """By how much the losses of two steps on the same batch differ."""
+        two = self._observed(lambda batch: self._steps([copied(batch), batch]), shares, groups_first=groups_first)
+        return difference_of(two, shares)
+
+    def _left_to_parts(self, shares: Sequence[BatchShare]) -> bool:
+        """Whether a part's loss changes if another part ran before it."""
+        one, other = (self.batches.part(share) for share in shares[:2])
+        random = rng.capture({})
+        alone = self._steps([other], random=random)
+        try:
+            both = self._steps([one, self.batches.part(shares[1])], random=random)
+        except Exception:  # it ran alone
+            _LOG.debug("a part's step fails after another's", exc_info=True)
+            return True
+        return any(not abs(after - before) <= EQUAL * abs(before) for after, before in zip(both[-len(alone) :], alone, strict=True))
+
+    def _refuses(self, name: str, reason: str) -> bool:
+        """Whether a reason against a split isn't overruled."""
+        if name in self.despite:
+            self.overruled[name] = reason
+        return name not in self.despite

@@ -34,9 +34,8 @@ from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.step_number import LATER, Noted, integers_in, step_number
 from lightning_autopar.strategies.parity import undo
-from lightning_autopar.strategies.parity.draw_probe import Observation
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
-from lightning_autopar.strategies.parity.kept_runs import KeptRuns, Step
+from lightning_autopar.strategies.parity.kept_runs import KeptRuns
 from lightning_autopar.strategies.parity.recorded_backward import EQUAL, difference_of
 from lightning_autopar.text import error_line
 
@@ -197,9 +196,6 @@ class LaterSteps(KeptRuns):
         """Of a step."""
         raise NotImplementedError
 
-    def _observed(self, step: Step, shares: Sequence[Any], *, groups_first: bool = False) -> Observation:
-        raise NotImplementedError
-
     def _stepped(self, hook: str, given: Any, index: int) -> tuple[Any, dict[tuple[str, str], Logged]]:
         """Run the user's step, between the hooks at the batch's start and end; returns its output, and what was logged."""
         logged, hooked = dict[tuple[str, str], Logged](), dict[tuple[str, str], Logged]()
@@ -230,9 +226,6 @@ class LaterSteps(KeptRuns):
         return [] if drift is None else [f"{hook} writes to the module's buffers: {drift[1]}"]
 
     def _with_new_logs(self, found: SplitFinding, shares: Sequence[Any]) -> SplitFinding:
-        raise NotImplementedError
-
-    def _without_rounding(self, compare: Callable[[], float]) -> float:
         raise NotImplementedError
 
     def later(self, seconds: float) -> Iterator[int]:

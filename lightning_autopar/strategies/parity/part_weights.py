@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -133,6 +134,8 @@ class Weighing:
     def explains(
         self,
         difference: float,
+        observed: Observation,
+        shares: Sequence[BatchShare],
         observe: Callable[[Sequence[BatchShare]], Observation],
         in_double: Callable[[], AbstractContextManager[None]],
     ) -> bool:
@@ -140,10 +143,11 @@ class Weighing:
 
         Args:
             difference: by how much the loss differs from the parts' mean, by what is known so far.
+            observed: what shows that, of these ``shares``.
             observe: runs the step on the whole batch and on parts.
             in_double: makes a context in which the step runs in double precision.
         """
-        if self.rules or (difference <= _EQUAL and not self.telling):
+        if self.rules or (difference <= _EQUAL and not (self._marked and self.undecided(self._of_losses(observed, shares), every=False))):
             return False
         try:
             with in_double():
@@ -160,15 +164,23 @@ class Weighing:
         self.rules, self._equal = ((), rules) if "mean" in rules else (rules, ())
         return bool(self.rules)
 
-    @cached_property
+    @property
     def telling(self) -> list[Dealing]:
         """The splits whose parts don't have as many entries that look as if they alone counted as they have samples. Losses that hardly
         differ from each other, as those of a new model, look like a mean over samples, whatever they are; and so do those of two parts
         that happen to have as many of what counts.
         """
+        return [dealing for dealing, counts in self._telling.items() if counts]
+
+    @property
+    def _marked(self) -> list[Count]:
+        return list(dict.fromkeys(chain.from_iterable(self._telling.values())))
+
+    @cached_property
+    def _telling(self) -> dict[Dealing, list[Count]]:
         unlike = {shares[0].dealing: self._unlike(shares) for shares in self._splits()}
         if not any(unlike.values()):
-            return []
+            return {}
         whole, marked = self._counted(everything(self._batches.count)), {-100, *_ignored_by(self._module)}
 
         def marks(count: Count) -> bool:
@@ -179,7 +191,7 @@ class Weighing:
             alike = tensor.ndim == 1 and count not in unlike[_SPLITS[0]]
             return known or alike or (count.kind == "differs" and count.ignored in marked)
 
-        return [dealing for dealing, counts in unlike.items() if any(marks(count) for count in counts)]
+        return {dealing: [count for count in counts if marks(count)] for dealing, counts in unlike.items()}
 
     def _splits(self) -> list[list[BatchShare]]:
         return [self.shares(dealing) for dealing in _SPLITS if dealing.holders <= self._batches.count]
@@ -242,19 +254,32 @@ class Weighing:
     def _losses_compared(self, observe: Callable[[Sequence[BatchShare]], Observation], dealing: Dealing, *, double: bool) -> LogComparison:
         """What explains all of a step's losses in one split."""
         shares = self.shares(dealing)
-        observed = observe(shares)
+        found = self._of_losses(observe(shares), shares, double=double).matching
+        rules = list(found.values()) or [()]
+        return LogComparison(
+            matching={LOSS: tuple(rule for rule in rules[0] if all(rule in each for each in rules) and rule not in ("max", "min"))}
+        )
+
+    def _of_losses(self, observed: Observation, shares: Sequence[BatchShare], *, double: bool = False) -> LogComparison:
+        """What explains each of a step's losses, by its number."""
         if any(len(losses) != len(observed.whole) for losses in observed.parts):
-            return LogComparison(matching={LOSS: ()})
+            return LogComparison()
         whole, *parts = (
             {("", str(number)): Logged(value=float(loss), reduce_fx="mean") for number, loss in enumerate(losses)}
             for losses in (observed.whole, *observed.parts)
         )
-        rows = [share.rows for share in shares]
-        found = compare_logs(whole, parts, rows, double=double, weights=self.weights(shares)).matching
-        rules = [found.get(number, ()) for number in whole] or [()]
-        return LogComparison(
-            matching={LOSS: tuple(rule for rule in rules[0] if all(rule in each for each in rules) and rule not in ("max", "min"))}
-        )
+        found = compare_logs(whole, parts, [share.rows for share in shares], double=double, weights=self.weights(shares))
+        return replace(found, matching={number: found.matching.get(number, ()) for number in whole})
+
+    def undecided(self, found: LogComparison, *, every: bool) -> bool:
+        """Whether one of the counts that :attr:`telling` is about may still be what values are means over.
+
+        Args:
+            found: what explains the values of a split.
+            every: whether each value has to exclude a count, as those that a step logs; else one of them does, as of its losses.
+        """
+        excluded = [found.excluded.get(key, frozenset()) for key in found.matching]
+        return not all((all if every else any)(count in each for each in excluded) for count in self._marked)
 
     def loss_rules(self) -> tuple[Rule, ...]:
         """The rules that explain the loss; with the mean over samples, the counts of which the parts have as many as of samples."""

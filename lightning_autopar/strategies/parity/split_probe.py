@@ -33,7 +33,7 @@ from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
-from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
+from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.parity import undo
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
@@ -60,6 +60,7 @@ def probe_split(
     world_sizes: Sequence[int] = (2,),
     flops: int = 0,
     blocks: Mapping[str, int] | None = None,
+    routes: bool = True,
     conduct: Conduct | None = None,
     despite: Sequence[str] = (),
     known: Collection[Count] = (),
@@ -76,6 +77,7 @@ def probe_split(
         flops: the footprint's, of forward and backward on the whole batch; a large step is probed on a few samples, then without most of
             its repeated blocks, or not at all.
         blocks: FLOPs of the forward of each repeated block, by FQN.
+        routes: whether it matters which of these a single sample calls: no plan whose ranks have the whole module asks.
         conduct: what the traced step itself does to parameters; None where it wasn't traced.
         despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
         known: what explains other batches.
@@ -105,10 +107,10 @@ def probe_split(
         do_without(module, sorts)
         with nudged(module):
             probe = _Probe(module, trainer, batches, conduct, despite, known)
-            found, draws = probe.run(sizes, time_limit_seconds, routes=bool(blocks))
+            found, draws = probe.run(sizes, time_limit_seconds, routes=routes and bool(blocks))
         if (unfit := found.raised or math.isnan(found.difference)) or not probe.finite:  # a step that only its own weights fit
             probe = _Probe(module, trainer, batches, conduct, despite, known)
-            own, own_draws = probe.run(sizes, time_limit_seconds, routes=bool(blocks))
+            own, own_draws = probe.run(sizes, time_limit_seconds, routes=routes and bool(blocks))
             found, draws = (own, own_draws) if unfit else (replace(found, log_rules={**own.log_rules, **found.log_rules}), draws)
     finally:
         rng.restore(state, {})
@@ -170,8 +172,6 @@ class _Probe(LaterSteps):
     ) -> None:
         super().__init__(module, batches, None if conduct is None else dict(conduct.written))
         self.despite = despite
-        #: Overruled reasons against a split, by the refusal's name.
-        self.overruled: dict[str, str] = {}
         if trainer is not None and str(trainer.precision) == "64-true":  # as Lightning makes it before the run
             module.double()
             batches.converted = True
@@ -306,7 +306,7 @@ class _Probe(LaterSteps):
 
     def _settled(self, step: Callable[[Any], list[Tensor]], found: LogComparison) -> LogComparison:
         """Where single precision leaves several rules or none, double precision decides; where that leaves several, another split does."""
-        if all(found.matching.values()) and not (found.ambiguous or self.weighing.telling):
+        if all(found.matching.values()) and not (found.ambiguous or self.weighing.undecided(found, every=True)):
             return found
         try:
             with self._in_double():
@@ -340,11 +340,6 @@ class _Probe(LaterSteps):
         return self._steps([batch])
 
     def _steps(self, batches: Sequence[Any], *, random: rng.RngState | None = None) -> list[Tensor]:
-        """The losses of several steps, each of which begins with what the one before has left.
-
-        Args:
-            random: the random state that each begins in, if it is to be the same for all.
-        """
         losses: list[Tensor] = []
         moved: dict[str, Tensor] = {}
         self.metrics.next_run()
@@ -386,7 +381,8 @@ class _Probe(LaterSteps):
         """Compare the whole batch with ``size`` parts of it."""
         reason: str | None
         try:
-            difference, observed = self._compare(size)
+            at_once = self._compared_at_once(size)
+            difference, observed = at_once or self._compare(size)
             grouped = any(
                 isinstance(draw.choice, Rows) and draw.shape[draw.choice.dim] > self.batches.count for draw in observed.draws.draws or ()
             )
@@ -421,7 +417,7 @@ class _Probe(LaterSteps):
                 reason = f"it picks samples by their values, and fails on two samples: {failed}"
                 return SplitFinding(probed=False, reason=reason, part_reason=self.part_reason), observed.draws
         draws, run = observed.draws, partial(self._observed, self.losses, groups_first=groups_first_of(observed))
-        if self.weighing.explains(difference, run, self._in_double):
+        if self.weighing.explains(difference, observed, self.weighing.shares(size), run, self._in_double):
             return self._split(size)
         uneven = self.batches.uneven(self.weighing.shares(size))
         if difference <= EQUAL and apart is not None:
@@ -442,8 +438,7 @@ class _Probe(LaterSteps):
             reason = f"each part makes its own draws of {', '.join(self.drawn_apart)}"
         else:
             reason = f"it {'' if self.module.automatic_optimization else 'or its gradient '}is no mean over the samples"
-        with patched(self, "backward", True), patched(self.backwards, "each", True):
-            by = 0.0 if reason is not None or draws.seeded else self._gradients_differ(size, again)
+        by = 0.0 if at_once or reason is not None or draws.seeded else self._gradients_differ(size, again)
         if self.backwards.missed[0] > difference:
             difference, reason = self.backwards.missed
         elif EQUAL < by < math.inf:
@@ -456,17 +451,47 @@ class _Probe(LaterSteps):
         """By how much gradients differ where the loss doesn't, as with advantages centred over the batch; not finite if that failed."""
         if self.metrics.trained or not self.module.automatic_optimization:
             return 0.0
-        hooks, earlier = GradientHooks(self.module.parameters()), self.changed()
-        hooks.hold()  # they wait for the whole batch's gradient
+        earlier = self.changed()
         try:
-            by, _ = compare()
-            self.find_late(earlier, self.losses, size)
-            return by if by <= EQUAL else min(by, self._without_rounding(lambda: compare()[0]))  # as of the loss
+            with self._with_gradients():
+                by, _ = compare()
+                self.find_late(earlier, self.losses, size)
+                return by if by <= EQUAL else min(by, self._without_rounding(lambda: compare()[0]))  # as of the loss
         except Exception:  # the forward ran
             _LOG.debug("the gradient can't be compared", exc_info=True)
             return math.inf
+
+    @contextmanager
+    def _with_gradients(self) -> Iterator[None]:
+        """While open, runs have a backward pass, and each parameter's gradient is compared."""
+        hooks = GradientHooks(self.module.parameters())
+        hooks.hold()  # they wait for the whole batch's gradient
+        try:
+            with patched(self, "backward", True), patched(self.backwards, "each", True):
+                yield
         finally:
             hooks.release()
+
+    def _compared_at_once(self, size: int) -> tuple[float, Observation] | None:
+        """The comparison of losses and gradients in the same runs, where nothing differs and a run leaves nothing behind. Else None, and
+        they are compared one after the other: that tells what forward does from what the backward pass does.
+        """
+        if self.changed() or not self.backwards.unseen:  # a backward of the user's own may draw
+            return None
+        state, told = rng.capture({}), (self.part_reason, self.skips)
+        try:
+            with self._with_gradients():
+                found = self._compare(size)
+            unlike = self.backwards.differentiates or self.backwards.missed[0] or found[1].draws.seeded or self.metrics.exchanged
+            left = self.changed() or self.written or self.drifting or self.norms.apart() or self.part_reason != told[0]
+            if found[0] <= EQUAL and not (unlike or left):
+                return found
+        except Exception:
+            _LOG.debug("the loss and its gradient can't be compared at once", exc_info=True)
+        self.backwards.differentiates, self.backwards.missed = False, (0.0, "")
+        self.part_reason, self.skips = told
+        rng.restore(state, {})
+        return None
 
     def _with_routes(self, found: SplitFinding) -> SplitFinding:
         """With the submodules that some samples alone call more or less often than the whole batch does: parts of this batch may hold
@@ -481,12 +506,6 @@ class _Probe(LaterSteps):
             return replace(found, notes=(*found.notes, note))
         alone = undo.uneven([effects.calls for effects in self.effects])
         return replace(found, uneven_calls=tuple(sorted({*found.uneven_calls, *alone})))
-
-    def _refuses(self, name: str, reason: str) -> bool:
-        """Whether a reason against a split isn't overruled."""
-        if name in self.despite:
-            self.overruled[name] = reason
-        return name not in self.despite
 
     def _compare(self, size: int, *, groups_first: bool = False) -> tuple[float, Observation]:
         shares = self.weighing.shares(size)
@@ -508,51 +527,6 @@ class _Probe(LaterSteps):
             known = observed.draws.seeded or any(draw.choice is not None and draws_apart(draw.op) for draw in observed.draws.draws or ())
             self.drawn_apart = tuple(dict.fromkeys(rng.words(name) for name in differing if not (known and name == "torch")))
         return difference_of(observed, shares), observed
-
-    def _kept(self, size: int, one: Observation) -> str | None:
-        """Why ranks would diverge by what a step leaves to the next one, though ``one`` step alone gives the whole batch's loss."""
-        overruled_too = dict(self.module.named_buffers()) if "buffers" in self.overruled else ()
-        ignored = {*vars(LightningModule()), "trainer", *overruled_too}
-        kept = [name for name in self.changed() if name not in ignored]
-        if not kept:
-            return None
-        shares = self.weighing.shares(size)
-        try:
-            difference = self._after_two(shares, groups_first_of(one))
-        except Exception as error:  # the first step ran
-            _LOG.debug("a second step fails", exc_info=True)
-            return f"a second step fails on a part of the batch, after a first one on it ({error_line(error)})"
-        names = ", ".join(repr(name) for name in kept if not name.rpartition(".")[2].startswith("_")) or repr(kept[0])
-        if EQUAL < difference < math.inf:  # this may be the rounding of two steps
-            difference = min(difference, self._without_rounding(lambda: self._after_two(shares, groups_first_of(one))))
-        if difference <= EQUAL:
-            if self.module.automatic_optimization and self._left_to_parts(shares):
-                words = f"a step leaves {names} to the next one, which parts of a batch that run one after the other would do, too"
-                if self._refuses("kept", words):
-                    self.part_reason = words + overrule("kept")
-            return None
-        words = (
-            f"by what the step keeps of a batch ({names}) the next one's loss differs by {difference:.2g} of it when split, as each rank "
-            "would keep its own part"
-        )
-        return words + overrule("kept") if self._refuses("kept", words) else None
-
-    def _after_two(self, shares: Sequence[BatchShare], groups_first: bool) -> float:
-        """By how much the losses of two steps on the same batch differ."""
-        two = self._observed(lambda batch: self._steps([copied(batch), batch]), shares, groups_first=groups_first)
-        return difference_of(two, shares)
-
-    def _left_to_parts(self, shares: Sequence[BatchShare]) -> bool:
-        """Whether a part's loss changes if another part ran before it."""
-        one, other = (self.batches.part(share) for share in shares[:2])
-        random = rng.capture({})
-        alone = self._steps([other], random=random)
-        try:
-            both = self._steps([one, self.batches.part(shares[1])], random=random)
-        except Exception:  # it ran alone
-            _LOG.debug("a part's step fails after another's", exc_info=True)
-            return True
-        return any(not abs(after - before) <= EQUAL * abs(before) for after, before in zip(both[-len(alone) :], alone, strict=True))
 
     def _observed(self, step: Callable[[Any], list[Tensor]], shares: Sequence[BatchShare], *, groups_first: bool = False) -> Observation:
         """Run the step on the whole batch and on its parts, whose metrics exchange their states as ranks' metrics do."""
@@ -581,7 +555,6 @@ class _Probe(LaterSteps):
         return observed(merge=True)
 
     def _without_rounding(self, compare: Callable[[], float]) -> float:
-        """A difference without single precision's rounding; infinite where the step only runs in single precision."""
         try:
             with self._in_double():
                 return compare()

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 import psutil
-from torch import Tensor, nn
+from torch import Tensor, dtype, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from lightning_autopar._root import NOT_THE_USERS, package_of
@@ -248,9 +248,13 @@ def in_double(module: nn.Module) -> Iterator[None]:
     """While open, the module is in double precision; a MemoryError where the host has no room for that."""
     check_room(8 * sum(tensor.numel() for _, tensor in tensors_of(module)), "the module in double precision")
     types = {name: tensor.dtype for name, tensor in tensors_of(module)}
+    # `LightningModule.dtype` is kept apart.
+    told = [(vars(child), {key: each for key, each in vars(child).items() if isinstance(each, dtype)}) for child in module.modules()]
     try:
         module.double()
         yield
     finally:
         for name, tensor in tensors_of(module):
             tensor.data = tensor.data.to(types[name])
+        for attributes, types_told in told:
+            attributes.update(types_told)

@@ -248,7 +248,8 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         collated, whole, loadings[key] = whole, None, replace(loadings[key], parts=True)
     if probe and stage == "fit":
         cut = batch.cut
-        split_one = partial(_split, module, trainer, footprint=footprint, despite=questions.despite)
+        routes = any(not engines.named(name).whole for name in questions.engines)
+        split_one = partial(_split, module, trainer, footprint=footprint, despite=questions.despite, routes=routes)
         batch, split, draws = _split_as_made(split_one, batch)
         if cut and batch.samples is not None and not batch.cut:
             more = [replace(each, cut=False) for each in more]
@@ -434,6 +435,7 @@ def _split(
     *,
     footprint: Footprint,
     despite: tuple[str, ...],
+    routes: bool = True,
     known: Collection[Count] = (),
 ) -> tuple[SplitFinding, DrawPlan]:
     """Finds out in another child what a split batch changes."""
@@ -442,7 +444,7 @@ def _split(
         reason = f"the parameter {late[0]!r} {when}, and parts of a batch are tried before: call its layer in setup()"
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
     try:
-        told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite, "known": known}
+        told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite, "routes": routes, "known": known}
         told["blocks"] = {block.fqn: block.flops for block in footprint.blocks if block.repeated}
         return run_forked(partial(probe_split, **told), module, trainer, batch)
     except ChildFailed as error:

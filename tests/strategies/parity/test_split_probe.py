@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_autopar.constraints import Constraints
+from lightning_autopar.constraints import LOSS, Constraints
+from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.step.random_draws import Rows
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
 from lightning_autopar.planning.refusals import split_refusal
@@ -741,6 +743,32 @@ class DeepByHand(ByHand):
 def test_gradients_are_let_go_as_they_come_unless_the_user_may_read_them(make: type[Base]) -> None:
     found, _ = probe_split(make(), None, first_of(samples()))
     assert (found.probed, found.difference, found.notes) == (True, 0.0, ())
+
+
+class Padded(Base):
+    """Takes tokens; ``kinds`` counts the runs in single and in double precision."""
+
+    def __init__(self, padding: int | None, kinds: dict[torch.dtype, Any]) -> None:
+        super().__init__()
+        self.table, self.padding, self.next = nn.Embedding(9, 4), padding, {each: runs.__next__ for each, runs in kinds.items()}
+
+    def loss(self, x: Tensor) -> Tensor:
+        self.next[self.table.weight.dtype]()
+        entries = self.layer(self.table(x)).square().mean(-1)
+        return entries.mean() if self.padding is None else entries[x != self.padding].mean()
+
+
+@pytest.mark.parametrize(("padding", "single", "double"), [(None, 10, 0), (0, 16, 9)])
+def test_a_step_is_run_no_more_often_than_tells(padding: int | None, single: int, double: int) -> None:
+    """Losses and gradients are compared in the same runs; six are later steps. Single precision excludes a count that isn't near."""
+    kinds = {torch.float32: itertools.count(), torch.float64: itertools.count()}
+    rows = list(torch.tensor([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8], [1, 3, 5, 7, 2], [2, 4, 6, 8, 1]]))
+    count = Count(path=(), kind="differs", ignored=0)
+    found, _ = probe_split(Padded(padding, kinds), None, first_of(rows), known=[count], blocks={"layer": 1}, routes=False)
+    assert found.difference == 0
+    assert found.log_rules[LOSS][0] == ("mean" if padding is None else count)
+    assert ("mean" in found.log_rules["training_step", "loss"]) == (padding is None)
+    assert (next(kinds[torch.float32]), next(kinds[torch.float64])) == (single, double)
 
 
 class TwoExperts(Base):

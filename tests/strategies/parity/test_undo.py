@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.parity.split_probe import probe_split
-from lightning_autopar.strategies.parity.undo import same_values, undone
+from lightning_autopar.strategies.parity.undo import in_double, same_values, undone
 from tests.strategies.parity.test_split_probe import Base, first_of, samples
 
 
@@ -162,3 +162,10 @@ def test_containers_are_refilled_whatever_their_own_methods_do() -> None:
         module.names["b"] = 2  # type: ignore[index, operator]
     assert module.names == {"a": 1}
     assert "names" in effects.kept
+
+
+def test_a_module_that_was_in_double_precision_says_its_own_type_again() -> None:
+    module = Base()
+    with in_double(module):
+        assert module.dtype == torch.float64
+    assert (module.dtype, module.layer.weight.dtype) == (torch.float32, torch.float32)

@@ -131,7 +131,13 @@ class Annealing(Net):
 
 
 def _found_out(
-    module: Net, root: Path, monkeypatch: pytest.MonkeyPatch, target: Any = "cpu", validating: Any = None, **options: Any
+    module: Net,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: Any = "cpu",
+    validating: Any = None,
+    engines: tuple[str, ...] = (),
+    **options: Any,
 ) -> SplitFinding:
     """What is found out of a split of its batch before the run, which then doesn't happen."""
     seen: list[Findings] = []
@@ -140,7 +146,7 @@ def _found_out(
         pass
 
     def stop(trainer: Any, *args: Any, **kwargs: Any) -> Prospect:
-        seen.append(find_out(trainer, Questions(split=True, target=target)))
+        seen.append(find_out(trainer, Questions(split=True, target=target, engines=engines, later=True)))
         raise Enough
 
     monkeypatch.setattr("lightning_autopar.strategies.launcher.find_prospect", stop)
@@ -301,3 +307,15 @@ def test_each_loader_of_a_validation_is_tried(tmp_path: Path, monkeypatch: pytes
         f"the value {name!r} logged in validation_step" for name in ("root", "masked")
     ]
     assert "which the first loader's batches lack" in found.notes[1]
+
+
+@pytest.mark.parametrize(("engines", "routes"), [(("single", "ddp"), False), (("ddp", "fsdp"), True)])
+def test_single_samples_are_tried_where_a_plan_may_have_a_part_of_the_module(
+    engines: tuple[str, ...], routes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def split(*args: Any, routes: bool, **told: Any) -> Any:
+        return SplitFinding(probed=False, notes=(f"single samples: {routes}",)), DrawPlan()
+
+    monkeypatch.setattr(module_findings, "_split", split)
+    found = _found_out(Net(), tmp_path, monkeypatch, engines=engines)
+    assert found.notes[:1] == (f"single samples: {routes}",)
