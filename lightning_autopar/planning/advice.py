@@ -172,9 +172,9 @@ class _Adviser:
         assert self.now is not None, "nothing to compare with"
         models = [known_model(self.inventory.device(device)) for device in self.now.plan.devices]
         known = [model.flops for model in models if model is not None]
-        if self.constraints.precision != "32-true" or len(known) < len(models):
-            return []
         dtype, precision = ("bf16", "bf16-mixed") if all("bf16" in flops for flops in known) else ("fp16", "16-mixed")
+        if self.constraints.precision not in {"32-true", "bf16-mixed"} - {precision} or len(known) < len(models):
+            return []
         footprint = what_if.narrow_products(self.footprint, dtype)
         if footprint is None:
             return []
@@ -182,7 +182,7 @@ class _Adviser:
         if (speedup := self._speedup(then)) < _LEAST_SPEEDUP:
             return []
         text = (
-            f"precision={precision!r}: {self._now_title()} may be {_times(speedup)} faster, as its matrix products are then in 16 bits "
+            f"precision={precision!r}: {self._now_title()} may be {_times(speedup)} faster, as its matrix products then run in {dtype} "
             f"(not predicted: the step was traced in {self.constraints.precision})"
         )
         gained = self._gains(then) | {"gained_bytes": None}
@@ -332,7 +332,11 @@ class _Adviser:
         while low < most:
             plans = [best.plan, *(one.plan for one in nearest)]
             guess = (low + most) // 2 if change.searched else min(most - 1, self._first_that_fits(plans, change, asked, low, most))
-            then = self._best(change.made(asked, change.sizes[guess]))
+            made = change.made(asked, change.sizes[guess])
+            then = self._best(made)
+            if then is None and self.is_cut_short:  # that no search may begin says nothing about the size; plans that are known do
+                known = (self.ask.evaluate(made, plan, confirm=True) for plan in plans if made is not None and _can_take(plan, made))
+                return next(((change.sizes[guess], one) for one in known if one.fits), (change.sizes[most], best))
             if then is None:
                 low = guess + 1
             else:

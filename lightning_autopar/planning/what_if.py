@@ -68,10 +68,10 @@ def eight_bit(footprint: Footprint) -> Footprint | None:
 
 
 def narrow_products(footprint: Footprint, dtype: str) -> Footprint | None:
-    """The footprint with its products of matrices in 16 bits, as under autocast; its bytes stay. None where it has none in 32."""
+    """The footprint with its products of matrices in this dtype of 16 bits, as under autocast; its bytes stay. None where none changes."""
 
     def narrowed(works: tuple[Work, ...]) -> tuple[Work, ...]:
-        return tuple(replace(one, dtype=dtype) if one.kind in _PRODUCTS and one.dtype == "fp32" else one for one in works)
+        return tuple(replace(one, dtype=dtype) if one.kind in _PRODUCTS and one.dtype in ("fp32", "bf16") else one for one in works)
 
     def changed(layer: LayerFootprint) -> LayerFootprint:
         return replace(layer, work=narrowed(layer.work), backward_work=narrowed(layer.backward_work))

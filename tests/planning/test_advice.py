@@ -390,17 +390,26 @@ def test_more_memory_of_the_host_and_one_device_more_are_advised() -> None:
 
 
 @pytest.mark.parametrize(("spec", "precision"), [("T4", "16-mixed"), ("2xV100-32GB", "16-mixed"), ("L4", "bf16-mixed"), ("1xcpu:8GiB", "")])
-def test_products_in_half_are_something_to_try_where_they_are_much_faster(spec: str, precision: str) -> None:
-    step = footprint(batch_size=16)
-    work = Work(kind="matmul", name="mm", dtype="fp32", flops=2 * 4096**3, shape=(1, 4096, 4096, 4096), growing=1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_products_in_half_are_something_to_try_where_they_are_much_faster(spec: str, precision: str, dtype: str) -> None:
+    step, now = footprint(batch_size=16), {"fp32": "32-true", "bf16": "bf16-mixed"}[dtype]
+    work = Work(kind="matmul", name="mm", dtype=dtype, flops=2 * 4096**3, shape=(1, 4096, 4096, 4096), growing=1)
     products = replace(step, blocks=tuple(replace(block, work=(work,) * 8, backward_work=(work,) * 16) for block in step.blocks))
-    found = [one for one in made(products, parse_spec(spec)).advice if "precision" in one.change]
-    assert [one.change for one in found] == ([{"precision": precision}] if precision else [])
+    found = [one for one in made(products, parse_spec(spec), precision=now).advice if "precision" in one.change]
+    assert [one.change for one in found] == ([{"precision": precision}] if precision not in ("", now) else [])
     for one in found:
-        assert "as its matrix products are then in 16 bits (not predicted: the step was traced in 32-true)" in one.text
+        half = {"16-mixed": "fp16", "bf16-mixed": "bf16"}[precision]
+        assert f"as its matrix products then run in {half} (not predicted: the step was traced in {now})" in one.text
         assert one.speedup is not None
         assert one.speedup > 1.5
     assert not [one for one in made(products, parse_spec(spec), precision="16-mixed").advice if "precision" in one.change]
+
+
+def test_advice_that_is_cut_short_asks_for_no_more_than_the_plan_needs_that_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "MOST_SEARCHES_UNFIT", 4)  # the last of which has all the host memory that is tried
+    with pytest.raises(NothingFits) as refused:
+        make_report(SEVEN, parse_spec("RTX4090@32GiB"), Constraints(allow=("fsdp",)))
+    assert refused.value.report.advice[0].change == {"host_bytes": 121 * GIB}
 
 
 def test_an_engine_that_is_asked_for_by_name_is_advised_only_where_it_helps() -> None:
