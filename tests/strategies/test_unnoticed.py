@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.sharing.runs.progress import batches_left
@@ -63,6 +64,41 @@ def test_a_list_of_batches_and_a_stream_are_loaders_in_a_collection(tmp_path: Pa
     assert fitter(tmp_path).predict(Given(), given) == [[(0, 0, 0), (1, 1, 0)], [(2, 0, 1), (3, 1, 1)]]
     streams = fitter(tmp_path, limit_predict_batches=2).predict(Given(), [itertools.count(), itertools.count(5)])
     assert streams == [[(0, 0, 0), (1, 1, 0)], [(5, 0, 1), (6, 1, 1)]]
+
+
+class Replays(Regression):
+    """Reads batches from what ``on_fit_start`` has filled and each batch goes on filling, as agents do that play a game."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.played: list[Any] = []
+
+    def _play(self) -> None:
+        x = torch.full((8,), float(len(self.played)))
+        self.played.append((x, x[:1]))
+
+    def on_fit_start(self) -> None:
+        for _ in range(4):
+            self._play()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._play()
+
+    def train_dataloader(self) -> Any:
+        class Latest(IterableDataset[Any]):
+            def __iter__(other) -> Any:
+                assert self.played
+                return iter(self.played[-4:])
+
+        return DataLoader(Latest(), batch_size=4)
+
+
+def test_a_loader_reads_what_a_hook_before_the_first_batch_makes(tmp_path: Path) -> None:
+    module = Replays()
+    trainer = fitter(tmp_path, max_epochs=2)
+    trainer.fit(module, val_dataloaders=loader())
+    assert trainer.global_step == 2
+    assert len(module.played) == 6, "planning plays for itself"
 
 
 def test_setup_is_called_with_lightnings_own_word(tmp_path: Path) -> None:

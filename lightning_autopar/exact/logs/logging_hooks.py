@@ -43,6 +43,12 @@ QUIET = ("torch.", "torchmetrics.", "transformers.", *PYTORCH, "lightning_autopa
 _NOT_THE_USERS = (*within("callbacks"), "lightning_autopar.callbacks.")
 
 
+def may_stop(trainer: Trainer) -> bool:
+    """Whether the user's code may end a fit by ``trainer.should_stop``, judged by its code. Lightning's own callbacks ask all ranks."""
+    hooks = {name for parent in (LightningModule, Callback) for name in dir(parent) if name.startswith("on_") or name.endswith("_step")}
+    return mentions([getattr(each, hook) for each, hook in overridden(trainer, hooks)], trainer.lightning_module, "should_stop".__eq__)
+
+
 def logs_between_steps(trainer: Trainer) -> bool:
     """Whether the user's code may log in a hook of a batch, judged by its code. Lightning's own callbacks don't."""
     module: Any = trainer.lightning_module

@@ -23,7 +23,16 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_autopar._lightning import CombinedLoader, LightningModule, Trainer
-from lightning_autopar._lightning_compat import TrainerFn, attach_loaders, combined_mode, loader_source, loaders_apart, transfer_batch
+from lightning_autopar._lightning_compat import (
+    TrainerFn,
+    attach_loaders,
+    combined_mode,
+    is_overridden,
+    loader_source,
+    loaders_apart,
+    transfer_batch,
+)
+from lightning_autopar.memory.trace.no_writes import no_writes
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +52,13 @@ _MADE_SECONDS = 0.6
 BatchKind = Literal["map", "iterable", "combined", "other"]
 
 _LIMITS = {"fit": "limit_train_batches", "validate": "limit_val_batches", "test": "limit_test_batches"}
+
+_BEFORE_BATCHES = {
+    "fit": ("on_fit_start", "on_train_start", "on_train_epoch_start"),
+    "validate": ("on_validation_start", "on_validation_epoch_start"),
+    "test": ("on_test_start", "on_test_epoch_start"),
+    "predict": ("on_predict_start", "on_predict_epoch_start"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,19 +131,42 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
     mode = combined_mode(combined)
     batches = _epoch_batches(loaders, mode, getattr(trainer, _LIMITS[stage])) if stage in _LIMITS else None
     attach_loaders(trainer, stage, combined, batches)
-    with _calls_of(module) as called:
+
+    def draw() -> FirstBatch:
         if mode == "sequential" or combined.iterables is loaders[0]:
-            first = _draw(loaders[0])
-        else:
-            parts = [_draw(each) for each in loaders]
-            sizes = [part.batch_size for part in parts if part.batch_size]
-            first = FirstBatch(batch=shaped([part.batch for part in parts]), batch_size=min(sizes, default=0), kind="combined")
+            return _draw(loaders[0])
+        parts = [_draw(each) for each in loaders]
+        sizes = [part.batch_size for part in parts if part.batch_size]
+        return FirstBatch(batch=shaped([part.batch for part in parts]), batch_size=min(sizes, default=0), kind="combined")
+
+    with _calls_of(module) as called:
+        try:
+            first = draw()
+        except RAISED:
+            if not _started(module, stage):
+                raise
+            first = draw()
     batch = transfer_batch(module, first.batch)
     size = first.batch_size or batch_size_of(batch)
     together = _together(loaders, mode, batches) if first.kind == "combined" and batches else ()
     epoch_batches = batches if stage == "fit" else None
     found = replace(first, batch=batch, batch_size=size, epoch_batches=epoch_batches, loaders=tuple(loaders), together=together)
     return replace(found, calls=next(iter(called), ""))
+
+
+def _started(module: LightningModule, stage: str) -> bool:
+    """Call the module's hooks that come before the stage's first batch: one may make what the loader reads (a replay buffer, a cache).
+    False where it has none, or one fails.
+    """
+    hooks = [hook for hook in _BEFORE_BATCHES[stage] if is_overridden(hook, module)]
+    try:
+        with no_writes({}):
+            for hook in hooks:
+                getattr(module, hook)()
+    except RAISED:
+        log.debug("the hooks before the first batch can't run", exc_info=True)
+        return False
+    return bool(hooks)
 
 
 @contextmanager

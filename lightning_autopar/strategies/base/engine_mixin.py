@@ -31,6 +31,7 @@ from lightning_autopar.exact.data.loader import BatchShare, ExactLoader
 from lightning_autopar.exact.data.loader_pass import without_group
 from lightning_autopar.exact.data.longest_batch import LongerBatches
 from lightning_autopar.exact.data.rank_share import common_share
+from lightning_autopar.exact.logs.logging_hooks import may_stop
 from lightning_autopar.exact.logs.self_log import GlobalLogging
 from lightning_autopar.exact.step import users_backward
 from lightning_autopar.exact.step.batch_norm import restore as restore_batch_norm
@@ -49,7 +50,7 @@ from lightning_autopar.strategies.base.out_of_memory.predictions import Predicti
 from lightning_autopar.strategies.base.out_of_memory.rerun import Reruns
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, OPTIMIZER, RunningStep
 from lightning_autopar.strategies.base.plan_changes import PlanChanges
-from lightning_autopar.strategies.base.process_group import all_alike, everyones, hidden_from_users
+from lightning_autopar.strategies.base.process_group import all_alike, everyones, hidden_from_users, stopped_together
 from lightning_autopar.strategies.base.rank_measurement import Meter
 from lightning_autopar.strategies.base.resume import ResumedStrategy
 from lightning_autopar.strategies.base.run_plan import RunPlan
@@ -231,6 +232,8 @@ class EngineMixin(ResumedStrategy):
                 self._exit.enter_context(scaled_as_on_one_device(scaler, self.run_plan.data_ranks))
         if self.splits or self.in_parts or self.run_plan.shared:
             self.prepare_steps(trainer)
+        if self.run_plan.plan.world_size > 1 and may_stop(trainer):
+            self._exit.enter_context(stopped_together(trainer))
         fits = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization and self.run_plan.undivided is None
         if fits and (self.reruns_batches or self.running.leaves):
             found = StepState(trainer, self.run_plan.kept_rules.get("training_step", {}))

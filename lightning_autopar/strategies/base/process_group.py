@@ -1,4 +1,4 @@
-"""The process group of a generation. Knows ranks and devices, no plan and no module."""
+"""The process group of a generation, and what its ranks agree on. Knows ranks and devices, no plan and no module."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d
 
-from lightning_autopar._lightning import ParallelStrategy
+from lightning_autopar._lightning import ParallelStrategy, Trainer
 from lightning_autopar._lightning_compat import distributed_is_initialized, init_dist_connection
 from lightning_autopar._root import FRAMEWORK
 from lightning_autopar._temporary import patched
@@ -84,6 +85,23 @@ def everyones(numbers: list[float], group: Callable[[], dist.ProcessGroup | None
     dist.all_gather(list(gathered.unbind()), mine, group=group())
     rows: list[list[float]] = gathered.tolist()
     return rows
+
+
+@contextmanager
+def stopped_together(trainer: Trainer) -> Iterator[None]:
+    """While open, all ranks end a fit where one of them has set ``trainer.should_stop``: one whose part of the batch has a loss that isn't
+    finite, say, or a pipeline's last one, which alone runs the end of the step. The others would wait for it for ever.
+    """
+    epoch = trainer.fit_loop.epoch_loop
+
+    def then_agree(call: Callable[..., Any], *args: Any) -> None:
+        call(*args)
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+
+    with ExitStack() as stack:
+        for loop, name in ((epoch, "advance"), (epoch, "on_advance_end"), (trainer.fit_loop, "on_advance_end")):
+            stack.enter_context(patched(loop, name, partial(then_agree, getattr(loop, name))))
+        yield
 
 
 def join_group(strategy: ParallelStrategy, backend: str) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning import LightningModule
+from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar._root import NOT_THE_USERS, package_of
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS, SplitFinding
@@ -32,8 +33,10 @@ from lightning_autopar.exact.logs.log_rules import Logged, recorded_in
 from lightning_autopar.exact.step.kept_attributes import Place
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.trace.bare_step import BareStep
+from lightning_autopar.memory.trace.first_batch import copied, tensors_of
 from lightning_autopar.memory.trace.step_number import LATER, Noted, integers_in, step_number
 from lightning_autopar.strategies.parity import undo
+from lightning_autopar.strategies.parity.draw_probe import everything
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
 from lightning_autopar.strategies.parity.kept_runs import KeptRuns
 from lightning_autopar.strategies.parity.recorded_backward import EQUAL, difference_of
@@ -189,6 +192,7 @@ class LaterSteps(KeptRuns):
         #: The number of the steps that run; None for the first ones. And which other numbers decide what steps do.
         self.number: int | None = None
         self.noted = Noted()
+        self.hooked: Any = None  # the batch that the hook at its start is to get, if another one than the step
         self.skips = False  # whether a step returned None
         self.too_many = False  # whether there are more of them than can be tried
 
@@ -200,7 +204,7 @@ class LaterSteps(KeptRuns):
         """Run the user's step, between the hooks at the batch's start and end; returns its output, and what was logged."""
         logged, hooked = dict[tuple[str, str], Logged](), dict[tuple[str, str], Logged]()
         with recorded_in(self.module, f"on_{self.rehearsal.loop}_batch_start", hooked):
-            self.rehearsal.batch_hooks("start", given, index)
+            self.rehearsal.batch_hooks("start", given if self.hooked is None else copied(self.hooked), index)
         with recorded_in(self.module, hook, logged):
             output = self.rehearsal._call(hook, given, index)
         if (end := f"on_{self.rehearsal.loop}_batch_end") in self.rehearsal.hooks:
@@ -210,6 +214,30 @@ class LaterSteps(KeptRuns):
             with recorded_in(self.module, end, hooked), undo.undone(self.module, self.writes, self.variables):
                 self.rehearsal.batch_hooks("end", left, given, index)
         return output, {**logged, **{key: value for key, value in hooked.items() if math.isfinite(value.value)}}
+
+    def apart_from_hook(self, shares: Sequence[Any]) -> str | None:
+        """Why parts of a batch can't run one after the other: each would use what the hook at the batch's start keeps of the whole one.
+        A hook that changes the batch instead isn't tried.
+        """
+        name = "on_train_batch_start"
+        if name not in self.rehearsal.hooks or not self.module.automatic_optimization:
+            return None
+        whole = self.batches.part(everything(self.batches.count))
+        whole = transfer_batch(self.module, whole) if self.batches.raw else whole
+        given = copied(whole)
+        with undo.undone(self.module, self.writes, self.variables):
+            self.rehearsal.batch_hooks("start", given, 0)
+        old, new = tensors_of(whole), tensors_of(given)
+        if len(old) != len(new) or not all(map(undo.same_values, old, new)):
+            return None
+        words = f"training_step uses what {name} keeps of the whole batch"
+        try:
+            with patched(self, "hooked", whole):
+                by = difference_of(self._observed(self.losses, shares), shares)
+        except Exception as error:  # the user's step, on a part
+            _LOG.debug("the step fails on a part after %s of the whole batch", name, exc_info=True)
+            return f"{words}, and fails on a part of it ({error_line(error)})"
+        return None if by <= EQUAL else f"{words}: on parts of it the loss differs by {by:.2g} of it"
 
     @contextmanager
     def _buffers_noted(self) -> Iterator[None]:

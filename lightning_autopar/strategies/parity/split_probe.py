@@ -243,6 +243,7 @@ class _Probe(LaterSteps):
         places = self._places(self.changed())
         found, plan = self.in_later_steps(found, plan, sizes[0], time_limit_seconds)
         plan, failed = self.with_later_draws(plan, places, sizes[0])
+        found = replace(found, part_reason=found.part_reason or self.apart_from_hook(self.weighing.shares(sizes[0])))
         if routes:
             found = self._with_routes(found)
         notes = (f"not checked: whether the step draws other random numbers later in the run (with its counters far, it fails: {failed})",)

@@ -1131,6 +1131,43 @@ def test_a_callback_changes_the_batch(callback: Callback, differs: bool) -> None
     assert (finding.difference > 1e-3) == differs
 
 
+class Labels(Base):
+    """Computes labels for the batch when it begins, and trains on those."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.labels = self.layer(batch).detach() ** 2
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.layer(batch) - self.labels).square().mean()
+
+
+class FirstLabels(Labels):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.layer(batch) - self.labels[: len(batch)]).square().mean()
+
+
+class OneLabel(Labels):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.layer(batch) - self.labels.mean()).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Labels, "training_step uses what on_train_batch_start keeps of the whole batch, and fails on a part of it (RuntimeError: "),
+        (FirstLabels, "training_step uses what on_train_batch_start keeps of the whole batch: on parts of it the loss differs by "),
+        (OneLabel, "None"),
+    ],
+)
+def test_a_hook_keeps_what_parts_of_the_batch_can_not_use(make: type[Labels], words: str) -> None:
+    """A rank's hook gets the rank's own rows, and the hook of a batch that runs in parts gets the whole one."""
+    module = make()
+    trainer = trainer_of(module)
+    finding = probe_split(module, trainer, first_batch(module, trainer))[0]
+    assert str(finding.part_reason).startswith(words)
+    assert (finding.difference > 1e-3) == (make is OneLabel)
+
+
 class Validated(Base):
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("v", (found := self.layer(batch["x"] if isinstance(batch, dict) else batch)).square().mean())

@@ -30,9 +30,10 @@ from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
 from lightning_autopar.strategies.pipeline.stages.module_state import StageParameters, take_stages
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 
-#: Hooks after an epoch's or a run's last step, and the names by which code asks for parameters.
+#: Hooks after an epoch's or a run's last step, the one that adds to a checkpoint, and the names by which code asks for parameters.
 _EPOCH_END = ("on_train_epoch_end", "on_train_end", "on_fit_end")
-_PARAMETERS = ("parameters", "named_parameters", "weight", "bias")
+_SAVING = "on_save_checkpoint"
+_PARAMETERS = ("parameters", "named_parameters", "weight", "bias", "state_dict")
 
 #: A part of a batch: a function that makes it anew each time, since a step may change it; and its weight in the whole batch's loss.
 Part = tuple[Callable[[], Any], float]
@@ -195,13 +196,16 @@ class Together:
 
     def end_epoch(self) -> str | None:
         """Run the hooks of an epoch's end that may look at parameters, on each stage; a sentence if one needs another stage's."""
-        for stage in self.stages:
-            hooks = [name for name in _EPOCH_END if is_overridden(name, stage.module)]
+        for index, stage in enumerate(self.stages):
+            hooks = [name for name in (*_EPOCH_END, _SAVING) if is_overridden(name, stage.module)]
             for name in hooks:
                 if mentions([getattr(stage.module, name)], stage.module, lambda word: word in _PARAMETERS):
                     stage.rehearsal.notes.clear()
+                    saved = {"state_dict": _saved(stage.module, whole=index == 0)}
                     with recorded_logs(stage.module), _read_by_loggers(), no_effects():
-                        stage.rehearsal._hook(name)
+                        stage.rehearsal._hook(name, *[saved] * (name == _SAVING))
+                        if index == 0:  # it alone writes the file
+                            stage.rehearsal._called(name, _read, saved)
                     if found := next((note for note in stage.rehearsal.notes if MissingValue.__name__ in note), None):
                         return found
         return None
@@ -283,6 +287,19 @@ def rehearse(copy: LightningModule, trainer: Trainer | None, fn: str, precision:
     return found
 
 
+def _saved(module: LightningModule, *, whole: bool) -> dict[str, Any]:
+    """The weights in a checkpoint for ``on_save_checkpoint``: whole on the first rank, elsewhere with absent tensors."""
+    state = module.state_dict()
+    return {name: torch.zeros(value.shape, dtype=value.dtype) if whole and is_absent(value) else value for name, value in state.items()}
+
+
+def _read(tree: Any) -> None:
+    """Read the tensors in a tree: an error that names what is absent."""
+    for value in tree_leaves(tree):
+        if is_absent(value):
+            value.numpy()
+
+
 def _show(parameters: Mapping[str, Tensor]) -> None:
     """Give absent tensors a gradient that raises when a hook reads it, as :meth:`.clipping_norms.StageGradients.show` does."""
     for name, parameter in parameters.items():
@@ -347,9 +364,7 @@ def _read_by_loggers() -> Iterator[None]:
     """While open, the stand-ins of loggers read the tensors that they are given, as ``add_histogram`` does."""
 
     def read(silent: Silent, *args: Any, **kwargs: Any) -> Silent:
-        for value in tree_leaves((args, kwargs)):
-            if is_absent(value):
-                value.numpy()  # an error that names what is absent
+        _read((args, kwargs))
         return silent
 
     with patched(Silent, "__call__", read):

@@ -24,6 +24,8 @@ from lightning_autopar.strategies.pipeline.run.stage_shapes import Meta, ShapeMe
 
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
 
+#: Why a step can't go on in stages.
+_DEPENDS = 'which parts of the step count depends on the batch: run without a pipeline (allow=["single", "ddp", "fsdp"])'
 #: The kind of a stage's work that is about to run.
 Work = Literal["forward", "backward"]
 #: Makes the context of a stage's work on a micro-batch.
@@ -65,6 +67,8 @@ class Stage(PipelineStage):
         self._metas: dict[int, tuple[Meta, ...]] = {}
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
+        #: Of each micro-batch that has gone back: which received tensors have a gradient, and for which one is sent.
+        self._had: list[tuple[tuple[bool, ...], tuple[bool, ...]]] = []
         self._error: Exception | None = None
 
     def begin(self, signatures: Sequence[Signature | None], *, idle: frozenset[int] = frozenset()) -> None:
@@ -84,7 +88,10 @@ class Stage(PipelineStage):
             if boundary is not None:
                 boundary.forward.settle()
                 boundary.backward.settle()
+        had, due = ({place for each in self._had for place, there in enumerate(each[side]) if there} for side in (0, 1))
         self.clear_runtime_states()
+        if had != due:  # zeros were sent, by which an optimizer moves the parameters behind them
+            raise RuntimeError(f"a tensor between two stages has no gradient for this batch, but had one for an earlier one; {_DEPENDS}")
 
     def clear_runtime_states(self) -> None:
         """Like torch's, also for our own state."""
@@ -93,6 +100,7 @@ class Stage(PipelineStage):
         self.output_chunks.clear()
         self.backward_state.clear()
         self.dw_runner.clear()
+        self._had.clear()
         for kept in (self._metas, self._inputs, self._gradients):
             kept.clear()
 
@@ -152,11 +160,13 @@ class Stage(PipelineStage):
         metas = self._metas.pop(bwd_chunk_id)
         there = tuple(gradient is not None for gradient in gradients)
         sent: list[Tensor | None] = []
-        for meta, gradient, goes in zip(metas, gradients, self._before.backward.tell(self._signature(bwd_chunk_id), there), strict=True):
+        told = self._before.backward.tell(self._signature(bwd_chunk_id), there)
+        self._had.append((there, tuple(told)))
+        for meta, gradient, goes in zip(metas, gradients, told, strict=True):
             if gradient is not None and not goes:
                 raise RuntimeError(
-                    "a tensor between two stages has a gradient for this batch, but had none for an earlier one of the same shapes; which "
-                    'parts of the step count depends on the batch: run without a pipeline (allow=["single", "ddp", "fsdp"])'
+                    "a tensor between two stages has a gradient for this batch, but had none for an earlier one of the same shapes; "
+                    f"{_DEPENDS}"
                 )
             if goes and gradient is None:
                 sent.append(torch.zeros(meta.shape, dtype=meta.dtype, device=self.device))

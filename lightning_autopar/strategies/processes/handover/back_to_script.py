@@ -231,6 +231,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
         {
             "state_dict": _with_pickles(state, "module", results.lost),
             "buffers": {name: buffer.detach().cpu() for name, buffer in buffers.items()},
+            "named_buffers": [name for name, _ in module.named_buffers()],
             "shards": {name: whole for name, (_, whole) in shards.items()},
             "requires_grad": {
                 **{name: parameter.requires_grad for name, parameter in module.named_parameters()},
@@ -513,11 +514,19 @@ def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> 
     # Only the workers had values for tensors on the meta device, and such a tensor can't be filled in place.
     move_tensors(module, "cpu", lambda tensor: tensor.is_meta)
     values = saved["state_dict"] | saved["buffers"]
-    for prefix, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is None and (value := values.get(f"{prefix}.{name}".lstrip("."))) is not None:
-                child._buffers[name] = torch.empty_like(value)  # a step of the run has made it
-    targets = dict(_tensors(module))
+    targets, holders = dict(_tensors(module)), dict(module.named_modules())
+    for name in (*saved["named_buffers"], *saved["requires_grad"]):
+        prefix, _, own = name.rpartition(".")
+        if name in targets or name not in values or (holder := holders.get(prefix)) is None:
+            continue
+        holder.__dict__.pop(own, None)  # setup, a hook or a step of the run has made it
+        new = torch.empty_like(values[name])
+        if name in saved["requires_grad"]:
+            holder._parameters[own] = targets[name] = nn.Parameter(new, requires_grad=saved["requires_grad"][name])
+        else:
+            holder._buffers[own] = targets[name] = new
+            if name in saved["buffers"]:
+                holder._non_persistent_buffers_set.add(own)
     with torch.no_grad():
         for name, value in values.items():
             target = targets.get(name)

@@ -381,6 +381,29 @@ class Weighs(Tells):
         self.log("norm", self.head.weight.norm())
 
 
+class Renames(Tells):
+    """Changes names in a checkpoint, and adds what every stage knows."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {f"net.{name}": value for name, value in checkpoint["state_dict"].items()}
+        checkpoint["parameters"] = sum(parameter.numel() for parameter in self.parameters())
+
+
+class Replaces(Tells):
+    """Puts weights of its own into a checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint.clear()
+        checkpoint.update(self.state_dict())
+
+
+def test_what_is_added_to_checkpoints() -> None:
+    assert probed(Renames()).value.refusal is None
+    refusal = probed(Replaces()).value.refusal
+    assert refusal is not None
+    assert re.search(r"in stages on_save_checkpoint fails \('.*' reads the values of the parameter '.*', which another stage has", refusal)
+
+
 def test_hooks_that_look_at_parameters() -> None:
     assert probed(Tells()).value.refusal is None
     for kind, hook in ((Watches, "on_train_batch_end"), (Weighs, "on_train_epoch_end")):

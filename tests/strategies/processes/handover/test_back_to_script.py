@@ -574,6 +574,44 @@ def test_layers_that_setup_builds_come_back(engine: str, tmp_path: Path) -> None
     assert lost == []
 
 
+class RegisteredInSetup(pl.LightningModule):
+    """Has a layer, and gets tensors of its own when it knows the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.shift = nn.Linear(4, 1), 0.0
+
+    def setup(self, stage: str) -> None:
+        del self.shift
+        self.register_buffer("shift", self.trainer.datamodule.data[:][0].mean(0))
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+        self.net.scale = nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.steps += 1
+        return mse_loss(self.net(batch[0] - self.shift) * self.net.scale, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_tensors_that_setup_registers_come_back(engine: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    start = RegisteredInSetup().state_dict()
+    found = {}
+    for each in ("plain", engine):
+        module = RegisteredInSetup()
+        module.load_state_dict(start)
+        _, found[each], lost = train(each, tmp_path, module=module)
+        assert lost == []
+    net, plain = found[engine], found["plain"]
+    assert list(net.state_dict()) == list(plain.state_dict())
+    torch.testing.assert_close(dict(net.state_dict()), dict(plain.state_dict()))
+    assert int(net.steps) == int(plain.steps) == 10
+    assert "shift" not in vars(net)
+
+
 class Growing(BuiltInSetup):
     """Puts modules into one of its own as it trains, as a metric for each epoch."""
 
