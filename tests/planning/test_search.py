@@ -182,7 +182,7 @@ def test_a_plan_that_gives_memory_back_in_each_step_is_taken_only_where_that_pay
     step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",), excluded=whole)
     search = Search(step, parse_spec("1xRTX4090"), constraints)
 
-    def played(candidate: Candidate, rank: int, limit: int | None) -> Replayed:
+    def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
         narrow = len(candidate.plan.recompute) < blocks or released == 1
         holds = limit or 1 << 40
         return Replayed(reserved_peak_bytes=holds, allocated_peak_bytes=holds, released=released if narrow and limit else 0)
@@ -202,7 +202,7 @@ def test_other_blocks_are_recomputed_where_the_first_ones_let_a_plan_wait_for_th
     step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",), excluded=whole)
     search = Search(step, Referee(step, parse_spec("1xRTX4090"), constraints).cut_to(0.5, samples=60), constraints)
 
-    def played(candidate: Candidate, rank: int, limit: int | None) -> Replayed:
+    def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
         waits = limit is not None and step.blocks[0].fqn in candidate.plan.recompute
         return Replayed(reserved_peak_bytes=limit or 0, allocated_peak_bytes=limit or 0, released=400 if waits else 0)
 
@@ -218,7 +218,7 @@ def test_parts_as_large_as_those_that_failed_are_replayed(monkeypatch: pytest.Mo
     step, constraints = scaled(step_of(1024, 12), 16), Constraints(precision=PRECISION, allow=("fsdp",))
     search = Search(step, parse_spec("1xRTX4090"), constraints)
 
-    def played(candidate: Candidate, rank: int, limit: int | None) -> Replayed:
+    def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
         missing = 0 if candidate.plan.micro_batches >= 5 else 4 << 30
         holds = limit or 1 << 40
         return Replayed(reserved_peak_bytes=holds, allocated_peak_bytes=holds, fits=not missing, missing_bytes=missing)
@@ -236,7 +236,7 @@ def test_a_chosen_plan_has_been_replayed_however_much_the_allocator_loses(monkey
     search = Search(step, here, constraints)
     asked: list[Plan] = []
 
-    def played(candidate: Candidate, rank: int, limit: int | None) -> Replayed:
+    def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
         asked.append(candidate.plan)
         search.finalists._left -= 30_000
         size = candidate.bytes[candidate.plan.devices[rank]]
@@ -260,7 +260,7 @@ def test_a_plan_whose_kind_loses_more_than_it_does_is_replayed_before_it_is_left
     constraints = Constraints(precision=PRECISION, allow=("fsdp",), excluded={"shares": "the batch is shared out evenly"})
     search = Search(step, Referee(step, parse_spec("4xA100-40GB"), constraints).cut_to(0.3, samples=60), constraints)
 
-    def played(candidate: Candidate, rank: int, limit: int | None) -> Replayed:
+    def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
         search.finalists._left -= 30_000
         size = candidate.bytes[candidate.plan.devices[rank]]
         assert isinstance(size, DeviceBytes)
