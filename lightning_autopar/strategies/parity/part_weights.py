@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -147,7 +146,7 @@ class Weighing:
             observe: runs the step on the whole batch and on parts.
             in_double: makes a context in which the step runs in double precision.
         """
-        if self.rules or (difference <= _EQUAL and not (self._marked and self.undecided(self._of_losses(observed, shares), every=False))):
+        if self.rules or (difference <= _EQUAL and not (self.telling and self.undecided(self._of_losses(observed, shares), every=False))):
             return False
         try:
             with in_double():
@@ -164,23 +163,15 @@ class Weighing:
         self.rules, self._equal = ((), rules) if "mean" in rules else (rules, ())
         return bool(self.rules)
 
-    @property
+    @cached_property
     def telling(self) -> list[Dealing]:
         """The splits whose parts don't have as many entries that look as if they alone counted as they have samples. Losses that hardly
         differ from each other, as those of a new model, look like a mean over samples, whatever they are; and so do those of two parts
         that happen to have as many of what counts.
         """
-        return [dealing for dealing, counts in self._telling.items() if counts]
-
-    @property
-    def _marked(self) -> list[Count]:
-        return list(dict.fromkeys(chain.from_iterable(self._telling.values())))
-
-    @cached_property
-    def _telling(self) -> dict[Dealing, list[Count]]:
         unlike = {shares[0].dealing: self._unlike(shares) for shares in self._splits()}
         if not any(unlike.values()):
-            return {}
+            return []
         whole, marked = self._counted(everything(self._batches.count)), {-100, *_ignored_by(self._module)}
 
         def marks(count: Count) -> bool:
@@ -191,7 +182,7 @@ class Weighing:
             alike = tensor.ndim == 1 and count not in unlike[_SPLITS[0]]
             return known or alike or (count.kind == "differs" and count.ignored in marked)
 
-        return {dealing: [count for count in counts if marks(count)] for dealing, counts in unlike.items()}
+        return [dealing for dealing, counts in unlike.items() if any(marks(count) for count in counts)]
 
     def _splits(self) -> list[list[BatchShare]]:
         return [self.shares(dealing) for dealing in _SPLITS if dealing.holders <= self._batches.count]
@@ -272,14 +263,15 @@ class Weighing:
         return replace(found, matching={number: found.matching.get(number, ()) for number in whole})
 
     def undecided(self, found: LogComparison, *, every: bool) -> bool:
-        """Whether one of the counts that :attr:`telling` is about may still be what values are means over.
+        """Whether there are splits that are :attr:`telling`, and values may still be means over a count that isn't even in all splits.
 
         Args:
             found: what explains the values of a split.
             every: whether each value has to exclude a count, as those that a step logs; else one of them does, as of its losses.
         """
         excluded = [found.excluded.get(key, frozenset()) for key in found.matching]
-        return not all((all if every else any)(count in each for each in excluded) for count in self._marked)
+        counts = {count for shares in self._splits() for count in self._unlike(shares)} if self.telling else set()
+        return not all((all if every else any)(count in each for each in excluded) for count in counts)
 
     def loss_rules(self) -> tuple[Rule, ...]:
         """The rules that explain the loss; with the mean over samples, the counts of which the parts have as many as of samples."""

@@ -771,6 +771,25 @@ def test_a_step_is_run_no_more_often_than_tells(padding: int | None, single: int
     assert (next(kinds[torch.float32]), next(kinds[torch.float64])) == (single, double)
 
 
+class Weighed(Base):
+    """A mean by samples' weights, beside a mask that has nothing to do with it."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        each = 2.3 + 0.1 * self.layer(batch["x"])[:, 0] * batch["mask"].float().mean(1)
+        return (each * batch["weight"]).sum() / batch["weight"].sum()
+
+
+def test_a_mask_that_is_far_off_hides_no_weights_that_are_nearly_even() -> None:
+    """Single precision excluded the mask, and took a mean by weights for one over samples: halves' weights differ by 1e-5."""
+    weights = torch.tensor([1.0, 2.0, 2.0, 1.0, 1.0, 1.00001])
+    rows = [
+        {"x": sample + 3 * (index % 2 == 0), "mask": torch.tensor([1] * 3 + [1 - index % 2] * 5), "weight": weights[index]}
+        for index, sample in enumerate(torch.randn(6, 4, generator=torch.Generator().manual_seed(3)))
+    ]
+    found, _ = probe_split(Weighed(), None, FirstBatch(batch=default_collate(rows), batch_size=6, samples=rows, collate=default_collate))
+    assert found.log_rules[LOSS][0] == Count(path=("weight",), kind="sum")
+
+
 class TwoExperts(Base):
     """A sample goes through one of two layers, by its sign; a part of the batch may have samples of one sign alone."""
 
