@@ -22,7 +22,7 @@ from lightning_autopar._lightning_compat import before_transfer, is_overridden, 
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.counted_entries import Count, Rule, candidates
+from lightning_autopar.exact.data.counted_entries import Count, Rule, absent, candidates
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, share_of
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, shares_alike
 from lightning_autopar.exact.logs.logging_hooks import mentions
@@ -220,8 +220,10 @@ class Weighing:
         batch = copied(transfer_batch(self._module, whole) if batches.raw else whole)
         tensor, ignored = count.tensor(batch), {"differs": count.ignored, "sum": 0}.get(count.kind, math.nan)
         counted = tensor[tensor.isfinite() if count.kind == "finite" else tensor != ignored].flatten()[0].clone()
+        if count.kind == "sum" and tensor.is_floating_point():
+            counted /= 2  # an entry that isn't left out may weigh less
         if tensor.ndim == 1:
-            tensor[0] = ignored
+            tensor[0] = counted if count.kind == "sum" and tensor.is_floating_point() else ignored
         else:  # its first entry counts and its last one doesn't, as some counts leave out either
             tensor[0, 1::2] = tensor[0, -1] = ignored
             tensor[0, 0] = counted
@@ -234,6 +236,33 @@ class Weighing:
         ):
             yield
 
+    def holding(
+        self, rules: LogComparison, compare: Callable[[Sequence[BatchShare]], LogComparison]
+    ) -> tuple[LogComparison, dict[tuple[str, str], list[Count]]]:
+        """The rules that hold as well where a batch has entries that don't count, of which this one has none: a mask's zeros, NaN, labels
+        of -100. It is changed to have some, a kind at a time. And for each value the kinds with which no rule holds.
+
+        Args:
+            rules: those that hold for this batch.
+            compare: finds them out anew for a split.
+        """
+        lost: dict[tuple[str, str], list[Count]] = {}
+        whole = self._counted(everything(self._batches.count))
+        for counts in absent(whole, self._batches.count, _ignored_by(self._module)):
+            # None of these can be told from the mean over samples here.
+            likely = {key: tuple(dict.fromkeys((*found, *counts))) if "mean" in found else found for key, found in rules.matching.items()}
+            try:
+                with self._changed(counts[0], list(dict.fromkeys([*counts, *self._candidates]))):
+                    narrowed = LogComparison(matching=likely).narrowed(compare(self.shares(_SPLITS[0]))).matching
+            except Exception:  # such an entry is no input of this step's: it would raise the same in a run
+                _LOG.debug("the step fails where not all of the batch counts", exc_info=True)
+                continue
+            for key in (key for key, known in likely.items() if known and not narrowed[key]):
+                usual = float(counts[0].tensor(whole).flatten()[0]) if counts[0].kind == "sum" else counts[0].ignored
+                lost.setdefault(key, []).append(replace(counts[0], ignored=usual))
+            rules = replace(rules, matching={key: narrowed[key] or rules.matching[key] for key in likely})
+        return rules, lost
+
     def _over_splits(self, compare: Compare) -> LogComparison:
         found = compare(_SPLITS[0])
         others = [dealing for dealing in self.telling if dealing != _SPLITS[0]] or [_SPLITS[2]]
@@ -242,7 +271,10 @@ class Weighing:
     def _losses_compared(self, observe: Callable[[Sequence[BatchShare]], Observation], dealing: Dealing, *, double: bool) -> LogComparison:
         """What explains all of a step's losses in one split."""
         shares = self.shares(dealing)
-        observed = observe(shares)
+        return self.of_losses(observe(shares), shares, double=double)
+
+    def of_losses(self, observed: Observation, shares: Sequence[BatchShare], *, double: bool) -> LogComparison:
+        """What explains all of a step's losses in this split."""
         if any(len(losses) != len(observed.whole) for losses in observed.parts):
             return LogComparison(matching={LOSS: ()})
         whole, *parts = (

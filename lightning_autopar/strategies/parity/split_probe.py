@@ -63,6 +63,7 @@ def probe_split(
     conduct: Conduct | None = None,
     despite: Sequence[str] = (),
     known: Collection[Count] = (),
+    tries_others: bool = True,
     time_limit_seconds: float = _SECONDS,
 ) -> tuple[SplitFinding, DrawPlan]:
     """Compare the training loss of the first batch with the mean of its parts' losses, weighted by their samples.
@@ -79,6 +80,7 @@ def probe_split(
         conduct: what the traced step itself does to parameters; None where it wasn't traced.
         despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
         known: what explains other batches.
+        tries_others: whether the batch is changed as well, to have entries that don't count.
         time_limit_seconds: how long the probe may take, estimated after its first run.
 
     Returns:
@@ -104,10 +106,10 @@ def probe_split(
     try:
         do_without(module, sorts)
         with nudged(module):
-            probe = _Probe(module, trainer, batches, conduct, despite, known)
+            probe = _Probe(module, trainer, batches, conduct, despite, known, tries_others)
             found, draws = probe.run(sizes, time_limit_seconds, routes=bool(blocks))
         if (unfit := found.raised or math.isnan(found.difference)) or not probe.finite:  # a step that only its own weights fit
-            probe = _Probe(module, trainer, batches, conduct, despite, known)
+            probe = _Probe(module, trainer, batches, conduct, despite, known, tries_others)
             own, own_draws = probe.run(sizes, time_limit_seconds, routes=bool(blocks))
             found, draws = (own, own_draws) if unfit else (replace(found, log_rules={**own.log_rules, **found.log_rules}), draws)
     finally:
@@ -123,7 +125,12 @@ def probe_split(
 
 
 def probe_evaluation(
-    module: LightningModule, trainer: Trainer | None, first: FirstBatch, hook: str, known: Collection[Count] = ()
+    module: LightningModule,
+    trainer: Trainer | None,
+    first: FirstBatch,
+    hook: str,
+    known: Collection[Count] = (),
+    tries_others: bool = True,
 ) -> SplitFinding:
     """How the values that an evaluation step logs and keeps for parts of a batch combine into the whole batch's.
 
@@ -132,13 +139,15 @@ def probe_evaluation(
         first: a batch of that step.
         hook: ``"validation_step"`` or ``"test_step"``.
         known: what explains other batches.
+        tries_others: as for :func:`probe_split`.
     """
     if first.batch_size < 2:
         return SplitFinding()
     state = rng.capture({})
 
     def probed() -> tuple[SplitFinding, bool]:
-        probe = _Probe(module, trainer, BatchParts(first, first.batch_size, hooks=trainer is not None), known=known)
+        batches = BatchParts(first, first.batch_size, hooks=trainer is not None)
+        probe = _Probe(module, trainer, batches, known=known, tries_others=tries_others)
         return probe.evaluation(hook), probe.finite
 
     try:
@@ -167,8 +176,11 @@ class _Probe(LaterSteps):
         conduct: Conduct | None = None,
         despite: Sequence[str] = (),
         known: Collection[Count] = (),
+        tries_others: bool = False,
     ) -> None:
         super().__init__(module, batches, None if conduct is None else dict(conduct.written))
+        #: Whether the batch is changed as well, to have entries that don't count.
+        self.tries_others = tries_others
         self.despite = despite
         #: Overruled reasons against a split, by the refusal's name.
         self.overruled: dict[str, str] = {}
@@ -246,6 +258,8 @@ class _Probe(LaterSteps):
         if routes:
             found = self._with_routes(found)
         notes = (f"not checked: whether the step draws other random numbers later in the run (with its counters far, it fails: {failed})",)
+        if self.tries_others and found.splittable and not found.difference:
+            found = self._holding(found, self.losses)
         return replace(found, notes=found.notes + notes * bool(failed), skips=self.skips), plan
 
     def evaluation(self, hook: str) -> SplitFinding:
@@ -269,7 +283,38 @@ class _Probe(LaterSteps):
             except Exception as error:  # a number that the step isn't made for
                 _LOG.debug("%s can't be tried as number %d", hook, number, exc_info=True)
                 unknown.append(f"not checked: what {hook} logs in step {number:,} ({error_line(error)})")
-        return self.with_kept(SplitFinding(log_rules=found.matching, notes=(*found.notes, *unknown)), hook, step, 2)
+        finding = self.with_kept(SplitFinding(log_rules=found.matching, notes=(*found.notes, *unknown)), hook, step, 2)
+        return self._holding(finding, step) if self.tries_others else finding
+
+    def _holding(self, found: SplitFinding, step: Callable[[Any], list[Tensor]]) -> SplitFinding:
+        """The finding, with only the rules that hold as well for batches of which not all counts."""
+
+        def compare(shares: Sequence[BatchShare]) -> LogComparison:
+            observed = self._observed(step, shares)
+            logged = self._logs_compared(shares)
+            if not observed.whole or not all(math.isfinite(float(loss)) for loss in observed.whole):
+                return logged  # then each part weighs the same
+            losses = self.weighing.of_losses(observed, shares, double=self.batches.double)
+            return LogComparison(matching={**logged.matching, **losses.matching})
+
+        def in_double(shares: Sequence[BatchShare]) -> LogComparison:
+            try:
+                with self._in_double():
+                    return compare(shares)
+            except Exception:  # the step insists on single precision, or such an entry is no input of it
+                return compare(shares)
+
+        logs = self.logs[:]
+        with self.numbered():
+            rules, lost = self.weighing.holding(LogComparison(matching=found.log_rules), in_double)
+        self.logs = logs
+        words = (
+            f"the value {key[1]!r} logged in {key[0]} is no mean, sum, maximum or minimum over the parts of a batch that has "
+            + " or ".join(count.left_out for count in counts)
+            for key, counts in lost.items()
+            if key != LOSS
+        )
+        return replace(found, log_rules=rules.matching, unweighed=tuple(lost.get(LOSS, ())), notes=(*found.notes, *words))
 
     @contextmanager
     def _harmless(self) -> Iterator[undo.StepEffects]:

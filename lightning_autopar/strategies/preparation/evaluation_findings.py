@@ -77,7 +77,7 @@ def with_evaluation(
         found: SplitFinding = probed(batches[0], hook, counts_in(split))
         for batch in batches[1:]:
             if quick or LogComparison(matching=found.log_rules).ambiguous:
-                other = probed(batch, hook, counts_in(found))
+                other = probed(batch, hook, counts_in(found), False)
                 if new := [count for count in counts_in(other) if count not in counts_in(found)]:  # all of it counts in the first batch
                     found = probed(batches[0], hook, [*counts_in(split), *new])
                 found = with_logs(found, LogComparison(matching=other.log_rules))
