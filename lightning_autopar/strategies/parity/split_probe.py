@@ -312,7 +312,7 @@ class _Probe(LaterSteps):
             f"the value {key[1]!r} logged in {key[0]} is no mean, sum, maximum or minimum over the parts of a batch that has "
             + " or ".join(count.left_out for count in counts)
             for key, counts in lost.items()
-            if key != LOSS
+            if LOSS not in lost  # else such a batch ends the run
         )
         return replace(found, log_rules=rules.matching, unweighed=tuple(lost.get(LOSS, ())), notes=(*found.notes, *words))
 
