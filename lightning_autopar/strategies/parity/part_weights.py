@@ -15,7 +15,9 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import before_transfer, is_overridden, transfer_batch
@@ -42,8 +44,27 @@ Compare = Callable[[Dealing], LogComparison]
 #: Hooks that may change a batch after it is counted.
 _LATE = ("transfer_batch_to_device", "on_after_batch_transfer")
 _PICKS = ("argsort", "kthvalue", "median", "nanmedian", "quantile", "sort", "topk")  # samples by their values
+_CROSS_ENTROPIES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
 #: Where an attribute's name says that its value stands for entries that don't count.
 _NAMES = ("pad", "ignore")
+
+
+class LossArguments(TorchDispatchMode):
+    """While open, what cross-entropies are told: the value of entries that don't count, and what classes weigh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ignored: set[int] = set()
+        #: The class that weighs most and the one that weighs least, where a loss weighs them.
+        self.weighed: set[int] = set()
+
+    def __torch_dispatch__(self, operation: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if operation in _CROSS_ENTROPIES:
+            _, _, weight, _, ignored = args
+            self.ignored.add(ignored)
+            if weight is not None and bool((weight != weight[0]).any()):
+                self.weighed.update((int(weight.argmax()), int(weight.argmin())))
+        return operation(*args, **(kwargs or {}))
 
 
 class Weighing:
@@ -205,7 +226,7 @@ class Weighing:
         kept = found
         for count in {count.path: count for count in reversed(counts) if count.kind != "rows"}.values():
             try:
-                with self._changed(count, counts):
+                with self.changed(count, counts):
                     kept = kept.narrowed(compare(_SPLITS[0]))
             except Exception:  # the step, or a batch without rows
                 _LOG.debug("a batch of which other entries count can't be tried", exc_info=True)
@@ -213,7 +234,7 @@ class Weighing:
         return replace(found, matching={key: kept.matching[key] or rules for key, rules in found.matching.items()})
 
     @contextmanager
-    def _changed(self, count: Count, counts: list[Count]) -> Iterator[None]:
+    def changed(self, count: Count, counts: list[Count]) -> Iterator[None]:
         """While open, fewer entries of the first sample count, and only these counts are candidates."""
         batches, first = self._batches, self._batches.first
         whole = batches.part(everything(batches.count))
@@ -237,7 +258,7 @@ class Weighing:
             yield
 
     def holding(
-        self, rules: LogComparison, compare: Callable[[Sequence[BatchShare]], LogComparison]
+        self, rules: LogComparison, compare: Callable[[Sequence[BatchShare]], LogComparison], values: Collection[int]
     ) -> tuple[LogComparison, dict[tuple[str, str], list[Count]]]:
         """The rules that hold as well where a batch has entries that don't count, of which this one has none: a mask's zeros, NaN, labels
         of -100. It is changed to have some, a kind at a time. And for each value the kinds with which no rule holds.
@@ -245,14 +266,15 @@ class Weighing:
         Args:
             rules: those that hold for this batch.
             compare: finds them out anew for a split.
+            values: further numbers that may not count, or weigh otherwise.
         """
         lost: dict[tuple[str, str], list[Count]] = {}
         whole = self._counted(everything(self._batches.count))
-        for counts in absent(whole, self._batches.count, _ignored_by(self._module)):
+        for counts in absent(whole, self._batches.count, [*values, *_ignored_by(self._module)]):
             # None of these can be told from the mean over samples here.
             likely = {key: tuple(dict.fromkeys((*found, *counts))) if "mean" in found else found for key, found in rules.matching.items()}
             try:
-                with self._changed(counts[0], list(dict.fromkeys([*counts, *self._candidates]))):
+                with self.changed(counts[0], list(dict.fromkeys([*counts, *self._candidates]))):
                     narrowed = LogComparison(matching=likely).narrowed(compare(self.shares(_SPLITS[0]))).matching
             except Exception:  # such an entry is no input of this step's: it would raise the same in a run
                 _LOG.debug("the step fails where not all of the batch counts", exc_info=True)

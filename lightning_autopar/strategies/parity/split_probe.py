@@ -40,7 +40,7 @@ from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
 from lightning_autopar.strategies.parity.nudged_weights import LaterSteps, nudged
-from lightning_autopar.strategies.parity.part_weights import Weighing
+from lightning_autopar.strategies.parity.part_weights import LossArguments, Weighing
 from lightning_autopar.strategies.parity.recorded_backward import EQUAL, Backwards, OwnStepError, difference_of, groups_first_of
 from lightning_autopar.text import error_line, users_line
 
@@ -306,8 +306,17 @@ class _Probe(LaterSteps):
 
         logs = self.logs[:]
         with self.numbered():
-            rules, lost = self.weighing.holding(LogComparison(matching=found.log_rules), in_double)
+            with LossArguments() as told:
+                step(self.batches.part(everything(self.batches.count)))
+            values = sorted({*told.ignored, *told.weighed})
+            rules, lost = self.weighing.holding(LogComparison(matching=found.log_rules), in_double, values)
+            classes = [count for count in lost.get(LOSS, ()) if count.kind == "differs" and count.ignored in told.weighed]
+            if classes:  # weights of classes are there whatever the batch: such ones will come
+                with self.weighing.changed(classes[0], []):
+                    found = self._weighs_classes(found, classes[0])
         self.logs = logs
+        if found.difference:
+            return found
         words = (
             f"the value {key[1]!r} logged in {key[0]} is no mean, sum, maximum or minimum over the parts of a batch that has "
             + " or ".join(count.left_out for count in counts)
@@ -315,6 +324,13 @@ class _Probe(LaterSteps):
             if LOSS not in lost  # else such a batch ends the run
         )
         return replace(found, log_rules=rules.matching, unweighed=tuple(lost.get(LOSS, ())), notes=(*found.notes, *words))
+
+    def _weighs_classes(self, found: SplitFinding, count: Count) -> SplitFinding:
+        """The finding, where parts of a batch with this class differ from it."""
+        shares = [share_of(self.batches.count, rank, Dealing.even(2)) for rank in range(2)]
+        difference = difference_of(self._observed(self.losses, shares), shares)
+        reason = f"it is no mean over the samples, as it weighs classes: a batch with {count.left_out} was tried"
+        return replace(found, difference=difference, reason=reason, log_rules={**found.log_rules, LOSS: ()})
 
     @contextmanager
     def _harmless(self) -> Iterator[undo.StepEffects]:

@@ -1217,7 +1217,9 @@ class Later(Base):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:  # type: ignore[override]
         out, y = self.layer(batch["x"]), batch["y"]
         if self.kind == "classes":
-            return nn.functional.cross_entropy(out, y)
+            return nn.functional.cross_entropy(out, y, ignore_index=3)
+        if self.kind == "weighed":
+            return nn.functional.cross_entropy(out, y, weight=torch.tensor([1.0, 1.0, 5.0, 1.0]))
         each = (out - batch["x"]).square()
         if self.kind == "inverse":
             return each[~y].mean()
@@ -1234,7 +1236,7 @@ class Later(Base):
 @pytest.mark.parametrize(
     ("kind", "y", "rule", "unweighed"),
     [
-        ("classes", torch.arange(SAMPLES) % 4, "batch.y != -100", []),
+        ("classes", torch.arange(SAMPLES) % 3, "batch.y != 3", []),
         ("mask", torch.ones(SAMPLES, 4), "the sum of batch.y", []),
         ("inverse", torch.zeros(SAMPLES, 4, dtype=torch.bool), "batch.y != 1", []),
         ("gaps", torch.rand(SAMPLES, 4), "batch.y that aren't NaN", []),
@@ -1249,3 +1251,9 @@ def test_entries_that_do_not_count_are_tried_although_the_batch_has_none(kind: s
     assert not found.difference
     assert str(found.log_rules["training_step", ""][0]) == rule
     assert [count.left_out for count in found.unweighed] == unweighed
+
+
+def test_a_class_that_weighs_more_is_tried_although_the_batch_has_none() -> None:
+    found, _ = probe_split(Later("weighed"), None, FirstBatch(batch={"x": torch.stack(samples()), "y": torch.arange(6) % 2}, batch_size=6))
+    assert found.difference > 1e-3
+    assert found.reason == "it is no mean over the samples, as it weighs classes: a batch with entries of 2 in batch.y was tried"
