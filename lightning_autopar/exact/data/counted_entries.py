@@ -172,7 +172,8 @@ def absent(batch: Any, samples: int, ignored: Collection[int]) -> list[tuple[Cou
                 found.append((0, tuple(Count(path=path, kind="sum", without=way) for way in ways[:2])))
             continue
         mask = bool(((tensor == 0) | (tensor == 1)).all())
-        values = (0, 1) if tensor.dtype == torch.bool else (-100, *ignored, *(0, 1)[: 1 + mask], -1)
+        # A mask of several entries a sample has no others than these; one entry a sample is a class.
+        values = (0, 1) if mask and (tensor.ndim > 1 or tensor.dtype == torch.bool) else (-100, *ignored, *(0, 1)[: 1 + mask], -1)
         least = 0 if tensor.dtype in (torch.bool, torch.uint8) else torch.iinfo(tensor.dtype).min
         for value in dict.fromkeys(value for value in values if value >= least):
             if not (tensor == value).any():

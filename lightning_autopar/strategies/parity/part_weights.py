@@ -10,20 +10,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import before_transfer, is_overridden, transfer_batch
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS
 from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.data.batch_structure import take_rows
 from lightning_autopar.exact.data.counted_entries import Count, Rule, absent, candidates
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, share_of
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, shares_alike
@@ -43,6 +45,7 @@ _SPLITS = (Dealing.even(2), Dealing.even(3), Dealing((0, 0, 1)))
 Compare = Callable[[Dealing], LogComparison]
 #: Hooks that may change a batch after it is counted.
 _LATE = ("transfer_batch_to_device", "on_after_batch_transfer")
+_FEW = 4  # samples with which a changed batch is tried
 _PICKS = ("argsort", "kthvalue", "median", "nanmedian", "quantile", "sort", "topk")  # samples by their values
 _CROSS_ENTROPIES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
 #: Where an attribute's name says that its value stands for entries that don't count.
@@ -234,11 +237,18 @@ class Weighing:
         return replace(found, matching={key: kept.matching[key] or rules for key, rules in found.matching.items()})
 
     @contextmanager
-    def changed(self, count: Count, counts: list[Count]) -> Iterator[None]:
-        """While open, fewer entries of the first sample count, and only these counts are candidates."""
-        batches, first = self._batches, self._batches.first
-        whole = batches.part(everything(batches.count))
+    def changed(self, count: Count, counts: list[Count], *, few: bool = False) -> Iterator[None]:
+        """While open, fewer entries of the first sample count, and only these counts are candidates; where ``few``, the batch has hardly
+        more than so many samples.
+        """
+        batches, first, samples = self._batches, self._batches.first, self._batches.count
+        whole = batches.part(everything(samples))
         batch = copied(transfer_batch(self._module, whole) if batches.raw else whole)
+        if few and samples >= 2 * _FEW:
+            with suppress(ValueError):  # its rows aren't samples
+                fewer = Dealing.even(samples // _FEW)
+                batch, samples = take_rows(batch, 0, fewer, samples=samples)[1], fewer.rows(samples, 0)
+        batch = tree_map_only(Tensor, Tensor.clone, batch)  # one tensor may have two names: a language model's inputs and its labels
         tensor, ignored = count.tensor(batch), {"differs": count.ignored, "sum": 0}.get(count.kind, math.nan)
         counted = tensor[tensor.isfinite() if count.kind == "finite" else tensor != ignored].flatten()[0].clone()
         if count.kind == "sum" and tensor.is_floating_point():
@@ -251,6 +261,7 @@ class Weighing:
         changed = replace(first, batch=batch, samples=None, collate=None)
         with (
             patched(batches, "first", changed),
+            patched(batches, "count", samples),
             patched(batches, "raw", False),
             patched(self, "_weights", {}),
             patched(self, "_candidates", counts),
@@ -274,7 +285,7 @@ class Weighing:
             # None of these can be told from the mean over samples here.
             likely = {key: tuple(dict.fromkeys((*found, *counts))) if "mean" in found else found for key, found in rules.matching.items()}
             try:
-                with self.changed(counts[0], list(dict.fromkeys([*counts, *self._candidates]))):
+                with self.changed(counts[0], list(dict.fromkeys([*counts, *self._candidates])), few=True):
                     narrowed = LogComparison(matching=likely).narrowed(compare(self.shares(_SPLITS[0]))).matching
             except Exception:  # such an entry is no input of this step's: it would raise the same in a run
                 _LOG.debug("the step fails where not all of the batch counts", exc_info=True)

@@ -300,11 +300,15 @@ class _Probe(LaterSteps):
         def in_double(shares: Sequence[BatchShare]) -> LogComparison:
             try:
                 with self._in_double():
-                    return compare(shares)
+                    found = compare(shares)
+                doubled.append(True)
+                return found
             except Exception:  # the step insists on single precision, or such an entry is no input of it
+                if doubled:
+                    raise
                 return compare(shares)
 
-        logs = self.logs[:]
+        logs, doubled = self.logs[:], list[bool]()
         with self.numbered():
             with LossArguments() as told:
                 step(self.batches.part(everything(self.batches.count)))

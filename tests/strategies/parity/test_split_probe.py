@@ -1257,3 +1257,17 @@ def test_a_class_that_weighs_more_is_tried_although_the_batch_has_none() -> None
     found, _ = probe_split(Later("weighed"), None, FirstBatch(batch={"x": torch.stack(samples()), "y": torch.arange(6) % 2}, batch_size=6))
     assert found.difference > 1e-3
     assert found.reason == "it is no mean over the samples, as it weighs classes: a batch with entries of 2 in batch.y was tried"
+
+
+class Mirror(Base):
+    """Its inputs are its labels."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:  # type: ignore[override]
+        out = self.layer(nn.functional.one_hot(batch["ids"], 4).float())
+        return nn.functional.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
+
+
+def test_one_tensor_may_have_two_names_and_few_samples_tell() -> None:
+    ids = torch.arange(48).view(16, 3) % 4
+    found, _ = probe_split(Mirror(), None, FirstBatch(batch={"ids": ids, "labels": ids}, batch_size=16))
+    assert str(found.log_rules["training_step", ""][0]) == "batch.labels != -100"
