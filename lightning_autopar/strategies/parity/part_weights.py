@@ -56,7 +56,7 @@ class LossArguments(TorchDispatchMode):
     """While open, what cross-entropies are told: the value of entries that don't count, and what classes weigh."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ignored: set[int] = set()
         #: The class that weighs most and the one that weighs least, where a loss weighs them.
         self.weighed: set[int] = set()
