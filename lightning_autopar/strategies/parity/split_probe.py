@@ -26,7 +26,7 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.logs.kept_by_hooks import tried_hooks
-from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs
+from lightning_autopar.exact.logs.log_rules import LogComparison, Logged
 from lightning_autopar.exact.step.batch_norm import NormRuns, fix
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
@@ -40,7 +40,7 @@ from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
 from lightning_autopar.strategies.parity.metric_trial import MetricTrial
 from lightning_autopar.strategies.parity.nudged_weights import LaterSteps, nudged
-from lightning_autopar.strategies.parity.part_weights import LossArguments, Weighing
+from lightning_autopar.strategies.parity.part_weights import Weighing
 from lightning_autopar.strategies.parity.recorded_backward import EQUAL, Backwards, OwnStepError, difference_of, groups_first_of
 from lightning_autopar.text import error_line, users_line
 
@@ -259,7 +259,7 @@ class _Probe(LaterSteps):
             found = self._with_routes(found)
         notes = (f"not checked: whether the step draws other random numbers later in the run (with its counters far, it fails: {failed})",)
         if self.tries_others and found.splittable and not found.difference:
-            found = self._holding(found, self.losses)
+            found = self.holding(found, self.losses)
         return replace(found, notes=found.notes + notes * bool(failed), skips=self.skips), plan
 
     def evaluation(self, hook: str) -> SplitFinding:
@@ -284,57 +284,7 @@ class _Probe(LaterSteps):
                 _LOG.debug("%s can't be tried as number %d", hook, number, exc_info=True)
                 unknown.append(f"not checked: what {hook} logs in step {number:,} ({error_line(error)})")
         finding = self.with_kept(SplitFinding(log_rules=found.matching, notes=(*found.notes, *unknown)), hook, step, 2)
-        return self._holding(finding, step) if self.tries_others else finding
-
-    def _holding(self, found: SplitFinding, step: Callable[[Any], list[Tensor]]) -> SplitFinding:
-        """The finding, with only the rules that hold as well for batches of which not all counts."""
-
-        def compare(shares: Sequence[BatchShare]) -> LogComparison:
-            observed = self._observed(step, shares)
-            logged = self._logs_compared(shares)
-            if not observed.whole or not all(math.isfinite(float(loss)) for loss in observed.whole):
-                return logged  # then each part weighs the same
-            losses = self.weighing.of_losses(observed, shares, double=self.batches.double)
-            return LogComparison(matching={**logged.matching, **losses.matching})
-
-        def in_double(shares: Sequence[BatchShare]) -> LogComparison:
-            try:
-                with self._in_double():
-                    found = compare(shares)
-                doubled.append(True)
-                return found
-            except Exception:  # the step insists on single precision, or such an entry is no input of it
-                if doubled:
-                    raise
-                return compare(shares)
-
-        logs, doubled = self.logs[:], list[bool]()
-        with self.numbered():
-            with LossArguments() as told:
-                step(self.batches.part(everything(self.batches.count)))
-            values = sorted({*told.ignored, *told.weighed})
-            rules, lost = self.weighing.holding(LogComparison(matching=found.log_rules), in_double, values)
-            classes = [count for count in lost.get(LOSS, ()) if count.kind == "differs" and count.ignored in told.weighed]
-            if classes:  # weights of classes are there whatever the batch: such ones will come
-                with self.weighing.changed(classes[0], []):
-                    found = self._weighs_classes(found, classes[0])
-        self.logs = logs
-        if found.difference:
-            return found
-        words = (
-            f"the value {key[1]!r} logged in {key[0]} is no mean, sum, maximum or minimum over the parts of a batch that has "
-            + " or ".join(count.left_out for count in counts)
-            for key, counts in lost.items()
-            if LOSS not in lost  # else such a batch ends the run
-        )
-        return replace(found, log_rules=rules.matching, unweighed=tuple(lost.get(LOSS, ())), notes=(*found.notes, *words))
-
-    def _weighs_classes(self, found: SplitFinding, count: Count) -> SplitFinding:
-        """The finding, where parts of a batch with this class differ from it."""
-        shares = [share_of(self.batches.count, rank, Dealing.even(2)) for rank in range(2)]
-        difference = difference_of(self._observed(self.losses, shares), shares)
-        reason = f"it is no mean over the samples, as it weighs classes: a batch with {count.left_out} was tried"
-        return replace(found, difference=difference, reason=reason, log_rules={**found.log_rules, LOSS: ()})
+        return self.holding(finding, step) if self.tries_others else finding
 
     @contextmanager
     def _harmless(self) -> Iterator[undo.StepEffects]:
@@ -354,10 +304,6 @@ class _Probe(LaterSteps):
         else:
             self._observed(step, shares)
         return self._logs_compared(shares)
-
-    def _logs_compared(self, shares: Sequence[BatchShare]) -> LogComparison:
-        rows, weights = [share.rows for share in shares], self.weighing.weights(shares)
-        return compare_logs(self.logs[0], self.logs[1:], rows, double=self.batches.double, weights=weights)
 
     def _with_new_logs(self, found: SplitFinding, shares: Sequence[BatchShare]) -> SplitFinding:
         """The finding, with the rules for values that no earlier step has logged."""
@@ -644,18 +590,3 @@ class _Probe(LaterSteps):
                 "trained on its own"
             )
         return observed(merge=True)
-
-    def _without_rounding(self, compare: Callable[[], float]) -> float:
-        """A difference without single precision's rounding; infinite where the step only runs in single precision."""
-        try:
-            with self._in_double():
-                return compare()
-        except Exception:
-            _LOG.debug("the step can't be run in double precision", exc_info=True)
-            return math.inf
-
-    @contextmanager
-    def _in_double(self) -> Iterator[None]:
-        """While open, the module and its batches are in double precision."""
-        with undo.in_double(self.module), patched(self.batches, "double", True), self._from_here():
-            yield
