@@ -51,6 +51,7 @@ class SplitFinding:
         log_rules: how the ranks' logged values may combine into the whole batch's, by hook and name, likelier rules first; none for a value
             that no rule fits. The loss of ``training_step`` has the name ``""``.
         kept_rules: how the values that a batch's parts leave on the module combine into the whole batch's, by step and path.
+        unweighed: entries that may come in a later batch, of which no rule says what the parts of it weigh in its loss.
         notes: further sentences for a report on a plan that splits the batch.
         rank_notes: the same where ranks have the parts; else hooks at a batch's start and end see the whole of it.
         uneven_calls: FQNs of the submodules that a part of the batch calls more or less often than the whole.
@@ -66,6 +67,7 @@ class SplitFinding:
     probed: bool = True
     log_rules: Mapping[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
     kept_rules: Mapping[str, Mapping[tuple[Any, ...], Any]] = field(default_factory=dict)
+    unweighed: tuple[Any, ...] = ()
     notes: tuple[str, ...] = ()
     rank_notes: tuple[str, ...] = ()
     uneven_calls: tuple[str, ...] = ()

@@ -283,12 +283,46 @@ def test_what_counts_in_the_first_batch_and_not_in_others(plan: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_mask_that_comes_later_is_found_however_long_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_findings, "QUICK_FLOPS", 0)
-    assert "the loss is a mean over the sum of batch[1]" in is_one_devices(Tokens, Late(22), PLANS["ddp"], limit_val_batches=0)
+    assert "the loss is a mean over the sum of batch[1]" in is_one_devices(Tokens, Late(22), PLANS["ddp"])
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_class_that_weighs_more_and_is_not_in_the_first_batch() -> None:
     is_one_devices(ByClass, Classes(22), PLANS["ddp"])
+
+
+class Streamed(IterableDataset[Any]):
+    """Planning sees the first batch alone."""
+
+    def __init__(self, samples: Dataset[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.samples[number] for number in range(22))
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("plan", ["ddp", "fsdp", "pipeline", "single in parts"])
+def test_a_mask_that_comes_later_in_a_stream(plan: str) -> None:
+    assert "the loss is a mean over the sum of batch[1]" in is_one_devices(Tokens, Streamed(Late(22)), PLANS[plan])
+
+
+class TwoMeans(Tokens):
+    """No count explains it, once a mask has zeros."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + (F.cross_entropy(self(batch[0])[:, 0], batch[0][:, 1], reduction="none") * batch[1][:, 5]).mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("plan", ["ddp", "single in parts"])
+def test_a_batch_whose_parts_do_not_weigh_anything_known_ends_the_run(plan: str) -> None:
+    """On one device it is a batch like others."""
+    told: dict[str, Any] = {"limit_val_batches": 0}
+    with pytest.raises(ValueError, match=re.escape("this batch has other numbers than 1 in batch[1], as none had that planning looked at")):
+        train(TwoMeans, Streamed(Late(22)), AutoParallelStrategy(plan=PLANS[plan], devices=f"{len(PLANS[plan].devices)}xcpu:1GiB"), **told)
+    one = Plan(engine="single", devices=TWO[:1])
+    assert train(TwoMeans, Streamed(Late(22)), AutoParallelStrategy(plan=one, devices="1xcpu:1GiB"), **told)[0]["loss"] > 0.0
 
 
 class Shrinking(IterableDataset[Any]):

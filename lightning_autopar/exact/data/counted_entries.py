@@ -32,6 +32,8 @@ _DTYPES = {
 }
 #: Larger tensors are pictures, which nobody counts: looking at them would take longer than the step.
 _MOST = 1 << 23
+#: And nobody leaves out entries of larger samples.
+_MOST_OF_SAMPLE = 1 << 16
 #: Relative difference up to which two ways to count agree: rounding of a sum of weights.
 _SAME = 1e-9
 
@@ -44,19 +46,29 @@ class Count:
         path: where in the batch the tensor is: keys, indices and names of attributes.
         kind: ``"differs"``: entries other than ``ignored``; ``"sum"``: the sum of its entries; ``"finite"``: entries that are no NaN;
             ``"rows"``: its size in dimension 0.
-        ignored: the value of entries that don't count.
+        ignored: the value of entries that don't count; of a sum, what all entries were in batches that tell nothing.
         without: ``"first"`` or ``"last"``: entries of dimension 1 that are left out, as a causal model has no prediction for the first one.
         alike: further counts that planning couldn't tell from this one. They must agree in every batch.
     """
 
     path: Path
     kind: Literal["differs", "sum", "finite", "rows"]
-    ignored: int = 0
+    ignored: float = 0
     without: Literal["", "first", "last"] = ""
     alike: tuple[Count, ...] = ()
 
+    @property
+    def _place(self) -> str:
+        return "batch" + "".join(f".{key}" if isinstance(key, str) else f"[{key}]" for key in self.path if str(key)[:1] != "_")
+
+    @property
+    def left_out(self) -> str:
+        """The entries that don't count, in words."""
+        what = {"finite": "NaN", "sum": f"other numbers than {self.ignored:g}"}.get(self.kind, f"entries of {self.ignored}")
+        return f"{what} in {self._place}"
+
     def __str__(self) -> str:
-        place = "batch" + "".join(f".{key}" if isinstance(key, str) else f"[{key}]" for key in self.path if str(key)[:1] != "_")
+        place = self._place
         place += {"": "", "first": "[:, 1:]", "last": "[:, :-1]"}[self.without]
         words = {"differs": f"{place} != {self.ignored}", "sum": f"the sum of {place}", "finite": f"{place} that aren't NaN"}
         return words.get(self.kind, f"the rows of {place}")
@@ -85,6 +97,16 @@ class Count:
             tensor = tensor[:, 1:] if self.without == "first" else tensor[:, :-1]
         counted = tensor if self.kind == "sum" else tensor.isfinite() if self.kind == "finite" else tensor != self.ignored
         return (counted.flatten(1).sum(1, dtype=torch.float64) if counted.ndim > 1 else counted.double()).cpu()
+
+    def leaves_out(self, batch: Any) -> bool:
+        """Whether the tensor has entries that don't count; False where the batch has no such tensor."""
+        try:
+            tensor = self.tensor(batch)
+        except LookupError:
+            return False
+        if self.kind == "finite":
+            return tensor.is_floating_point() and bool(tensor.isnan().any())
+        return bool(((tensor != self.ignored) if self.kind == "sum" else (tensor == self.ignored)).any())
 
     def total(self, batch: Any) -> float:
         """The number of the whole batch.
@@ -128,6 +150,36 @@ def candidates(batch: Any, samples: int, ignored: Collection[int]) -> Iterator[C
                 yield Count(path=path, kind="sum", without="first")
         if len(tensor) != samples:
             yield Count(path=path, kind="rows")
+
+
+def absent(batch: Any, samples: int, ignored: Collection[int]) -> list[tuple[Count, ...]]:
+    """What a loss may be a mean over once a batch has entries that don't count, as all of them count in this one: for each kind of entry
+    the counts that leave it out; likelier kinds first.
+
+    Args:
+        batch: on the host.
+        ignored: values of entries that may not count.
+    """
+    found: list[tuple[int, tuple[Count, ...]]] = []
+    for path, tensor in _tensors(batch):
+        if not tensor.ndim or len(tensor) != samples or not 0 < tensor.numel() <= min(_MOST, samples * _MOST_OF_SAMPLE):
+            continue
+        ways: tuple[Literal["", "first", "last"], ...] = ("", "first", "last") if tensor.ndim > 1 else ("",)
+        if tensor.is_floating_point():
+            if not tensor.isnan().any():
+                found.append((2, (Count(path=path, kind="finite"),)))
+            if tensor.flatten()[0] > 0 and bool((tensor == tensor.flatten()[0]).all()):
+                found.append((0, tuple(Count(path=path, kind="sum", without=way) for way in ways[:2])))
+            continue
+        mask = bool(((tensor == 0) | (tensor == 1)).all())
+        # A mask of several entries a sample has no others than these; one entry a sample is a class.
+        values = (0, 1) if mask and (tensor.ndim > 1 or tensor.dtype == torch.bool) else (-100, *ignored, *(0, 1)[: 1 + mask], -1)
+        least = 0 if tensor.dtype in (torch.bool, torch.uint8) else torch.iinfo(tensor.dtype).min
+        for value in dict.fromkeys(value for value in values if value >= least):
+            if not (tensor == value).any():
+                likely = 0 if mask and value >= 0 else 1 if value == -100 or value in ignored else 3
+                found.append((likely, tuple(Count(path=path, kind="differs", ignored=value, without=way) for way in ways)))
+    return [counts for _, counts in sorted(found, key=lambda each: each[0])]
 
 
 def _fillers(tensor: Tensor) -> list[int]:
@@ -185,9 +237,16 @@ class BatchCounts:
         gather: a collective that gives every rank the numbers of all; None where batches aren't split over ranks. Then they are counted
             only where they run in parts.
         replicated: how many ranks have the same part of a batch.
+        unweighed: entries that no training batch may have: what its parts would weigh isn't known.
     """
 
-    def __init__(self, rules: Mapping[tuple[str, str], Rule], gather: Gather | None, replicated: int = 1) -> None:
+    def __init__(
+        self,
+        rules: Mapping[tuple[str, str], Rule],
+        gather: Gather | None,
+        replicated: int = 1,
+        unweighed: Sequence[Count] = (),
+    ) -> None:
         self._by: Rule = rules.get(LOSS, "mean")
         self._counts: dict[str, list[Count]] = {}
         for (hook, _), rule in rules.items():
@@ -196,7 +255,8 @@ class BatchCounts:
             if isinstance(rule, Count) and rule not in self._counts.setdefault(step, []):
                 self._counts[step].append(rule)
         #: Whether something is counted, or the loss is a sum; else nobody has to call this.
-        self.needed = bool(self._counts) or self._by != "mean"
+        self.needed = bool(self._counts) or self._by != "mean" or bool(unweighed)
+        self._unweighed = unweighed
         self._gather, self._replicated = gather, 1 if gather is None else replicated
         self._tallies: dict[Count, Tally] = {}
         self._now: Rule = "mean"
@@ -212,8 +272,12 @@ class BatchCounts:
             in_parts: whether this rank runs it in parts.
 
         Raises:
-            ValueError: on every rank, if one of them lacks what is counted, or counts differ that couldn't be told apart.
+            ValueError: on every rank, if one of them lacks what is counted, or counts differ that couldn't be told apart; on one rank, if
+                the batch has entries of which it isn't known what they change.
         """
+        for count in self._unweighed if hook == "training_step" and (in_parts or self._gather is not None) else ():
+            if count.leaves_out(batch):
+                raise ValueError(_unweighed_words(count))
         self._tallies, self._now, self._waiting = {}, self._by if hook == "training_step" else "mean", _nothing
         if counts := self._counts.get(hook, []):
             self._waiting = partial(self._count, hook, counts, batch, shares, in_parts=in_parts or self._gather is None)
@@ -292,6 +356,14 @@ def _proportional(one: _Counted | None, other: _Counted | None) -> bool:
 
 def _nothing() -> None:
     """There is nothing to count."""
+
+
+def _unweighed_words(count: Count) -> str:
+    return (
+        f"this batch has {count.left_out}, as none had that planning looked at. When planning tried a batch with some, the loss of its "
+        "parts was not that of the whole batch, whatever they weighed, so this batch can't be split. Run on one device "
+        "(allow=['single']), or let the first batch have some, so that planning takes them into account"
+    )
 
 
 def _words(hook: str, count: Count, other: Count) -> str:

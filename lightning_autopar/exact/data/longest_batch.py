@@ -192,7 +192,11 @@ class _Samples:
         """A batch whose first samples have something that the first batch has not."""
         kept = [each for each in self.seen if each.sample is not None]
         chosen = unlike([each.sample for each in kept], first.samples or (), first.batch_size)
-        return self.batch([kept[number] for number in chosen]) if chosen else None
+        try:
+            return self.batch([kept[number] for number in chosen]) if chosen else None
+        except Exception:  # pictures of several sizes, say: the probe changes the first batch instead
+            _LOG.debug("samples unlike the first batch's don't make a batch", exc_info=True)
+            return None
 
     def batch(self, samples: Sequence[_Sample]) -> FirstBatch:
         """The batch of these samples."""

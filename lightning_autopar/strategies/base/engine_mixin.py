@@ -83,7 +83,8 @@ class EngineMixin(ResumedStrategy):
         #: How many samples the current batch was made of, where this rank has all of them.
         self._samples: int | None = None
         gather = partial(everyones, group=lambda: cast(Any, self._logging).host_group) if self.splits else None
-        self._counts = BatchCounts(run_plan.log_rules, gather, run_plan.plan.world_size // run_plan.plan.data_ranks)
+        replicated = run_plan.plan.world_size // run_plan.plan.data_ranks
+        self._counts = BatchCounts(run_plan.log_rules, gather, replicated, run_plan.unweighed)
         self._exit: ExitStack = Exits()
         self._draws: GlobalDraws | None = None
         self._logging: GlobalLogging | None = None

@@ -13,6 +13,7 @@ import torch
 
 from lightning_autopar.devices.inventory import Device, devices_label
 from lightning_autopar.exact.data.collate_trial import Loading
+from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.logs.log_rules import LogRules
 from lightning_autopar.exact.step.attribute_rules import KeptRules
 from lightning_autopar.exact.step.random_draws import DrawPlan
@@ -34,6 +35,7 @@ class RunPlan:
             does.
         draws: what the probe found out about the step's random draws; None where it draws nothing.
         log_rules: how to combine the ranks' logged values into the whole batch's, where the probe found out.
+        unweighed: see :class:`.SplitFinding`.
         kept_rules: by step, how to combine the values that ranks keep on the module between steps into those of one device.
         data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``): each rank must then do that work for
             the whole batch, to draw what one process would.
@@ -61,6 +63,7 @@ class RunPlan:
     data_draws: tuple[str, ...] = ()
     loadings: Mapping[str, Loading] = field(default_factory=dict)
     log_rules: LogRules = field(default_factory=dict)
+    unweighed: tuple[Count, ...] = ()
     kept_rules: KeptRules = field(default_factory=dict)
     large: bool = False
     from_snapshot: bool = False

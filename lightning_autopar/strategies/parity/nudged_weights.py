@@ -29,7 +29,9 @@ from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar._root import NOT_THE_USERS, package_of
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS, SplitFinding
-from lightning_autopar.exact.logs.log_rules import Logged, recorded_in
+from lightning_autopar.exact.data.counted_entries import Count
+from lightning_autopar.exact.data.rank_share import Dealing, share_of
+from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_in
 from lightning_autopar.exact.step.kept_attributes import Place
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.trace.bare_step import BareStep
@@ -38,7 +40,8 @@ from lightning_autopar.memory.trace.step_number import LATER, Noted, integers_in
 from lightning_autopar.strategies.parity import undo
 from lightning_autopar.strategies.parity.draw_probe import everything
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
-from lightning_autopar.strategies.parity.kept_runs import KeptRuns
+from lightning_autopar.strategies.parity.kept_runs import KeptRuns, Step
+from lightning_autopar.strategies.parity.part_weights import LossArguments
 from lightning_autopar.strategies.parity.recorded_backward import EQUAL, difference_of
 from lightning_autopar.text import error_line
 
@@ -184,8 +187,9 @@ class LaterSteps(KeptRuns):
     #: The buffers' values before a step; and the names of those that steps count on.
     buffers: dict[str, Tensor]
     counted: tuple[str, ...]
-    #: The buffers that each run has changed.
+    #: The buffers that each run has changed, and what it has logged.
     moved: list[dict[str, Tensor]]
+    logs: list[dict[tuple[str, str], Logged]]
 
     def __init__(self, module: LightningModule, batches: BatchParts, writes: Collection[str] | None) -> None:
         super().__init__(module, batches, writes)
@@ -255,6 +259,75 @@ class LaterSteps(KeptRuns):
 
     def _with_new_logs(self, found: SplitFinding, shares: Sequence[Any]) -> SplitFinding:
         raise NotImplementedError
+
+    def _without_rounding(self, compare: Callable[[], float]) -> float:
+        """A difference without single precision's rounding; infinite where the step only runs in single precision."""
+        try:
+            with self._in_double():
+                return compare()
+        except Exception:
+            _LOG.debug("the step can't be run in double precision", exc_info=True)
+            return math.inf
+
+    @contextmanager
+    def _in_double(self) -> Iterator[None]:
+        """While open, the module and its batches are in double precision."""
+        with undo.in_double(self.module), patched(self.batches, "double", True), self._from_here():
+            yield
+
+    def _logs_compared(self, shares: Sequence[Any]) -> LogComparison:
+        rows, weights = [share.rows for share in shares], self.weighing.weights(shares)
+        return compare_logs(self.logs[0], self.logs[1:], rows, double=self.batches.double, weights=weights)
+
+    def holding(self, found: SplitFinding, step: Step) -> SplitFinding:
+        """The finding, with only the rules that hold as well for batches of which not all counts."""
+
+        def compare(shares: Sequence[Any]) -> LogComparison:
+            observed = self._observed(step, shares)
+            logged = self._logs_compared(shares)
+            if not observed.whole or not all(math.isfinite(float(loss)) for loss in observed.whole):
+                return logged  # then each part weighs the same
+            losses = self.weighing.of_losses(observed, shares, double=self.batches.double)
+            return LogComparison(matching={**logged.matching, **losses.matching})
+
+        def in_double(shares: Sequence[Any]) -> LogComparison:
+            try:
+                with self._in_double():
+                    found = compare(shares)
+                doubled.append(True)
+                return found
+            except Exception:  # the step insists on single precision, or such an entry is no input of it
+                if doubled:
+                    raise
+                return compare(shares)
+
+        logs, doubled = self.logs[:], list[bool]()
+        with self.numbered():
+            with LossArguments() as told:
+                step(self.batches.part(everything(self.batches.count)))
+            values = sorted({*told.ignored, *told.weighed})
+            rules, lost = self.weighing.holding(LogComparison(matching=found.log_rules), in_double, values)
+            classes = [count for count in lost.get(LOSS, ()) if count.kind == "differs" and count.ignored in told.weighed]
+            if classes:  # weights of classes are there whatever the batch: such ones will come
+                with self.weighing.changed(classes[0], []):
+                    found = self._weighs_classes(found, classes[0])
+        self.logs = logs
+        if found.difference:
+            return found
+        words = (
+            f"the value {key[1]!r} logged in {key[0]} is no mean, sum, maximum or minimum over the parts of a batch that has "
+            + " or ".join(count.left_out for count in counts)
+            for key, counts in lost.items()
+            if LOSS not in lost  # else such a batch ends the run
+        )
+        return replace(found, log_rules=rules.matching, unweighed=tuple(lost.get(LOSS, ())), notes=(*found.notes, *words))
+
+    def _weighs_classes(self, found: SplitFinding, count: Count) -> SplitFinding:
+        """The finding, where parts of a batch with this class differ from it."""
+        shares = [share_of(self.batches.count, rank, Dealing.even(2)) for rank in range(2)]
+        difference = difference_of(self._observed(self.losses, shares), shares)
+        reason = f"it is no mean over the samples, as it weighs classes: a batch with {count.left_out} was tried"
+        return replace(found, difference=difference, reason=reason, log_rules={**found.log_rules, LOSS: ()})
 
     def later(self, seconds: float) -> Iterator[int]:
         """Numbers of later steps that may do something else, as far as they are noted by and by.

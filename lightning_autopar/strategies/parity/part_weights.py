@@ -10,19 +10,23 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import before_transfer, is_overridden, transfer_batch
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.data.counted_entries import Count, Rule, candidates
+from lightning_autopar.exact.data.batch_structure import take_rows
+from lightning_autopar.exact.data.counted_entries import Count, Rule, absent, candidates
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, share_of
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, shares_alike
 from lightning_autopar.exact.logs.logging_hooks import mentions
@@ -41,9 +45,29 @@ _SPLITS = (Dealing.even(2), Dealing.even(3), Dealing((0, 0, 1)))
 Compare = Callable[[Dealing], LogComparison]
 #: Hooks that may change a batch after it is counted.
 _LATE = ("transfer_batch_to_device", "on_after_batch_transfer")
+_FEW = 4  # samples with which a changed batch is tried
 _PICKS = ("argsort", "kthvalue", "median", "nanmedian", "quantile", "sort", "topk")  # samples by their values
+_CROSS_ENTROPIES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
 #: Where an attribute's name says that its value stands for entries that don't count.
 _NAMES = ("pad", "ignore")
+
+
+class LossArguments(TorchDispatchMode):
+    """While open, what cross-entropies are told: the value of entries that don't count, and what classes weigh."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ignored: set[int] = set()
+        #: The class that weighs most and the one that weighs least, where a loss weighs them.
+        self.weighed: set[int] = set()
+
+    def __torch_dispatch__(self, operation: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if operation in _CROSS_ENTROPIES:
+            _, _, weight, _, ignored = args
+            self.ignored.add(ignored)
+            if weight is not None and bool((weight != weight[0]).any()):
+                self.weighed.update((int(weight.argmax()), int(weight.argmin())))
+        return operation(*args, **(kwargs or {}))
 
 
 class Weighing:
@@ -208,7 +232,7 @@ class Weighing:
         kept = found
         for count in {count.path: count for count in reversed(counts) if count.kind != "rows"}.values():
             try:
-                with self._changed(count, counts):
+                with self.changed(count, counts):
                     kept = kept.narrowed(compare(_SPLITS[0]))
             except Exception:  # the step, or a batch without rows
                 _LOG.debug("a batch of which other entries count can't be tried", exc_info=True)
@@ -216,26 +240,64 @@ class Weighing:
         return replace(found, matching={key: kept.matching[key] or rules for key, rules in found.matching.items()})
 
     @contextmanager
-    def _changed(self, count: Count, counts: list[Count]) -> Iterator[None]:
-        """While open, fewer entries of the first sample count, and only these counts are candidates."""
-        batches, first = self._batches, self._batches.first
-        whole = batches.part(everything(batches.count))
+    def changed(self, count: Count, counts: list[Count], *, few: bool = False) -> Iterator[None]:
+        """While open, fewer entries of the first sample count, and only these counts are candidates; where ``few``, the batch has hardly
+        more than so many samples.
+        """
+        batches, first, samples = self._batches, self._batches.first, self._batches.count
+        whole = batches.part(everything(samples))
         batch = copied(transfer_batch(self._module, whole) if batches.raw else whole)
+        if few and samples >= 2 * _FEW:
+            with suppress(ValueError):  # its rows aren't samples
+                fewer = Dealing.even(samples // _FEW)
+                batch, samples = take_rows(batch, 0, fewer, samples=samples)[1], fewer.rows(samples, 0)
+        batch = tree_map_only(Tensor, Tensor.clone, batch)  # one tensor may have two names: a language model's inputs and its labels
         tensor, ignored = count.tensor(batch), {"differs": count.ignored, "sum": 0}.get(count.kind, math.nan)
         counted = tensor[tensor.isfinite() if count.kind == "finite" else tensor != ignored].flatten()[0].clone()
+        if count.kind == "sum" and tensor.is_floating_point():
+            counted /= 2  # an entry that isn't left out may weigh less
         if tensor.ndim == 1:
-            tensor[0] = ignored
+            tensor[0] = counted if count.kind == "sum" and tensor.is_floating_point() else ignored
         else:  # its first entry counts and its last one doesn't, as some counts leave out either
             tensor[0, 1::2] = tensor[0, -1] = ignored
             tensor[0, 0] = counted
         changed = replace(first, batch=batch, samples=None, collate=None)
         with (
             patched(batches, "first", changed),
+            patched(batches, "count", samples),
             patched(batches, "raw", False),
             patched(self, "_weights", {}),
             patched(self, "_candidates", counts),
         ):
             yield
+
+    def holding(
+        self, rules: LogComparison, compare: Callable[[Sequence[BatchShare]], LogComparison], values: Collection[int]
+    ) -> tuple[LogComparison, dict[tuple[str, str], list[Count]]]:
+        """The rules that hold as well where a batch has entries that don't count, of which this one has none: a mask's zeros, NaN, labels
+        of -100. It is changed to have some, a kind at a time. And for each value the kinds with which no rule holds.
+
+        Args:
+            rules: those that hold for this batch.
+            compare: finds them out anew for a split.
+            values: further numbers that may not count, or weigh otherwise.
+        """
+        lost: dict[tuple[str, str], list[Count]] = {}
+        whole = self._counted(everything(self._batches.count))
+        for counts in absent(whole, self._batches.count, [*values, *_ignored_by(self._module)]):
+            # None of these can be told from the mean over samples here.
+            likely = {key: tuple(dict.fromkeys((*found, *counts))) if "mean" in found else found for key, found in rules.matching.items()}
+            try:
+                with self.changed(counts[0], list(dict.fromkeys([*counts, *self._candidates])), few=True):
+                    narrowed = LogComparison(matching=likely).narrowed(compare(self.shares(_SPLITS[0]))).matching
+            except Exception:  # such an entry is no input of this step's: it would raise the same in a run
+                _LOG.debug("the step fails where not all of the batch counts", exc_info=True)
+                continue
+            for key in (key for key, known in likely.items() if known and not narrowed[key]):
+                usual = float(counts[0].tensor(whole).flatten()[0]) if counts[0].kind == "sum" else counts[0].ignored
+                lost.setdefault(key, []).append(replace(counts[0], ignored=usual))
+            rules = replace(rules, matching={key: narrowed[key] or rules.matching[key] for key in likely})
+        return rules, lost
 
     def _over_splits(self, compare: Compare) -> LogComparison:
         found = compare(_SPLITS[0])
@@ -245,7 +307,11 @@ class Weighing:
     def _losses_compared(self, observe: Callable[[Sequence[BatchShare]], Observation], dealing: Dealing, *, double: bool) -> LogComparison:
         """What explains all of a step's losses in one split."""
         shares = self.shares(dealing)
-        found = self._of_losses(observe(shares), shares, double=double).matching
+        return self.of_losses(observe(shares), shares, double=double)
+
+    def of_losses(self, observed: Observation, shares: Sequence[BatchShare], *, double: bool) -> LogComparison:
+        """What explains all of a step's losses in this split."""
+        found = self._of_losses(observed, shares, double=double).matching
         rules = list(found.values()) or [()]
         return LogComparison(
             matching={LOSS: tuple(rule for rule in rules[0] if all(rule in each for each in rules) and rule not in ("max", "min"))}

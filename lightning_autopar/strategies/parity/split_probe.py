@@ -26,7 +26,7 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.logs.kept_by_hooks import tried_hooks
-from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs
+from lightning_autopar.exact.logs.log_rules import LogComparison, Logged
 from lightning_autopar.exact.step.batch_norm import NormRuns, fix
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
@@ -64,6 +64,7 @@ def probe_split(
     conduct: Conduct | None = None,
     despite: Sequence[str] = (),
     known: Collection[Count] = (),
+    tries_others: bool = True,
     time_limit_seconds: float = _SECONDS,
 ) -> tuple[SplitFinding, DrawPlan]:
     """Compare the training loss of the first batch with the mean of its parts' losses, weighted by their samples.
@@ -81,6 +82,7 @@ def probe_split(
         conduct: what the traced step itself does to parameters; None where it wasn't traced.
         despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
         known: what explains other batches.
+        tries_others: whether the batch is changed as well, to have entries that don't count.
         time_limit_seconds: how long the probe may take, estimated after its first run.
 
     Returns:
@@ -106,10 +108,10 @@ def probe_split(
     try:
         do_without(module, sorts)
         with nudged(module):
-            probe = _Probe(module, trainer, batches, conduct, despite, known)
+            probe = _Probe(module, trainer, batches, conduct, despite, known, tries_others)
             found, draws = probe.run(sizes, time_limit_seconds, routes=routes and bool(blocks))
         if (unfit := found.raised or math.isnan(found.difference)) or not probe.finite:  # a step that only its own weights fit
-            probe = _Probe(module, trainer, batches, conduct, despite, known)
+            probe = _Probe(module, trainer, batches, conduct, despite, known, tries_others)
             own, own_draws = probe.run(sizes, time_limit_seconds, routes=routes and bool(blocks))
             found, draws = (own, own_draws) if unfit else (replace(found, log_rules={**own.log_rules, **found.log_rules}), draws)
     finally:
@@ -125,7 +127,12 @@ def probe_split(
 
 
 def probe_evaluation(
-    module: LightningModule, trainer: Trainer | None, first: FirstBatch, hook: str, known: Collection[Count] = ()
+    module: LightningModule,
+    trainer: Trainer | None,
+    first: FirstBatch,
+    hook: str,
+    known: Collection[Count] = (),
+    tries_others: bool = True,
 ) -> SplitFinding:
     """How the values that an evaluation step logs and keeps for parts of a batch combine into the whole batch's.
 
@@ -134,13 +141,15 @@ def probe_evaluation(
         first: a batch of that step.
         hook: ``"validation_step"`` or ``"test_step"``.
         known: what explains other batches.
+        tries_others: as for :func:`probe_split`.
     """
     if first.batch_size < 2:
         return SplitFinding()
     state = rng.capture({})
 
     def probed() -> tuple[SplitFinding, bool]:
-        probe = _Probe(module, trainer, BatchParts(first, first.batch_size, hooks=trainer is not None), known=known)
+        batches = BatchParts(first, first.batch_size, hooks=trainer is not None)
+        probe = _Probe(module, trainer, batches, known=known, tries_others=tries_others)
         return probe.evaluation(hook), probe.finite
 
     try:
@@ -169,8 +178,11 @@ class _Probe(LaterSteps):
         conduct: Conduct | None = None,
         despite: Sequence[str] = (),
         known: Collection[Count] = (),
+        tries_others: bool = False,
     ) -> None:
         super().__init__(module, batches, None if conduct is None else dict(conduct.written))
+        #: Whether the batch is changed as well, to have entries that don't count.
+        self.tries_others = tries_others
         self.despite = despite
         if trainer is not None and str(trainer.precision) == "64-true":  # as Lightning makes it before the run
             module.double()
@@ -247,6 +259,8 @@ class _Probe(LaterSteps):
         if routes:
             found = self._with_routes(found)
         notes = (f"not checked: whether the step draws other random numbers later in the run (with its counters far, it fails: {failed})",)
+        if self.tries_others and found.splittable and not found.difference:
+            found = self.holding(found, self.losses)
         return replace(found, notes=found.notes + notes * bool(failed), skips=self.skips), plan
 
     def evaluation(self, hook: str) -> SplitFinding:
@@ -270,7 +284,8 @@ class _Probe(LaterSteps):
             except Exception as error:  # a number that the step isn't made for
                 _LOG.debug("%s can't be tried as number %d", hook, number, exc_info=True)
                 unknown.append(f"not checked: what {hook} logs in step {number:,} ({error_line(error)})")
-        return self.with_kept(SplitFinding(log_rules=found.matching, notes=(*found.notes, *unknown)), hook, step, 2)
+        finding = self.with_kept(SplitFinding(log_rules=found.matching, notes=(*found.notes, *unknown)), hook, step, 2)
+        return self.holding(finding, step) if self.tries_others else finding
 
     @contextmanager
     def _harmless(self) -> Iterator[undo.StepEffects]:
@@ -290,10 +305,6 @@ class _Probe(LaterSteps):
         else:
             self._observed(step, shares)
         return self._logs_compared(shares)
-
-    def _logs_compared(self, shares: Sequence[BatchShare]) -> LogComparison:
-        rows, weights = [share.rows for share in shares], self.weighing.weights(shares)
-        return compare_logs(self.logs[0], self.logs[1:], rows, double=self.batches.double, weights=weights)
 
     def _with_new_logs(self, found: SplitFinding, shares: Sequence[BatchShare]) -> SplitFinding:
         """The finding, with the rules for values that no earlier step has logged."""
@@ -554,17 +565,3 @@ class _Probe(LaterSteps):
                 "trained on its own"
             )
         return observed(merge=True)
-
-    def _without_rounding(self, compare: Callable[[], float]) -> float:
-        try:
-            with self._in_double():
-                return compare()
-        except Exception:
-            _LOG.debug("the step can't be run in double precision", exc_info=True)
-            return math.inf
-
-    @contextmanager
-    def _in_double(self) -> Iterator[None]:
-        """While open, the module and its batches are in double precision."""
-        with undo.in_double(self.module), patched(self.batches, "double", True), self._from_here():
-            yield

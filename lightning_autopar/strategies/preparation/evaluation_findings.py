@@ -13,6 +13,7 @@ from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import evaluating, is_overridden, transfer_batch
 from lightning_autopar.constraints import LOSS, SplitFinding
 from lightning_autopar.exact.data.counted_entries import Count
+from lightning_autopar.exact.data.unlike_samples import leaves_out
 from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
 from lightning_autopar.strategies.parity.split_probe import probe_evaluation
@@ -65,7 +66,7 @@ def with_evaluation(
     """The finding, with the rules for the values that an evaluation step logs.
 
     Args:
-        batches: of the first loader; later ones decide what the first leaves open.
+        batches: of the first loader; later ones decide what the first leaves open, and what entries weigh that it lacks.
         quick: whether all of them may be tried in any case.
         apart: the first ones of the other loaders, for which the step may do something else.
     """
@@ -76,8 +77,9 @@ def with_evaluation(
         probed = partial(run_forked, probe_evaluation, module, trainer)
         found: SplitFinding = probed(batches[0], hook, counts_in(split))
         for batch in batches[1:]:
-            if quick or LogComparison(matching=found.log_rules).ambiguous:
-                other = probed(batch, hook, counts_in(found))
+            gaps = leaves_out(batch.samples or (), batches[0].samples or ())
+            if quick or gaps or LogComparison(matching=found.log_rules).ambiguous:
+                other = probed(batch, hook, counts_in(found), False)
                 if new := [count for count in counts_in(other) if count not in counts_in(found)]:  # all of it counts in the first batch
                     found = probed(batches[0], hook, [*counts_in(split), *new])
                 found = with_logs(found, LogComparison(matching=other.log_rules))

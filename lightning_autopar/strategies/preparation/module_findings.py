@@ -413,7 +413,7 @@ def _on_others(
             continue
         if "collate" in batch.draws or batch.samples is None:
             batch = replace(batch, batch=transfer_batch(module, batch.batch), samples=None, collate=None)
-        other, others_draws = split_one(batch, known=counts_in(split))
+        other, others_draws = split_one(batch, known=counts_in(split), tries_others=False)
         draws = replace(draws, seeded=draws.seeded or others_draws.seeded)
         split = replace(split, uneven_calls=tuple(sorted({*split.uneven_calls, *other.uneven_calls})))
         split = with_logs(split, LogComparison(matching=other.log_rules))
@@ -437,6 +437,7 @@ def _split(
     despite: tuple[str, ...],
     routes: bool = True,
     known: Collection[Count] = (),
+    tries_others: bool = True,
 ) -> tuple[SplitFinding, DrawPlan]:
     """Finds out in another child what a split batch changes."""
     if late := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
@@ -445,6 +446,7 @@ def _split(
         return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
     try:
         told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite, "routes": routes, "known": known}
+        told["tries_others"] = tries_others
         told["blocks"] = {block.fqn: block.flops for block in footprint.blocks if block.repeated}
         return run_forked(partial(probe_split, **told), module, trainer, batch)
     except ChildFailed as error:

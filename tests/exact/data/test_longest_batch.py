@@ -200,3 +200,25 @@ def test_sizes_lie_where_they_lie() -> None:
     sample = {"ids": [1, 2, 3], "text": "four", "picture": (torch.ones(3, 2), numpy.ones(5)), "label": 1}
     assert shapes_in(sample) == {"ids": (3,), "text": (4,), "picture.0": (3, 2), "picture.1": (5,)}
     assert shapes_in(sample, tensors=True) == {"picture.0": (3, 2)}
+
+
+class Labelled(Dataset[tuple[Tensor, int]]):
+    """Some samples are without a label."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.rand(3), -100 if index >= 30 else 1
+
+
+def of_one_kind(samples: list[tuple[Tensor, int]]) -> Tensor:
+    if len({label for _, label in samples}) > 1:
+        raise ValueError("samples with a label and without one")
+    return torch.stack([picture for picture, _ in samples])
+
+
+def test_samples_that_make_no_batch_cost_the_look_nothing_else() -> None:
+    loader = DataLoader(Labelled(), batch_size=4, collate_fn=of_one_kind)
+    found = look(first_of(loader, [0, 1, 2, 3]))
+    assert (found.unlike, found.lengths.unseen, found.lengths.looked) == (None, None, 40)

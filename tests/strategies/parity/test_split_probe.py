@@ -1107,7 +1107,8 @@ def test_double_precision_runs_a_split_once_for_the_loss_and_what_is_logged(monk
     monkeypatch.setattr(split_probe, "observe", noted)
     mask = torch.ones(SAMPLES, 4, dtype=torch.long)
     mask[1:3, 1:] = 0
-    finding, _ = probe_split(Masked(), None, FirstBatch(batch={"x": torch.stack(samples()), "mask": mask}, batch_size=SAMPLES))
+    first = FirstBatch(batch={"x": torch.stack(samples()), "mask": mask}, batch_size=SAMPLES)
+    finding, _ = probe_split(Masked(), None, first, tries_others=False)
     assert not finding.difference
     assert {str(finding.log_rules[name][0]) for name in finding.log_rules} == {"batch.mask != 0"}
     assert len(doubled) == len(set(doubled)) == 2
@@ -1288,3 +1289,69 @@ def test_what_hooks_log_of_a_batch_is_put_together_as_what_steps_log() -> None:
     rules = dict(probe_evaluation(module, trainer, first_of(masked, default_collate), "validation_step").log_rules)
     assert rules["on_validation_batch_end", "squares"] == ("sum",)
     assert str(rules["on_validation_batch_end", "counted"][0]) == "batch.mask != 0"
+
+
+class Later(Base):
+    """A loss of labels or a mask, some kinds of which leave out entries: none in the first batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:  # type: ignore[override]
+        out, y = self.layer(batch["x"]), batch["y"]
+        if self.kind == "classes":
+            return nn.functional.cross_entropy(out, y, ignore_index=3)
+        if self.kind == "weighed":
+            return nn.functional.cross_entropy(out, y, weight=torch.tensor([1.0, 1.0, 5.0, 1.0]))
+        each = (out - batch["x"]).square()
+        if self.kind == "inverse":
+            return each[~y].mean()
+        if self.kind == "gaps":
+            return (out - y)[~y.isnan()].square().mean()
+        if self.kind == "picked":
+            return each[y > 0].mean()
+        if self.kind == "samples":
+            return each.mean() + 0.0 * y.sum()
+        weighed = (each * y).sum() / y.sum()
+        return weighed if self.kind == "mask" else weighed + (each * y).mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "y", "rule", "unweighed"),
+    [
+        ("classes", torch.arange(SAMPLES) % 3, "batch.y != 3", []),
+        ("mask", torch.ones(SAMPLES, 4), "the sum of batch.y", []),
+        ("inverse", torch.zeros(SAMPLES, 4, dtype=torch.bool), "batch.y != 1", []),
+        ("gaps", torch.rand(SAMPLES, 4), "batch.y that aren't NaN", []),
+        ("picked", torch.ones(SAMPLES, dtype=torch.long), "batch.y != 0", ["entries of -100 in batch.y", "entries of -1 in batch.y"]),
+        ("samples", torch.arange(SAMPLES), "mean", []),
+        ("two means", torch.ones(SAMPLES, 4), "mean", ["other numbers than 1 in batch.y"]),
+    ],
+)
+def test_entries_that_do_not_count_are_tried_although_the_batch_has_none(kind: str, y: Tensor, rule: str, unweighed: list[str]) -> None:
+    first = FirstBatch(batch={"x": torch.stack(samples()), "y": y}, batch_size=SAMPLES)
+    found, _ = probe_split(Later(kind), None, first)
+    assert not found.difference
+    assert str(found.log_rules["training_step", ""][0]) == rule
+    assert [count.left_out for count in found.unweighed] == unweighed
+
+
+def test_a_class_that_weighs_more_is_tried_although_the_batch_has_none() -> None:
+    found, _ = probe_split(Later("weighed"), None, FirstBatch(batch={"x": torch.stack(samples()), "y": torch.arange(6) % 2}, batch_size=6))
+    assert found.difference > 1e-3
+    assert found.reason == "it is no mean over the samples, as it weighs classes: a batch with entries of 2 in batch.y was tried"
+
+
+class Mirror(Base):
+    """Its inputs are its labels."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:  # type: ignore[override]
+        out = self.layer(nn.functional.one_hot(batch["ids"], 4).float())
+        return nn.functional.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
+
+
+def test_one_tensor_may_have_two_names_and_few_samples_tell() -> None:
+    ids = torch.arange(48).view(16, 3) % 4
+    found, _ = probe_split(Mirror(), None, FirstBatch(batch={"ids": ids, "labels": ids}, batch_size=16))
+    assert str(found.log_rules["training_step", ""][0]) == "batch.labels != -100"
