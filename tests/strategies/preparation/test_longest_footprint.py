@@ -6,6 +6,7 @@ import logging
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_autopar import AutoParallelStrategy, Plan
 from lightning_autopar.exact.data import longest_batch
+from lightning_autopar.memory.trace.first_batch import indexed
 from lightning_autopar.report.report import Report
+from lightning_autopar.strategies.preparation.longest_footprint import seen_sizes
 from lightning_autopar.strategies.preparation.planning_inputs import plan_only
 from tests.strategies.modules import QUIET, weights
 
@@ -165,6 +168,24 @@ def test_a_stream_is_not_looked_at_and_the_report_says_so(tmp_path: Path, monkey
     report = planned(tmp_path, monkeypatch, DataLoader(Stream(), batch_size=8, collate_fn=padded))
     assert need(report) == need(planned(tmp_path, monkeypatch, fixed(SHORT)))
     assert "Lengths: the sizes of later batches weren't looked at, as the dataset is a stream" in " ".join(str(report).split())
+
+
+def test_a_hook_that_fails_on_longer_batches_leaves_the_one_with_something_new() -> None:
+    class Moving(Reader):
+        def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+            assert batch.shape[1] == SHORT
+            return batch
+
+    class New(Texts):
+        def __getitem__(self, index: int) -> Tensor:
+            return super().__getitem__(index) - 100 * (index > 8)
+
+    loader = DataLoader(New(), batch_size=8, collate_fn=padded)
+    first = indexed(loader, list(range(8)))
+    assert first is not None
+    found = seen_sizes(Moving(), replace(first, loaders=(loader,), epoch_batches=8), None).look
+    assert found.lengths.unseen == "a hook of the module fails on others (AssertionError)"
+    assert found.unlike is not None
 
 
 def test_where_no_batch_of_something_new_can_be_made_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
