@@ -50,6 +50,7 @@ class SplitFinding:
         counted: FQNs of the buffers that the step changes whatever the batch, so that each part of a batch would change them again.
         log_rules: how the ranks' logged values may combine into the whole batch's, by hook and name, likelier rules first; none for a value
             that no rule fits. The loss of ``training_step`` has the name ``""``.
+        real_rules: the same by batches as they are alone, without those that were changed to have entries that don't count.
         kept_rules: how the values that a batch's parts leave on the module combine into the whole batch's, by step and path.
         unweighed: entries that may come in a later batch, of which no rule says what the parts of it weigh in its loss.
         notes: further sentences for a report on a plan that splits the batch.
@@ -66,6 +67,7 @@ class SplitFinding:
     splittable: bool = True
     probed: bool = True
     log_rules: Mapping[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
+    real_rules: Mapping[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
     kept_rules: Mapping[str, Mapping[tuple[Any, ...], Any]] = field(default_factory=dict)
     unweighed: tuple[Any, ...] = ()
     notes: tuple[str, ...] = ()

@@ -286,6 +286,23 @@ def test_a_mask_that_comes_later_is_found_however_long_a_step_takes(monkeypatch:
     assert "the loss is a mean over the sum of batch[1]" in is_one_devices(Tokens, Late(22), PLANS["ddp"])
 
 
+class Sevens(Late):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.ids[index], torch.where(self.mask[index] > 0, self.ids[index], -7)
+
+
+class Ignoring(Tokens):
+    def loss(self, batch: Any) -> Tensor:
+        counts = batch[1] != -7
+        return F.cross_entropy(self(batch[0])[counts], batch[1][counts])
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_labels_below_0_that_come_later_in_a_validation_are_found_however_long_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_findings, "QUICK_FLOPS", 0)
+    assert "the loss is a mean over batch[1] != -7" in is_one_devices(Ignoring, Sevens(22), PLANS["ddp"])
+
+
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_class_that_weighs_more_and_is_not_in_the_first_batch() -> None:
     is_one_devices(ByClass, Classes(22), PLANS["ddp"])

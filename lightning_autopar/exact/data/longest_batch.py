@@ -14,6 +14,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from numbers import Number
@@ -27,6 +28,7 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.unlike_samples import Known, kind, unlike
 from lightning_autopar.memory.length_spread import DRAWN_ANEW, ENOUGH, Lengths, reach_of
 from lightning_autopar.memory.trace.first_batch import FirstBatch, fresh, indexed, order_of
+from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Look:
         times_of_first: whether times are for the first batch, which is as long as most, although ``usual`` is another.
         unlike: a batch whose first samples have something that a loss may leave out, and that the first batch has not; None where no
             other was seen.
+        unmade: how making such a batch fails, where there are such samples and none of the loader's own batches has any; else empty.
     """
 
     lengths: Lengths
@@ -60,6 +63,7 @@ class Look:
     longest: tuple[FirstBatch, ...] = ()
     times_of_first: bool = False
     unlike: FirstBatch | None = None
+    unmade: str = ""
 
 
 def look(first: FirstBatch, *, seconds: float = _SECONDS, clock: Callable[[], float] = time.monotonic) -> Look:
@@ -74,7 +78,7 @@ def look(first: FirstBatch, *, seconds: float = _SECONDS, clock: Callable[[], fl
         return Look(lengths=Lengths(unseen="there is no loader"))
     found = [_look(loader, first, seconds / len(first.loaders), clock) for loader in first.loaders]
     longest = max(found, key=lambda each: max(map(_volume_of, each.longest), default=0))
-    return replace(longest, unlike=found[0].unlike)  # of the loader that gave the first batch
+    return replace(longest, unlike=found[0].unlike, unmade=found[0].unmade)  # of the loader that gave the first batch
 
 
 def _look(loader: Any, first: FirstBatch, seconds: float, clock: Callable[[], float]) -> Look:
@@ -87,7 +91,14 @@ def _look(loader: Any, first: FirstBatch, seconds: float, clock: Callable[[], fl
         samples = _Samples(loader, first, seconds, clock) if plain else None
         if samples is None or (found := _of_samples(samples, first)) is None:
             return _of_batches(loader, first, ends, clock)
-        return replace(found, unlike=samples.unlike(first))
+        try:
+            return replace(found, unlike=samples.unlike(first))
+        except Exception as error:  # samples that the sampler keeps apart: then some batch of its own may have them
+            _LOG.debug("samples unlike the first batch's don't make a batch", exc_info=True)
+            made: FirstBatch | None = None
+            with suppress(Exception):  # they can't be made either: then it is said
+                made = _of_batches(loader, first, clock() + _ALIKE_SECONDS, clock).unlike
+            return replace(found, unlike=made, unmade=error_line(error) if made is None else "")
     except Exception as error:  # the user's dataset, sampler or collate function; if it is at fault, the run will say so
         _LOG.debug("a loader's sizes can't be looked at", exc_info=True)
         return Look(lengths=Lengths(unseen=f"loading others failed ({type(error).__name__})"))
@@ -192,11 +203,7 @@ class _Samples:
         """A batch whose first samples have something that the first batch has not."""
         kept = [each for each in self.seen if each.sample is not None]
         chosen = unlike([each.sample for each in kept], first.samples or (), first.batch_size)
-        try:
-            return self.batch([kept[number] for number in chosen]) if chosen else None
-        except Exception:  # pictures of several sizes, say: the probe changes the first batch instead
-            _LOG.debug("samples unlike the first batch's don't make a batch", exc_info=True)
-            return None
+        return self.batch([kept[number] for number in chosen]) if chosen else None
 
     def batch(self, samples: Sequence[_Sample]) -> FirstBatch:
         """The batch of these samples."""
@@ -219,11 +226,6 @@ def _of_samples(samples: _Samples, first: FirstBatch) -> Look | None:
     extremes = {id(each): each for each in (max(seen, key=lambda one, key=key: one.at(key)) for key in varying)}  # type: ignore[misc]
     others = sorted((each for each in fullest if id(each) not in extremes), key=lambda each: -each.numbers)
     chosen = [*sorted(extremes.values(), key=lambda each: -each.numbers), *others][:size]
-    try:
-        longest = samples.batch(chosen)
-    except Exception:  # pictures of several sizes, say, which the sampler keeps apart
-        _LOG.debug("the longest samples don't make a batch", exc_info=True)
-        return None
     main = max({name for name, _ in varying}, key=lambda name: max(prod(each.shapes.get(name, (0,))) for each in seen))
     dimensions = [key for key in varying if key[0] == main]
     of, drawn = len(samples.of), samples.drawn()
@@ -231,7 +233,11 @@ def _of_samples(samples: _Samples, first: FirstBatch) -> Look | None:
     if drawn or samples.looked < of:
         reach = reach_of([prod(each.at(key) for key in dimensions) for each in seen], of * (DRAWN_ANEW if drawn else 1))
     shorter = groups[len(groups) // 2], sorted(seen, key=lambda each: each.numbers)[:size]
-    return _told(replace(told, drawn=drawn), first, [longest], map(samples.batch, shorter), reach)
+    try:
+        return _told(replace(told, drawn=drawn), first, [samples.batch(chosen)], map(samples.batch, shorter), reach)
+    except Exception:  # pictures of several sizes, say, which the sampler keeps apart
+        _LOG.debug("the longest samples don't make a batch, or shorter ones", exc_info=True)
+        return None
 
 
 # -- batches that a sampler of the user's puts together ----------------------------------------------------------------------------------

@@ -320,7 +320,8 @@ class LaterSteps(KeptRuns):
             for key, counts in lost.items()
             if LOSS not in lost  # else such a batch ends the run
         )
-        return replace(found, log_rules=rules.matching, unweighed=tuple(lost.get(LOSS, ())), notes=(*found.notes, *words))
+        notes, real = (*found.notes, *words), found.log_rules
+        return replace(found, log_rules=rules.matching, real_rules=real, unweighed=tuple(lost.get(LOSS, ())), notes=notes)
 
     def _weighs_classes(self, found: SplitFinding, count: Count) -> SplitFinding:
         """The finding, where parts of a batch with this class differ from it."""

@@ -48,10 +48,19 @@ def counts_in(split: SplitFinding) -> list[Count]:
 
 
 def with_logs(split: SplitFinding, other: LogComparison) -> SplitFinding:
-    """The finding, with only the rules for logged values that hold for another batch too, and a sentence for each value without a rule."""
+    """The finding, with only the rules for logged values that hold for another batch too, and a sentence for each value without a rule.
+    Where that batch, as it is, contradicts one that was changed to have entries that don't count, such entries may not come.
+    """
     together = LogComparison(matching=split.log_rules).narrowed(other).matching
+    real = {
+        key: rules for key, rules in LogComparison(matching=split.real_rules).narrowed(other).matching.items() if key in split.real_rules
+    }
+    against = split.log_rules.get(LOSS, ()) if not together.get(LOSS) and real.get(LOSS) else ()
+    unweighed = (*split.unweighed, *(count for count in against if isinstance(count, Count) and count.kind in ("differs", "finite")))
+    together = {key: rules or real.get(key, ()) for key, rules in together.items()}
     lost = {key: rules for key, rules in together.items() if not rules and split.log_rules.get(key) != () and key != LOSS}
-    return replace(split, log_rules=together, notes=(*split.notes, *LogComparison(matching=lost).notes))
+    notes = (*split.notes, *LogComparison(matching=lost).notes)
+    return replace(split, log_rules=together, real_rules=real, unweighed=unweighed, notes=notes)
 
 
 def with_evaluation(

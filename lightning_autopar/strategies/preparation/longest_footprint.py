@@ -33,12 +33,14 @@ class Seen:
         validation: the longest batch of the validation within a fit; None where there is none.
         validation_reach: as ``Lengths.reach``.
         validation_unlike: as ``Look.unlike``.
+        notes: a sentence for each stage of which a batch with something new can't be made.
     """
 
     look: Look
     validation: FirstBatch | None = None
     validation_reach: float = 1.0
     validation_unlike: FirstBatch | None = None
+    notes: tuple[str, ...] = ()
 
     def without_makers(self) -> Seen:
         """The same without the objects that make batches."""
@@ -58,10 +60,19 @@ def seen_sizes(module: LightningModule | None, batch: FirstBatch, validation: Fi
     """
     found = _arrived(module, look(batch))
     if validation is None:
-        return Seen(look=found)
+        return Seen(look=found, notes=_unmade(found))
     other = _arrived(module, look(validation, seconds=_VALIDATION_SECONDS))
     longest = next(iter(other.longest), validation)
-    return Seen(look=found, validation=longest, validation_reach=other.lengths.reach, validation_unlike=other.unlike)
+    notes = (*_unmade(found), *_unmade(other, " of the validation"))
+    return Seen(look=found, validation=longest, validation_reach=other.lengths.reach, validation_unlike=other.unlike, notes=notes)
+
+
+def _unmade(found: Look, of: str = "") -> tuple[str, ...]:
+    words = (
+        f"not checked: whether a batch{of} in parts gives the same values where samples have what the first batch hasn't (a mask's zeros, "
+        f"NaN, other labels), as making a batch of such samples fails ({found.unmade})"
+    )
+    return (words,) if found.unmade else ()
 
 
 def _arrived(module: LightningModule | None, found: Look) -> Look:
@@ -73,7 +84,8 @@ def _arrived(module: LightningModule | None, found: Look) -> Look:
         longest = tuple(replace(each, batch=transfer_batch(module, each.batch)) for each in found.longest)
     except Exception as error:  # the module's hooks may raise anything; the run will say so
         log.debug("the longest batch can't be transferred", exc_info=True)
-        return Look(lengths=Lengths(unseen=f"a hook of the module fails on others ({type(error).__name__})"))
+        lengths = Lengths(unseen=f"a hook of the module fails on others ({type(error).__name__})")
+        return replace(found, lengths=lengths, usual=None, longest=())
     return replace(found, usual=usual, longest=longest)
 
 

@@ -270,7 +270,8 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         apart = zip(evaluated[0].loaders, looked[-len(evaluated[0].loaders) :], strict=True) if evaluated and looked else ()
         firsts = [_marked(each[0], loader, loadings) for loader, each in apart if each and evaluated[0].kind != "combined"]
         split = with_evaluation(split or SplitFinding(), module, trainer, evaluated, firsts[1:], stage, _is_quick(footprint))
-        split = replace(split, rank_notes=(*LogComparison(matching=split.log_rules).hook_notes, *keeping_hooks(trainer)))
+        kept = (*LogComparison(matching=split.log_rules).hook_notes, *keeping_hooks(trainer))
+        split = replace(split, notes=(*split.notes, *seen.notes), rank_notes=kept)
     if questions.several and stage == "predict" and (kept := keeping_hooks(trainer, predicting=True)):
         split = replace(split or SplitFinding(), rank_notes=kept)
     shared: SharedModules = {}

@@ -160,6 +160,53 @@ def test_samples_that_only_their_sampler_can_put_together() -> None:
     assert found.longest[0].batch.shape == (5, 9)
 
 
+class Tasks(Texts):
+    """Equal texts, each of a task; those of a later task have labels that don't count."""
+
+    def __init__(self, tasks: list[int], seconds: float = 0.0) -> None:
+        super().__init__([3] * len(tasks), seconds)
+        self.tasks = tasks
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index).long() * (-100 if self.tasks[index] else 1), self.tasks[index]
+
+
+def of_one_task(samples: list[Any]) -> Tensor:
+    (texts, tasks) = zip(*samples, strict=True)
+    if len(set(tasks)) > 1:
+        raise ValueError("a batch has one task")
+    return torch.stack(texts)
+
+
+def test_samples_that_make_no_batch_beside_others_are_looked_for_in_the_samplers_own_batches() -> None:
+    loader = DataLoader(Tasks([0] * 8 + [1] * 4), batch_size=4, collate_fn=of_one_task)
+    found = look(first_of(loader, [0, 1, 2, 3]), seconds=60)
+    assert (found.lengths.unseen, found.lengths.looked, found.unmade) == (None, 12, "")
+    assert found.unlike is not None
+    assert bool((found.unlike.batch == -100).all())
+
+
+def test_where_none_of_those_is_found_either_it_is_said() -> None:
+    texts = Tasks([0] * 8 + [1] * 4 + [0] * 32, seconds=0.1)
+    loader = DataLoader(texts, batch_size=4, collate_fn=of_one_task)
+    first = first_of(loader, [0, 1, 2, 3])
+    found = look(first, seconds=60, clock=texts.clock)
+    assert (found.lengths.unseen, found.unlike) == (None, None)
+    assert found.unmade.startswith("ValueError: a batch has one task, at ")
+
+
+def test_shorter_samples_that_make_no_batch_leave_the_longest_to_the_samplers_own_batches() -> None:
+    def no_short_ones(samples: list[Tensor]) -> Tensor:
+        if len({len(sample) == 2 for sample in samples}) > 1:
+            raise ValueError("short ones apart")
+        return padded(samples)
+
+    lengths = [9] * 80 + [2] * 80
+    found = look(first_of(DataLoader(Texts(lengths), batch_size=4, collate_fn=no_short_ones), [0, 1, 2, 3]), seconds=60)
+    assert found.lengths.unseen is None
+    assert found.lengths.unit == "batches"
+
+
 class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.ones(9, 2))
@@ -221,4 +268,5 @@ def of_one_kind(samples: list[tuple[Tensor, int]]) -> Tensor:
 def test_samples_that_make_no_batch_cost_the_look_nothing_else() -> None:
     loader = DataLoader(Labelled(), batch_size=4, collate_fn=of_one_kind)
     found = look(first_of(loader, [0, 1, 2, 3]))
-    assert (found.unlike, found.lengths.unseen, found.lengths.looked) == (None, None, 40)
+    assert (found.lengths.unseen, found.lengths.looked) == (None, 40)
+    assert (found.unlike is None) == bool(found.unmade)

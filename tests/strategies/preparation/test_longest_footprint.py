@@ -6,6 +6,7 @@ import logging
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_autopar import AutoParallelStrategy, Plan
+from lightning_autopar.exact.data import longest_batch
+from lightning_autopar.memory.trace.first_batch import indexed
 from lightning_autopar.report.report import Report
+from lightning_autopar.strategies.preparation.longest_footprint import seen_sizes
 from lightning_autopar.strategies.preparation.planning_inputs import plan_only
 from tests.strategies.modules import QUIET, weights
 
@@ -164,6 +168,42 @@ def test_a_stream_is_not_looked_at_and_the_report_says_so(tmp_path: Path, monkey
     report = planned(tmp_path, monkeypatch, DataLoader(Stream(), batch_size=8, collate_fn=padded))
     assert need(report) == need(planned(tmp_path, monkeypatch, fixed(SHORT)))
     assert "Lengths: the sizes of later batches weren't looked at, as the dataset is a stream" in " ".join(str(report).split())
+
+
+def test_a_hook_that_fails_on_longer_batches_leaves_the_one_with_something_new() -> None:
+    class Moving(Reader):
+        def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+            assert batch.shape[1] == SHORT
+            return batch
+
+    class New(Texts):
+        def __getitem__(self, index: int) -> Tensor:
+            return super().__getitem__(index) - 100 * (index > 8)
+
+    loader = DataLoader(New(), batch_size=8, collate_fn=padded)
+    first = indexed(loader, list(range(8)))
+    assert first is not None
+    found = seen_sizes(Moving(), replace(first, loaders=(loader,), epoch_batches=8), None).look
+    assert found.lengths.unseen == "a hook of the module fails on others (AssertionError)"
+    assert found.unlike is not None
+
+
+def test_where_no_batch_of_something_new_can_be_made_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class New(Texts):
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.arange(8).index_fill(0, torch.tensor(3), -1 if index == 20 else 3)
+
+    def collate(samples: list[Tensor]) -> Tensor:
+        if any(bool((sample < 0).any()) for sample in samples):
+            raise ValueError("such a sample is left out by another sampler")
+        return torch.stack(samples)
+
+    loader = DataLoader(New(), batch_size=4, collate_fn=collate, sampler=[*range(8), 20, *range(8, 15)])
+    monkeypatch.setattr(longest_batch, "_ALIKE_SECONDS", 0.0)  # one batch of the sampler's own
+    report = planned(tmp_path, monkeypatch, loader, devices="2xcpu:1GiB", allow=["ddp"])
+    (note,) = (note for note in report.candidates[0].notes if "what the first batch hasn't" in note)
+    assert note.startswith("not checked: whether a batch in parts gives the same values")
+    assert "(ValueError: such a sample is left out by another sampler, at " in note
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------------------------
