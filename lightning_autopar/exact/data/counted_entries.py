@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy
@@ -21,8 +21,8 @@ from lightning_autopar.exact.data.batch_structure import is_collection, is_leaf,
 from lightning_autopar.exact.data.rank_share import BatchShare, Tally
 
 Path = tuple[Any, ...]
-#: A collective: each rank gives its number for each count, and gets those of every rank, in the order of ranks.
-Gather = Callable[[list[float]], Sequence[Sequence[float]]]
+#: Begins a collective, to which each rank gives its number for each count. What it returns waits for those of every rank, in their order.
+Gather = Callable[[list[float]], Callable[[], Sequence[Sequence[float]]]]
 #: How deep in a batch tensors are looked for.
 _DEEP = 5
 #: Those whose numbers torch can compare and add up on a CPU.
@@ -263,7 +263,8 @@ class BatchCounts:
         self._waiting: Callable[[], None] = _nothing
 
     def arrives(self, hook: str, batch: Any, shares: Sequence[BatchShare], *, in_parts: bool) -> None:
-        """A batch arrives for this hook; a collective where something in it is counted.
+        """A batch arrives for this hook. Where something in it is counted, a collective begins, which ends when the first share that
+        :meth:`on` gives is asked for its weight: the step's forward pass has run then.
 
         Args:
             hook: the name of the step that gets it.
@@ -272,8 +273,8 @@ class BatchCounts:
             in_parts: whether this rank runs it in parts.
 
         Raises:
-            ValueError: on every rank, if one of them lacks what is counted, or counts differ that couldn't be told apart; on one rank, if
-                the batch has entries of which it isn't known what they change.
+            ValueError: on one rank, if the batch has entries of which it isn't known what they change, or lacks what is counted. The weight
+                raises it on every rank, if one of them lacks that, or counts differ that couldn't be told apart.
         """
         for count in self._unweighed if hook == "training_step" and (in_parts or self._gather is not None) else ():
             if count.leaves_out(batch):
@@ -298,16 +299,28 @@ class BatchCounts:
             for each, (count, _) in zip(own, ways, strict=True)
         ]
         found = [0.0 if empty else each.total if each and fits else math.nan for each, fits in zip(own, known, strict=True)]
-        everyones = torch.tensor([found] if self._gather is None else self._gather(found), dtype=torch.float64)
+        gathered = partial(list, [found]) if self._gather is None else self._gather(found)
+
+        @cache
+        def totals() -> list[float]:
+            return self._totals(hook, ways, first, torch.tensor(gathered(), dtype=torch.float64))
+
+        if self._gather is None or any(map(math.isnan, found)):  # then the step may fail by what is missing
+            totals()
+        for count, place in first.items():
+            each = own[place] or _Counted(total=0.0, of_samples=lambda: [0.0])
+            total = partial(lambda place: totals()[place], place)
+            self._tallies[count] = Tally(own=each.total, of_all=total, samples=each.of_samples)
+
+    def _totals(self, hook: str, ways: Sequence[tuple[Count, Count]], first: Mapping[Count, int], everyones: Tensor) -> list[float]:
+        """The whole batch's counts, in the order of ``ways``."""
         totals = everyones.sum(0) / self._replicated
         for place, (count, way) in enumerate(ways):
             ours, theirs = everyones[:, place], everyones[:, first[count]]
             agree = torch.allclose(ours * totals[first[count]], theirs * totals[place], rtol=_SAME, atol=0.0)  # never NaN with NaN
             if not agree or bool(totals[place]) != bool(totals[first[count]]):
                 raise ValueError(_words(hook, count, way))
-        for count, place in first.items():
-            each = own[place] or _Counted(total=0.0, of_samples=lambda: [0.0])
-            self._tallies[count] = Tally(own=each.total, total=float(totals[place]), samples=each.of_samples)
+        return [float(total) for total in totals]
 
     def on(self, share: BatchShare) -> BatchShare:
         """This rank's share of the batch, with what it counts.

@@ -7,7 +7,7 @@ and sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -71,17 +71,22 @@ class Tally:
     """How many of a batch's entries that count (:mod:`.counted_entries`) a share holds.
 
     Args:
-        total: how many the global batch has.
+        of_all: gives how many the global batch has.
         samples: gives the number of each of its samples.
     """
 
     own: float
-    total: float
+    of_all: Callable[[], float]
     samples: Callable[[], Sequence[float]]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Other ranks get the numbers alone."""
-        return partial(Tally, own=self.own, total=self.total, samples=tuple), ()
+        return partial(Tally, own=self.own, of_all=partial(float, self.total), samples=tuple), ()
+
+    @property
+    def total(self) -> float:
+        """How many the global batch has; may wait for other ranks."""
+        return self.of_all()
 
     def part(self, number: int, parts: int, fed: int) -> Tally:
         """That of one of the parts of its ``fed`` samples, which are dealt out to them in turns."""
@@ -89,7 +94,7 @@ class Tally:
         if len(samples) != fed:
             raise ValueError(f"this batch has counts for {len(samples)} rows, but {fed} samples, so the weight of a part of it isn't known")
         own = samples[number::parts]
-        return Tally(own=float(sum(own)), total=self.total, samples=lambda: own)
+        return replace(self, own=float(sum(own)), samples=lambda: own)
 
 
 @dataclass(frozen=True, kw_only=True)

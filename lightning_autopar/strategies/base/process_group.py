@@ -78,12 +78,18 @@ def all_alike(number: int, group: Callable[[], dist.ProcessGroup | None]) -> boo
     return int(word[0]) == -int(word[1])
 
 
-def everyones(numbers: list[float], group: Callable[[], dist.ProcessGroup | None]) -> list[list[float]]:
-    """Each rank's numbers, of all ranks of a group on the host; a collective."""
+def everyones(numbers: list[float], group: Callable[[], dist.ProcessGroup | None]) -> Callable[[], list[list[float]]]:
+    """Begin to gather each rank's numbers on all ranks of a group on the host; what is returned waits for them."""
     mine = torch.tensor(numbers, dtype=torch.float64)
     gathered = mine.new_empty(dist.get_world_size(group()), len(numbers))
-    dist.all_gather(list(gathered.unbind()), mine, group=group())
-    rows: list[list[float]] = gathered.tolist()
+    work = dist.all_gather(list(gathered.unbind()), mine, group=group(), async_op=True)
+
+    def rows() -> list[list[float]]:
+        if work is not None:
+            work.wait()
+        found: list[list[float]] = gathered.tolist()
+        return found
+
     return rows
 
 

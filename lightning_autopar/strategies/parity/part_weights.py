@@ -99,7 +99,7 @@ class Weighing:
         if weights is None:
             raise ValueError(f"parts of the batch have no {by}")
         return [
-            replace(share, by=by, tallies={by: Tally(own=weight, total=1.0, samples=lambda: ())})
+            replace(share, by=by, tallies={by: Tally(own=weight, of_all=lambda: 1.0, samples=lambda: ())})
             for share, weight in zip(shares, weights, strict=True)
         ]
 

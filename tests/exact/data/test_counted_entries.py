@@ -50,7 +50,7 @@ def test_parts_of_a_ranks_samples_weigh_by_what_they_hold() -> None:
     everyones = [[LABELS.total(each)] for each in ranks]
     shares = []
     for rank, own in enumerate(ranks):
-        counts = BatchCounts({LOSS: LABELS}, lambda numbers: everyones)
+        counts = BatchCounts({LOSS: LABELS}, lambda numbers: lambda: everyones)
         share = share_of(4, rank, Dealing.even(2))
         counts.arrives("training_step", own, [share], in_parts=True)
         shares.append(counts.on(share))
@@ -60,20 +60,20 @@ def test_parts_of_a_ranks_samples_weigh_by_what_they_hold() -> None:
 
 
 def test_a_batch_in_which_nothing_counts_weighs_by_samples() -> None:
-    counts = BatchCounts({LOSS: LABELS}, lambda numbers: [[0.0], [0.0]])
+    counts = BatchCounts({LOSS: LABELS}, lambda numbers: lambda: [[0.0], [0.0]])
     counts.arrives("training_step", batch(torch.full((2, 4), 3)), [share := share_of(3, 0, Dealing.even(2))], in_parts=False)
     assert counts.on(share).weight == 2 * 2 / 3
 
 
 def test_a_rank_without_samples_weighs_nothing() -> None:
-    counts = BatchCounts({LOSS: LABELS}, lambda numbers: [[3.0], numbers])
+    counts = BatchCounts({LOSS: LABELS}, lambda numbers: lambda: [[3.0], numbers])
     share = share_of(1, 1, Dealing.even(2))
     counts.arrives("training_step", batch(IDS[:1]), [share], in_parts=False)
     assert counts.on(share).weight == 0.0
 
 
 def test_a_sum_is_added_up() -> None:
-    counts = BatchCounts({LOSS: "sum"}, lambda numbers: [])
+    counts = BatchCounts({LOSS: "sum"}, lambda numbers: list)
     counts.arrives("training_step", batch(), [], in_parts=False)
     assert [counts.on(share_of(3, rank, Dealing.even(4))).weight for rank in range(4)] == [4.0, 4.0, 4.0, 0.0]
 
@@ -85,24 +85,25 @@ def test_only_batches_in_which_something_counts_are_counted() -> None:
 
 
 def test_all_ranks_stop_where_one_lacks_what_counts() -> None:
-    counts = BatchCounts({LOSS: LABELS}, lambda numbers: [numbers, [float("nan")]])
+    counts = BatchCounts({LOSS: LABELS}, lambda numbers: lambda: [numbers, [float("nan")]])
+    counts.arrives("training_step", batch(IDS[::2]), [share := share_of(4, 0, Dealing.even(2))], in_parts=False)
     with pytest.raises(ValueError, match=r"a mean over batch.labels\[:, 1:\] != 3, but this batch, or a rank's part of it, has no such"):
-        counts.arrives("training_step", batch(IDS[::2]), [share_of(4, 0, Dealing.even(2))], in_parts=False)
+        counts.on(share).fraction()
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_what_planning_could_not_tell_apart_has_to_agree(in_parts: bool) -> None:
     both = Count(path=LABELS.path, kind="differs", ignored=3, without="first", alike=(MASK,))
-    gather = None if in_parts else lambda numbers: [numbers, [3.0, 3.0]]
+    gather = None if in_parts else lambda numbers: lambda: [numbers, [3.0, 3.0]]
     whole = share_of(2, 0, Dealing.even(1 if in_parts else 2))
     counts = BatchCounts({LOSS: both}, gather)
     counts.arrives("training_step", batch(IDS[:2]), [whole], in_parts=in_parts)
     assert counts.on(whole).fraction() == (1.0 if in_parts else 4 / 7)
     other = batch(IDS[:2]) | {"mask": torch.ones(2, 4)}
 
-    def counted() -> BatchShare:
+    def counted() -> float:
         counts.arrives("training_step", other, [whole], in_parts=in_parts)
-        return counts.on(whole)
+        return counts.on(whole).fraction()
 
     with pytest.raises(ValueError, match="They had equal counts in all batches that planning looked at"):
         counted()
