@@ -55,6 +55,7 @@ class KeptRuns:
         #: The latter where metrics exchange nothing, as in parts that run one after the other; empty where there are no metrics.
         self.apart: list[dict[str, Any]] = []
         self.lasting = False
+        self.earlier = 0  # batches before the first one that is run
         self.backward = False  # whether the gradient of a loss that the step returns is compared as well
         #: Why one rank can't run a batch in parts; None where it can.
         self.part_reason: str | None = None
@@ -164,15 +165,34 @@ class KeptRuns:
             for left in filter(None, (self.left, self.apart)):
                 evidence.see(before, left[0], left[1:], shares)
 
+        def twice(batch: Any) -> list[Tensor]:
+            with undo.undone(self.module, self.writes, self.variables):
+                with patched(self, "lasting", True):
+                    step(copied(batch))
+                with patched(self, "earlier", 1):
+                    return step(batch)
+
         see(size)
+        rows, goes_on = list(evidence.row_bytes), False
         with undo.undone(self.module, self.writes, self.variables):
             with patched(self, "lasting", True):
                 # On the whole batch: then the least of all losses is changed by one part and not by another, and is no mean of theirs.
                 step(self.batches.part(everything(self.batches.count)))
-            see(size)
-            if self.batches.count > size:
-                see(size + 1)
-        return settled(evidence)
+            with patched(self, "earlier", 1):
+                try:
+                    see(size)
+                except Exception:
+                    if not rows:
+                        raise
+                    goes_on = True
+                if self.batches.count > size and not goes_on:
+                    see(size + 1)
+        rules, unknown = settled(evidence)
+        if goes_on:  # a part's rows with those that it left itself, and not with the whole batch's
+            self._observed(twice, self.weighing.shares(size))
+            rules = {path: rule for path, rule in rules.items() if path not in rows}
+            unknown |= dict.fromkeys(rows, "holds rows with which the next batch's go on")
+        return rules, unknown
 
     def _kept(self, size: int, one: Observation) -> str | None:
         """Why ranks would diverge by what a step leaves to the next one, though ``one`` step alone gives the whole batch's loss."""

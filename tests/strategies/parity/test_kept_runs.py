@@ -95,3 +95,33 @@ def test_what_the_backward_pass_keeps_of_samples_is_told(module: Any) -> None:
 def test_what_counts_batches_speaks_against_parts_alone(module: Any, words: str) -> None:
     found = finding(module())
     assert (found.difference, found.notes, found.part_reason) == (0.0, (), words)
+
+
+class Continued(Base):
+    """A state for each row, with which the next batch's rows go on: every batch but each second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: list[Tensor] = []
+        self.total = 0.0
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.state = [] if batch_idx % 2 == 0 else [each.detach() for each in self.state]
+
+    def loss(self, x: Tensor) -> Tensor:
+        state = (self.layer(x) + (self.state[0] if self.state else 0.0)).tanh()
+        self.state = [state]
+        self.total += float(state.detach().sum())
+        return state.square().mean()
+
+
+def test_rows_with_which_the_next_batch_goes_on_stay_with_their_rank() -> None:
+    found = finding(Continued())
+    assert found.difference == 0.0
+    assert set(found.kept_rules["training_step"]) == {("total",)}, "a rank's rows can't go on with the whole batch's"
+    assert found.notes == (
+        "Continued.state, which training_step changes, holds rows with which the next batch's go on: each rank and each part keeps that of "
+        "its own samples",
+    )
+    assert found.part_reason is not None
+    assert found.part_reason.startswith("a step leaves 'state', 'total' to the next one")
