@@ -1,6 +1,7 @@
 """Models in stages on several (stub) GPUs: what planning says of each rank, and what torch's allocator does. Knows no table.
 
-A run isn't planned and nothing is tried before: the engine's own strategy runs in its workers, as calibration runs it.
+A run isn't planned and nothing is tried before: the engine's own strategy runs in its workers, as calibration runs it. Random numbers are
+drawn as for one device.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_autopar import engines
 from lightning_autopar.devices.discover import probe
+from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.cuda_overhead import target_of, workspaces
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.plan_bytes import predict, replay
@@ -144,7 +146,8 @@ def measure_stages(task: StagesTask) -> list[dict[str, int]]:
     plan = task.plan(tuple(device.id for device in inventory.devices))
     value = engines.of(plan).sample_value(module, tree_map(lambda leaf: leaf[:2], batch), task.blocks)
     devices = tuple(inventory.among(plan.devices))
-    launcher = engine_overhead._Launcher(RunPlan(plan=plan, devices=devices, findings={plan.engine: value}))
+    run_plan = RunPlan(plan=plan, devices=devices, findings={plan.engine: value}, draws=DrawPlan())
+    launcher = engine_overhead._Launcher(run_plan)
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     rows = len(tree_leaves(batch)[0])
     with tempfile.TemporaryDirectory() as folder:
