@@ -33,7 +33,7 @@ from lightning_autopar.text import error_line
 _LOG = logging.getLogger(__name__)
 
 #: Seconds that a look may take; the first of these where all sizes are the same so far.
-_ALIKE_SECONDS, _SECONDS = 0.15, 0.7
+ALIKE_SECONDS, _SECONDS = 0.15, 0.7
 #: At most so many samples or batches are looked at, so many batches are put together by chance, and samples of so many numbers kept.
 MOST, _GROUPS, _KEPT_NUMBERS = 20_000, 200, 8_000_000
 #: How many samples are loaded twice, to see whether they keep their size.
@@ -97,7 +97,7 @@ def _look(loader: Any, first: FirstBatch, seconds: float, clock: Callable[[], fl
             _LOG.debug("samples unlike the first batch's don't make a batch", exc_info=True)
             made: FirstBatch | None = None
             with suppress(Exception):  # they can't be made either: then it is said
-                made = _of_batches(loader, first, clock() + _ALIKE_SECONDS, clock).unlike
+                made = _of_batches(loader, first, clock() + ALIKE_SECONDS, clock).unlike
             return replace(found, unlike=made, unmade=error_line(error) if made is None else "")
     except Exception as error:  # the user's dataset, sampler or collate function; if it is at fault, the run will say so
         _LOG.debug("a loader's sizes can't be looked at", exc_info=True)
@@ -145,7 +145,7 @@ class _Samples:
         for index, sample in self._loaded(random.Random(0).sample(self.of, min(len(self.of), MOST))):
             self._measure(index, sample)
             alike = self._alike and len(self.seen) >= ENOUGH
-            if self._clock() - begun > (min(seconds, _ALIKE_SECONDS) if alike else seconds):
+            if self._clock() - begun > (min(seconds, ALIKE_SECONDS) if alike else seconds):
                 break
         loaded = len(self.seen) - known
         #: The first batch's samples are some of the others, of which nobody knows.
@@ -195,7 +195,7 @@ class _Samples:
         for each in itertools.islice((each for each in self.seen if each.index is not None), _AGAIN):
             if shapes_in(dataset[each.index]) != each.shapes:
                 return True
-            if self._clock() - begun > _ALIKE_SECONDS:
+            if self._clock() - begun > ALIKE_SECONDS:
                 break
         return False
 

@@ -199,7 +199,7 @@ def test_where_no_batch_of_something_new_can_be_made_the_report_says_so(tmp_path
         return torch.stack(samples)
 
     loader = DataLoader(New(), batch_size=4, collate_fn=collate, sampler=[*range(8), 20, *range(8, 15)])
-    monkeypatch.setattr(longest_batch, "_ALIKE_SECONDS", 0.0)  # one batch of the sampler's own
+    monkeypatch.setattr(longest_batch, "ALIKE_SECONDS", 0.0)  # one batch of the sampler's own
     report = planned(tmp_path, monkeypatch, loader, devices="2xcpu:1GiB", allow=["ddp"])
     (note,) = (note for note in report.candidates[0].notes if "what the first batch hasn't" in note)
     assert note.startswith("not checked: whether a batch in parts gives the same values")

@@ -316,6 +316,6 @@ def test_single_samples_are_tried_where_a_plan_may_have_a_part_of_the_module(
     def split(*args: Any, routes: bool, **told: Any) -> Any:
         return SplitFinding(probed=False, notes=(f"single samples: {routes}",)), DrawPlan()
 
-    monkeypatch.setattr(module_findings, "_split", split)
+    monkeypatch.setattr(module_findings, "probe_split", split)
     found = _found_out(Net(), tmp_path, monkeypatch, engines=engines)
     assert found.notes[:1] == (f"single samples: {routes}",)
