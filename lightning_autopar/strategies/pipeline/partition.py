@@ -161,6 +161,11 @@ def in_flight(schedule: Schedule, stage: int, stages: int, ranks: int, micro_bat
     return min(micro_batches, stages - stage)
 
 
+def lingers(schedule: Schedule, stage: int, stages: int, micro_batches: int) -> bool:
+    """Whether what a stage has sent on of a micro-batch stays on when that is over (:mod:`.memory`)."""
+    return schedule == "1f1b" and stage < stages - 1 and micro_batches > 2 * (stages - stage) - 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageTables:
     """The bytes of stages, by their first block (row) and the one after their last (column); activations are those of a micro-batch.
@@ -172,6 +177,7 @@ class StageTables:
         held: between a micro-batch's forward and its backward, with what the stage received.
         peak: at the fullest moment of a forward or a backward, complete gradients not counted.
         passed: what is received and sent of a micro-batch, by the first block and the one after the last.
+        sent: the latter alone, by the one after the last.
         whole: what is whole on every rank of a replica: its batch, and what belongs to no part.
         known: what :meth:`needs` has worked out, by its arguments but the first.
     """
@@ -183,10 +189,19 @@ class StageTables:
     held: Table
     peak: Table
     passed: Table
+    sent: Table
     whole: float
     known: dict[tuple[int, bool], Table] = field(default_factory=dict)
 
-    def needs(self, flight: int, shards: int = 1, *, whole: bool = False, blocks: tuple[int, int] | slice = slice(None)) -> Table:
+    def needs(
+        self,
+        flight: int,
+        shards: int = 1,
+        *,
+        whole: bool = False,
+        lingers: bool = False,
+        blocks: tuple[int, int] | slice = slice(None),
+    ) -> Table:
         """Bytes of a stage at a place of a schedule.
 
         Args:
@@ -194,10 +209,11 @@ class StageTables:
             shards: over how many replicas its states are cut.
             whole: whether the batch is a single micro-batch. Then gradients are complete as activations go, and not there before: the
                 larger of both counts, which is the least that may be.
+            lingers: see :func:`lingers`.
             blocks: the first block and the one after the last; the whole table unless given.
         """
         found: Table = self._once(shards, whole)[blocks] + (flight - 1) * self.held[blocks]
-        return found
+        return found + self.sent[blocks] if lingers else found
 
     def _once(self, shards: int, whole: bool) -> Table:
         """Bytes of a stage that holds one micro-batch at once, worked out once."""
@@ -252,6 +268,7 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
         held=between(kept) + anew[:, None] + received[:, None],
         peak=peak + anew[:, None] + received[:, None],
         passed=received[:, None] + received[None, :],
+        sent=np.broadcast_to(received, (blocks + 1, blocks + 1)),
         whole=footprint.partless_buffer_bytes + round(footprint.input_bytes * rows_share),
     )
 

@@ -29,6 +29,7 @@ from lightning_autopar.strategies.pipeline.partition import (
     StageTables,
     Table,
     in_flight,
+    lingers,
     moves,
     partition,
     stage_seconds,
@@ -322,7 +323,8 @@ class PipelineMaker:
         """Bytes of a stage at its place, by the tables: of all blocks that it could have, or of these alone."""
         flight = in_flight(shape.schedule, stage, shape.stages, shape.ranks, shape.micro_batches)
         shards = shape.replicas if shape.sharded else 1
-        return self._table(shape, recompute).needs(flight, shards, whole=shape.micro_batches == 1, blocks=blocks)
+        stays = lingers(shape.schedule, stage, shape.stages, shape.micro_batches)
+        return self._table(shape, recompute).needs(flight, shards, whole=shape.micro_batches == 1, lingers=stays, blocks=blocks)
 
     def _table(self, shape: Shape, recompute: bool) -> StageTables:
         rows = -(-self.footprint.batch_size // shape.replicas)

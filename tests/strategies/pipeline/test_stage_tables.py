@@ -21,7 +21,7 @@ from lightning_autopar.planning.refusals import cannot_run
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits, Report
 from lightning_autopar.strategies.pipeline.memory import pipeline_bytes
-from lightning_autopar.strategies.pipeline.partition import in_flight, stage_seconds, stage_tables
+from lightning_autopar.strategies.pipeline.partition import in_flight, lingers, stage_seconds, stage_tables
 from lightning_autopar.strategies.pipeline.plans import pipeline_plans
 from tests.fakes.values import MIB, cpu, footprint, inventory
 from tests.memory.stages import MODELS, footprint_of
@@ -50,7 +50,10 @@ def test_tables_say_what_stages_take(gpt: Footprint, schedule: Any, most: float,
     starts = [8 * stage // stages for stage in range(stages + 1)]
     for rank in range(4):
         told = sum(
-            tables.needs(in_flight(schedule, stage, stages, 4, 8))[starts[stage], starts[stage + 1]] for stage in range(rank, stages, 4)
+            tables.needs(in_flight(schedule, stage, stages, 4, 8), lingers=lingers(schedule, stage, stages, 8))[
+                starts[stage], starts[stage + 1]
+            ]
+            for stage in range(rank, stages, 4)
         )
         assert told == pytest.approx(pipeline_bytes(gpt, plan, rank).allocated, rel=most)
 
