@@ -45,7 +45,9 @@ _NOT_THE_USERS = (*within("callbacks"), "lightning_autopar.callbacks.")
 
 def may_stop(trainer: Trainer) -> bool:
     """Whether the user's code may end a fit by ``trainer.should_stop``, judged by its code. Lightning's own callbacks ask all ranks."""
-    hooks = {name for parent in (LightningModule, Callback) for name in dir(parent) if name.startswith("on_") or name.endswith("_step")}
+    kinds = (LightningModule, Callback)
+    names = {name for kind in kinds for name in dir(kind) if callable(getattr(kind, name))}  # `on_gpu` and `global_step` are no hooks
+    hooks = {name for name in names if name.startswith("on_") or name.endswith("_step")}
     return mentions([getattr(each, hook) for each, hook in overridden(trainer, hooks)], trainer.lightning_module, "should_stop".__eq__)
 
 

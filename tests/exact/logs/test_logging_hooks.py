@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_autopar.exact.logs.logging_hooks import logs_between_steps, logs_in_training_step, looks_within_step, sees_loss
+from lightning_autopar.exact.logs.logging_hooks import logs_between_steps, logs_in_training_step, looks_within_step, may_stop, sees_loss
 
 
 def tell(module: Any, value: Tensor) -> None:
@@ -155,6 +155,17 @@ def test_whether_a_training_step_may_log(kind: Any, logs: bool) -> None:
 def test_whether_hooks_of_a_batch_may_log() -> None:
     assert not logs_between_steps(trainer(Silent(), Quiet(), ModelCheckpoint()))
     assert logs_between_steps(trainer(InHook()))
+
+
+class Stops(Silent):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.trainer.should_stop = True
+
+
+def test_whether_the_users_code_may_end_a_fit() -> None:
+    """A run whose code doesn't has no collective for it at each batch."""
+    assert not may_stop(trainer(Silent(), Quiet(), ModelCheckpoint()))
+    assert may_stop(trainer(Stops()))
 
 
 def test_who_sees_a_steps_loss() -> None:
