@@ -103,10 +103,9 @@ def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: if an engine is unknown, a size or a share is none, the plan's file holds none, or the time to wait is none.
     """
-    names = ("batch", "memory_margin", "objective")
-    found = {name: value for name in names if (value := getattr(options, name)) is not None}
+    found = {name: value for name in ("batch", "objective") if (value := getattr(options, name)) is not None}
     if options.memory_margin is not None:
-        check_memory_margin(options.memory_margin)
+        found["memory_margin"] = check_memory_margin(options.memory_margin)
     if options.memory_limit is not None:
         found["memory_limit"] = check_memory_limit(options.memory_limit)
     if options.allow is not None:

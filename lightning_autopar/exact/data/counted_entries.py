@@ -21,7 +21,8 @@ from lightning_autopar.exact.data.batch_structure import is_collection, is_leaf,
 from lightning_autopar.exact.data.rank_share import BatchShare, Tally
 
 Path = tuple[Any, ...]
-#: Begins a collective, to which each rank gives its number for each count. What it returns waits for those of every rank, in their order.
+#: Begins a collective, to which each rank gives its number for each count. It returns a function, which waits for the collective and
+#: gives the numbers of all ranks, in the order of ranks.
 Gather = Callable[[list[float]], Callable[[], Sequence[Sequence[float]]]]
 #: How deep in a batch tensors are looked for.
 _DEEP = 5

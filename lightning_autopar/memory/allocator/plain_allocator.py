@@ -97,7 +97,7 @@ class PlainAllocator:
         return {category: size << _UNIT for category, size in self._fullest.items()}
 
     def lift_limit(self) -> None:
-        """From now on, hold as much as is asked for. What was given back before stays so."""
+        """From now on, hold as much as is asked for. Segments that were given back to the driver before don't return."""
         self.limit_bytes, self._limit = None, sys.maxsize
 
     def play(self, orders: Iterable[int], labels: Iterable[Category]) -> None:

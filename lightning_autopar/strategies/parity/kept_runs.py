@@ -181,15 +181,16 @@ class KeptRuns:
             with patched(self, "earlier", 1):
                 try:
                     see(size)
-                except Exception:
+                except Exception:  # of the user's step, on a part with the whole batch's rows; without rows it has another cause
                     if not rows:
                         raise
+                    _LOG.debug("a part doesn't go on with the whole batch's rows", exc_info=True)
                     goes_on = True
                 if self.batches.count > size and not goes_on:
                     see(size + 1)
         rules, unknown = settled(evidence)
         if goes_on:  # a part's rows with those that it left itself, and not with the whole batch's
-            self._observed(twice, self.weighing.shares(size))
+            self._observed(twice, self.weighing.shares(size))  # raises where it can't; :meth:`_kept` compares the losses
             rules = {path: rule for path, rule in rules.items() if path not in rows}
             unknown |= dict.fromkeys(rows, "holds rows with which the next batch's go on")
         return rules, unknown

@@ -207,7 +207,7 @@ class LaterSteps(KeptRuns):
     def _stepped(self, hook: str, given: Any, index: int) -> tuple[Any, dict[tuple[str, str], Logged]]:
         """Run the user's step, between the hooks at the batch's start and end; returns its output, and what was logged."""
         logged, hooked = dict[tuple[str, str], Logged](), dict[tuple[str, str], Logged]()
-        index = index + self.earlier if self.earlier else index
+        index += self.earlier
         with recorded_in(self.module, f"on_{self.rehearsal.loop}_batch_start", hooked):
             self.rehearsal.batch_hooks("start", given if self.hooked is None else copied(self.hooked), index)
         with recorded_in(self.module, hook, logged):

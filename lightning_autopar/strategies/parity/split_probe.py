@@ -104,15 +104,15 @@ def probe_split(
     except Exception as error:  # the user's collate function, on fewer samples than it is used to
         _LOG.debug("the first batch can't be split", exc_info=True)
         return SplitFinding(splittable=False, probed=False, reason=f"the batch can't be taken apart ({error_line(error)})"), DrawPlan()
-    state = rng.capture({})
+    state, routes = rng.capture({}), routes and bool(blocks)
     try:
         do_without(module, sorts)
         with nudged(module):
             probe = _Probe(module, trainer, batches, conduct, despite, known, tries_others)
-            found, draws = probe.run(sizes, time_limit_seconds, routes=routes and bool(blocks))
+            found, draws = probe.run(sizes, time_limit_seconds, routes=routes)
         if (unfit := found.raised or math.isnan(found.difference)) or not probe.finite:  # a step that only its own weights fit
             probe = _Probe(module, trainer, batches, conduct, despite, known, tries_others)
-            own, own_draws = probe.run(sizes, time_limit_seconds, routes=routes and bool(blocks))
+            own, own_draws = probe.run(sizes, time_limit_seconds, routes=routes)
             found, draws = (own, own_draws) if unfit else (replace(found, log_rules={**own.log_rules, **found.log_rules}), draws)
     finally:
         rng.restore(state, {})

@@ -5,7 +5,8 @@ As ``torch.distributed.pipelining`` runs stages that replay the user's own ``tra
 
 - Stage ``s`` runs from its first block to just before the next stage's: what runs between two blocks belongs to the stage before the cut.
 - What a stage receives is allocated when it is asked for: activations stay until the micro-batch's backward is over, gradients during it
-  (under 1F1B until the next are asked for). The interleaved schedule, which ``torch`` runs action by action, asks an action ahead.
+  (under 1F1B until the next are asked for). The interleaved schedule, which ``torch`` runs action by action, asks several actions ahead;
+  here one is counted, in a replay all are (``schedules.receives``).
 - Until its backward, a micro-batch holds what forward saved, and the stage's output. The last stage's output is the loss.
 - What was sent stays until the schedule lets go of the operation: to the end of the step under interleaved 1F1B; under 1F1B the last
   gradient, and until the last forward the last activation but one that was sent before the first backward. Under GPipe gloo's
