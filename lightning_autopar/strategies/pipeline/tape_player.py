@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
@@ -75,6 +76,10 @@ class PipelinePlayer(Player):
             number = 2 * part.index + 2 if part.mark == "leave" else 2 * part.index + (part.mark != "return")
             stage = next(stage for stage in range(len(borders) - 1) if borders[stage] <= number < borders[stage + 1])
             self._parts.setdefault((part.mark in ("forward", "leave"), stage), []).append(part)
+        made = {change.storage: change.size_bytes for part in script.parts[last:] for change in part.changes if _is_waiting(change)}
+        summed: dict[int, set[int]] = {}
+        for stage in self.stages:
+            self._parts[False, stage], summed[stage] = _without_others(self._parts.get((False, stage), []), made)
         sizes = parts_of(footprint.tape, len(footprint.blocks))
         crossing = [[one.size for one in sizes[border].crossing] if 0 < border < len(sizes) else [] for border in borders]
         self._received = {stage: crossing[stage] for stage in self.stages}
@@ -95,7 +100,7 @@ class PipelinePlayer(Player):
         self._shared = {stage: Counter[int]() for stage in self.stages}
         self._waiting = {stage: list[tuple[int, int]]() for stage in self.stages}
         for stage in self.stages:
-            self._find_shared(stage, range(borders[stage], borders[stage + 1]))
+            self._find_shared(stage, range(borders[stage], borders[stage + 1]), summed[stage])
         self._learning = {stage: Counter([*self._gradients[stage], *(use[3] for use in shared[stage])]) for stage in self.stages}
         self._completed: Counter[int] = Counter()
         everything = _sizes(_layers(footprint, 0, borders[-1]))
@@ -108,8 +113,14 @@ class PipelinePlayer(Player):
         self._made = {stage: self._storages(stage) for stage in self.stages}
         self._handed_on = {stage: self._to_be_added(stage) for stage in self.stages}
 
-    def _find_shared(self, stage: int, own: range) -> None:
-        """Look for parameters that parts of several stages use."""
+    def _find_shared(self, stage: int, own: range, summed: set[int]) -> None:
+        """Look for parameters that parts of several stages use.
+
+        Args:
+            stage: which uses some.
+            own: its parts.
+            summed: sizes of those whose gradient waits on the stage's own part of the tape.
+        """
         users: dict[str, tuple[set[int], int]] = {}
         for index, name, _, gradient_bytes, _ in self.footprint.also_uses:
             users.setdefault(name, ({self.footprint.holders.get(name, 0)}, gradient_bytes))[0].add(2 * index)
@@ -117,7 +128,7 @@ class PipelinePlayer(Player):
             within = parts.intersection(own)
             if within and len(within) < len(parts):
                 self._shared[stage][size_bytes] += 1
-            if len(within) > 1 and max(parts) not in within:
+            if len(within) > 1 and max(parts) not in within and size_bytes not in summed:
                 self._waiting[stage].append((max(within), size_bytes))
 
     def _storages(self, stage: int) -> set[int]:
@@ -279,6 +290,43 @@ class PipelinePlayer(Player):
             met = self._met[size_bytes]
             return size_bytes if int(met * portion + 1e-9) > int((met - 1) * portion + 1e-9) else 0
         return int(size_bytes * self._share_of_all)
+
+
+def _is_waiting(change: TapeChange) -> bool:
+    """Whether it makes a gradient that may wait for another part's, as their parameter is shared."""
+    return change.action == "allocate" and change.kind == "fixed"
+
+
+def _without_others(parts: list[TapePart], made: Mapping[int, int]) -> tuple[list[TapePart], set[int]]:
+    """The backward of a stage without its sums of an own gradient and a later stage's, which isn't there: the own one waits as it is.
+
+    Args:
+        parts: of the stage, in order.
+        made: bytes of each gradient that may wait, of all stages.
+
+    Returns:
+        The parts, and the sizes of those gradients.
+    """
+    own = {change.storage for part in parts for change in part.changes if _is_waiting(change)}
+    same: dict[int, int] = {}  # a sum, and the gradient that takes its place
+    found = []
+    for part in parts:
+        begun: dict[int, list[int]] = {}
+        for change in part.changes:
+            if _is_waiting(change):
+                begun.setdefault(change.size_bytes, []).append(change.storage)
+            elif change.action == "free" and change.storage in made and change.storage not in own:
+                *_, gradient, total = None, None, *begun.get(made[change.storage], ())
+                if gradient is not None and total is not None:
+                    same[total] = gradient
+        kept = set(same.values())
+        changes = [
+            change._replace(storage=same.get(change.storage, change.storage))
+            for change in part.changes
+            if not (change.action == "allocate" and change.storage in same) and not (change.action == "free" and change.storage in kept)
+        ]
+        found.append(replace(part, changes=changes) if same else part)
+    return found, {made[total] for total in same}
 
 
 def _resized(change: TapeChange, sizes: Mapping[int, int]) -> TapeChange:

@@ -524,26 +524,41 @@ def test_stages_as_predicted_by_their_parts(deep: Footprint, schedule: Any, rank
         assert replay(deep, of, rank, options=options).allocated_peak_bytes == pytest.approx(predicted, rel=0.01)
 
 
-def test_a_parameter_of_two_stages_has_its_gradient_in_both() -> None:
-    """On the tape the last part's gradient waits for the first part's, and takes it in: it is complete in one of them only."""
-    tape = Tape()
+def tied_in(*parts: int) -> Footprint:
+    """The two blocks and a parameter that these parts around them use: on the tape each one's gradient is added to the later ones'."""
+    tape, size, waits = Tape(), PARAMETER * KIB, 0
     for action, storage, size_bytes, kind in step_of_two_blocks():
         tape.add(action, storage, size_bytes, kind)
         if (action, storage) == ("allocate", 1):
-            tape.add("allocate", 3, PARAMETER * KIB, "parameters")
-        elif action == "return" and storage != 1:
-            tape.add("allocate", 60 + storage, PARAMETER * KIB, "fixed")
+            tape.add("allocate", 3, size, "parameters")
+        elif action == "return" and storage in parts:
+            tape.add("allocate", 60 + storage, size, "fixed")
             if storage == 0:
                 tape.add("free", 60, 0, "fixed")
-                tape.add("become", 62, PARAMETER * KIB, "gradients")
-    size = PARAMETER * KIB
+                tape.add("become", waits, size, "gradients")
+            elif waits:
+                tape.add("allocate", 70, size, "fixed")
+                tape.add("free", waits, 0, "fixed")
+                tape.add("free", 60 + storage, 0, "fixed")
+                waits = 70
+            else:
+                waits = 60 + storage
     holder = LayerFootprint(fqn="", parameter_bytes=size, gradient_bytes=size, parameter_rows=((16, 4 * KIB, True),))
-    tied = replace(
-        footprint_of(tape), outer=(holder, *(LayerFootprint(fqn=""),) * 2), also_uses=((2, "p", size, size, 0),), holders={"p": 0}
-    )
+    uses = tuple((index, "p", size, size, 0) for index in parts[1:])
+    return replace(footprint_of(tape), outer=(holder, *(LayerFootprint(fqn=""),) * 2), also_uses=uses, holders={"p": 0})
+
+
+def test_a_parameter_of_two_stages_has_its_gradient_in_both() -> None:
+    """On the tape the last part's gradient waits for the first part's, and takes it in: it is complete in one of them only."""
     for rank in range(2):
-        found = replay(tied, plan("pipeline", 2, cuts=("b",), schedule="gpipe", micro_batches=2), rank)
-        assert found.by_category["gradients"] == 2 * size
+        found = replay(tied_in(0, 2), plan("pipeline", 2, cuts=("b",), schedule="gpipe", micro_batches=2), rank)
+        assert found.by_category["gradients"] == 2 * PARAMETER * KIB
+
+
+def test_a_stage_makes_no_sum_with_the_gradient_of_a_later_stages_use() -> None:
+    """Of a parameter that encoder, decoder and head share, the head's gradient isn't in the first stage."""
+    cut = plan("pipeline", 2, cuts=("b",), schedule="gpipe", micro_batches=2)
+    assert replay(tied_in(0, 1, 2), cut, 0) == replay(tied_in(0, 1), cut, 0)
 
 
 def test_of_many_micro_batches_some_show_what_all_do(deep: Footprint, monkeypatch: pytest.MonkeyPatch) -> None:
