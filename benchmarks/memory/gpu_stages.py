@@ -32,6 +32,7 @@ from memory.zoo_unseen import judging_models
 
 _BLOCKS = 6
 _STEPS = 4
+_QUIET: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 #: FQNs of each model's blocks, in order; half of them are an encoder's, half a decoder's, where there are two.
 _FQNS = {
     "Qwen3": ["model.layers"],
@@ -55,11 +56,28 @@ _SETTINGS: tuple[tuple[Schedule, int, int, int], ...] = (
     ("gpipe", 4, 4, 4),
     ("gpipe", 2, 1, 2),
 )
+#: What a pipeline may have besides.
+_MORE: tuple[dict[str, Any], ...] = (
+    {"schedule": "1f1b", "ranks": 2, "micro_batches": 4, "stages": 2, "recompute": 1},
+    {"schedule": "gpipe", "ranks": 2, "micro_batches": 2, "stages": 2, "replicas": 2},
+    {"schedule": "1f1b", "ranks": 2, "micro_batches": 2, "stages": 2, "accumulate": 2},
+    {"schedule": "interleaved_1f1b", "ranks": 2, "micro_batches": 2, "stages": 4, "recompute": 2},
+    {"schedule": "1f1b", "ranks": 2, "micro_batches": 2, "stages": 2, "replicas": 2, "sharded": True},
+    {"schedule": "gpipe", "ranks": 3, "micro_batches": 4, "stages": 3, "recompute": 2, "accumulate": 2},
+    {"schedule": "1f1b", "ranks": 2, "micro_batches": 4, "stages": 2, "replicas": 2, "recompute": 2},
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagesTask:
-    """A model in a precision, cut into stages."""
+    """A model in a precision, cut into stages.
+
+    Args:
+        replicas: how many pipelines of ``ranks`` GPUs each run side by side.
+        sharded: whether these shard each block's parameters among them.
+        recompute: every so-manieth block is recomputed; 0 for none.
+        accumulate: batches to a step of the optimizer.
+    """
 
     model: str
     precision: str
@@ -67,6 +85,21 @@ class StagesTask:
     ranks: int
     micro_batches: int
     stages: int
+    replicas: int = 1
+    sharded: bool = False
+    recompute: int = 0
+    accumulate: int = 1
+
+    @property
+    def words(self) -> str:
+        """Which it is."""
+        more = [
+            *([f"{self.replicas} replicas" + (", sharded" if self.sharded else "")] if self.replicas > 1 else []),
+            *([f"each {self.recompute}. block recomputed"] if self.recompute else []),
+            *([f"{self.accumulate} batches a step"] if self.accumulate > 1 else []),
+        ]
+        settings = f"{self.schedule} ×{self.micro_batches}, {self.stages} on {self.ranks}"
+        return ", ".join([self.model, self.precision, settings, *more])
 
     @property
     def blocks(self) -> list[str]:
@@ -76,12 +109,21 @@ class StagesTask:
     def plan(self, devices: tuple[str, ...]) -> Plan:
         """The pipeline on the first of these devices."""
         cuts = tuple(self.blocks[_BLOCKS * stage // self.stages] for stage in range(1, self.stages))
-        return Plan(engine="pipeline", devices=devices[: self.ranks], cuts=cuts, schedule=self.schedule, micro_batches=self.micro_batches)
+        return Plan(
+            engine="pipeline",
+            devices=devices[: self.ranks * self.replicas],
+            cuts=cuts,
+            schedule=self.schedule,
+            micro_batches=self.micro_batches,
+            replicas=self.replicas,
+            shard=tuple(self.blocks) if self.sharded else (),
+            recompute=tuple(self.blocks[:: self.recompute]) if self.recompute else (),
+        )
 
 
 def stages_tasks() -> list[StagesTask]:
-    """Each model four times; precisions and settings take turns."""
-    return [
+    """Each model four times; precisions and settings take turns. Then twice with one of :data:`_MORE`."""
+    plain = [
         StagesTask(
             model=model,
             precision=_PRECISIONS[(place + turn) % 3],
@@ -90,6 +132,12 @@ def stages_tasks() -> list[StagesTask]:
         for turn in range(4)
         for place, model in enumerate(_FQNS)
     ]
+    more = [
+        StagesTask(model=model, precision=_PRECISIONS[(place + turn + 1) % 3], **_MORE[(place + 5 * turn) % len(_MORE)])
+        for turn in range(2)
+        for place, model in enumerate(_FQNS)
+    ]
+    return plain + more
 
 
 def _built(task: StagesTask) -> tuple[pl.LightningModule, Any]:
@@ -102,12 +150,13 @@ def _built(task: StagesTask) -> tuple[pl.LightningModule, Any]:
 def predict_stages(task: StagesTask, spec: str) -> list[dict[str, int]]:
     """Of each rank the bytes that are said to be allocated and reserved, also without the replay."""
     module, batch = _built(task)
-    inventory = probe(f"{task.ranks}x{spec}")
-    footprint = trace(module, None, batch, precision=task.precision, target=target_of(inventory.devices))
+    inventory = probe(f"{task.ranks * task.replicas}x{spec}")
+    trainer = pl.Trainer(accelerator="cpu", devices=1, accumulate_grad_batches=task.accumulate, **_QUIET)
+    footprint = trace(module, trainer, batch, precision=task.precision, target=target_of(inventory.devices))
     plan = task.plan(tuple(device.id for device in inventory.devices))
     told = predict(footprint, plan, inventory, precision=task.precision).values()
     taken = workspaces(footprint, inventory.devices[0].name)
-    played = [replay(footprint, plan, rank, workspaces=taken) for rank in range(task.ranks)]
+    played = [replay(footprint, plan, rank, workspaces=taken) for rank in range(len(plan.devices))]
     return [
         {
             "allocated": one.allocated_peak_bytes,
@@ -120,11 +169,11 @@ def predict_stages(task: StagesTask, spec: str) -> list[dict[str, int]]:
 
 
 class _Samples(Dataset[Any]):
-    def __init__(self, batch: Any, rows: int) -> None:
-        self.batch, self.rows = batch, rows
+    def __init__(self, batch: Any, rows: int, length: int) -> None:
+        self.batch, self.rows, self.length = batch, rows, length
 
     def __len__(self) -> int:
-        return self.rows * _STEPS
+        return self.length
 
     def __getitem__(self, index: int) -> Any:
         return tree_map(lambda leaf: leaf[index % self.rows].clone(), self.batch)
@@ -148,15 +197,21 @@ def measure_stages(task: StagesTask) -> list[dict[str, int]]:
     devices = tuple(inventory.among(plan.devices))
     run_plan = RunPlan(plan=plan, devices=devices, findings={plan.engine: value}, draws=DrawPlan())
     launcher = engine_overhead._Launcher(run_plan)
-    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     rows = len(tree_leaves(batch)[0])
     with tempfile.TemporaryDirectory() as folder:
         strategy, callbacks = engine_overhead._Calibrating(launcher), [_Measured(folder)]
         trainer = pl.Trainer(
-            accelerator="gpu", devices=1, strategy=strategy, precision=task.precision, max_steps=_STEPS, callbacks=callbacks, **quiet
+            accelerator="gpu",
+            devices=1,
+            strategy=strategy,
+            precision=task.precision,
+            max_steps=_STEPS,
+            accumulate_grad_batches=task.accumulate,
+            callbacks=callbacks,
+            **_QUIET,
         )
-        trainer.fit(module, DataLoader(_Samples(batch, rows), rows))
-        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(task.ranks)]
+        trainer.fit(module, DataLoader(_Samples(batch, rows, rows * _STEPS * task.accumulate), rows))
+        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(len(plan.devices))]
 
 
 def stages_row(task: StagesTask, predicted: list[dict[str, int]], measured: list[dict[str, int]]) -> dict[str, Any]:
