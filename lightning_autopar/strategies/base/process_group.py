@@ -100,12 +100,15 @@ def stopped_together(trainer: Trainer) -> Iterator[None]:
     """
     epoch = trainer.fit_loop.epoch_loop
 
-    def then_agree(call: Callable[..., Any], *args: Any) -> None:
-        call(*args)
-        trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+    def then_agree(call: Callable[..., Any], *args: Any) -> Any:
+        found = call(*args)
+        word = torch.tensor(int(trainer.should_stop), device=trainer.strategy.root_device)
+        dist.all_reduce(word, dist.ReduceOp.MAX)  # Lightning's own way begins with a barrier
+        trainer.should_stop = bool(word)
+        return found
 
     with ExitStack() as stack:
-        for loop, name in ((epoch, "advance"), (epoch, "on_advance_end"), (trainer.fit_loop, "on_advance_end")):
+        for loop, name in ((epoch, "advance"), (epoch.val_loop, "run"), (trainer.fit_loop, "on_advance_end")):
             stack.enter_context(patched(loop, name, partial(then_agree, getattr(loop, name))))
         yield
 
