@@ -214,6 +214,9 @@ def split_notes(constraints: Constraints, *, ranks: bool = True) -> tuple[str, .
     if split is None or not constraints.split_batch:
         return ()
     notes = (*apart_notes(split), *split.notes, *(split.rank_notes if ranks else ()))
+    if split.unweighed and "later_entries" in constraints.despite:
+        entries = " or ".join(count.left_out for count in split.unweighed)
+        notes = (*notes, overruled("later_entries", f"parts of a batch that has {entries} weigh as those of one without"))
     if not split.probed:
         unknown = (f"whether splitting the batch changes its loss is not known ({split.reason})",) if split.reason else ()
         return (*unknown, *notes)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_autopar import AutoParallelStrategy, Plan
+from lightning_autopar import AutoParallelStrategy, Batch, Plan
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.preparation import module_findings
 
@@ -334,12 +334,19 @@ class TwoMeans(Tokens):
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("plan", ["ddp", "single in parts"])
 def test_a_batch_whose_parts_do_not_weigh_anything_known_ends_the_run(plan: str) -> None:
-    """On one device it is a batch like others."""
+    """What was trained before comes back; on one device it is a batch like others, and the user may have it split."""
     told: dict[str, Any] = {"limit_val_batches": 0}
-    with pytest.raises(ValueError, match=re.escape("this batch has other numbers than 1 in batch[1], as none had that planning looked at")):
-        train(TwoMeans, Streamed(Late(22)), AutoParallelStrategy(plan=PLANS[plan], devices=f"{len(PLANS[plan].devices)}xcpu:1GiB"), **told)
+    module, spec = TwoMeans(), f"{len(PLANS[plan].devices)}xcpu:1GiB"
+    copied = [parameter.detach().clone() for parameter in module.parameters()]
+    with pytest.raises(ValueError, match=r"this batch has other numbers than 1 in .*on one device in one piece .*despite=..later_entries"):
+        train(lambda: module, Streamed(Late(22)), AutoParallelStrategy(plan=PLANS[plan], devices=spec), **told)
+    assert module.trainer.global_step > 0
+    assert any(not torch.equal(ours, before) for ours, before in zip(module.parameters(), copied, strict=True))
     one = Plan(engine="single", devices=TWO[:1])
     assert train(TwoMeans, Streamed(Late(22)), AutoParallelStrategy(plan=one, devices="1xcpu:1GiB"), **told)[0]["loss"] > 0.0
+    despite = AutoParallelStrategy(plan=PLANS[plan], batch=Batch(despite=["later_entries"]), devices=spec)
+    with pytest.warns(UserWarning, match="despite=..later_entries..: parts of a batch that has other numbers than 1 in "):
+        assert train(TwoMeans, Streamed(Late(22)), despite, **told)[0]["loss"] > 0.0
 
 
 class Shrinking(IterableDataset[Any]):

@@ -75,14 +75,22 @@ _WRAPPERS = ("distributed_c10d.py", "c10d_logger.py", "contextlib.py", "eval_fra
 
 
 class Counted(TorchDispatchMode):
-    """Counts collectives that this package's code itself begins, by their names and the code's files, while there is a counter."""
+    """Counts collectives by their names and the files of the code that begins them, while there is a counter.
+
+    Args:
+        everyones: whether also those that others than this package's code begin.
+    """
 
     counter: Counter[str] | None = None
+
+    def __init__(self, everyones: bool = False) -> None:
+        super().__init__()
+        self._everyones = everyones
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d" and self.counter is not None:
             caller = next(_callers())
-            if "lightning_autopar" in caller.parts:
+            if self._everyones or "lightning_autopar" in caller.parts:
                 self.counter[f"{function.overloadpacket.__name__} in {caller.name}"] += 1
         return function(*args, **(kwargs or {}))
 
@@ -99,11 +107,12 @@ class Counts(pl.Callback):
     Args:
         folder: where each rank's file goes.
         skip: steps that aren't counted: the first ones find things out.
+        everyones: see :class:`Counted`.
     """
 
-    def __init__(self, folder: Path, skip: int = 3) -> None:
+    def __init__(self, folder: Path, skip: int = 3, *, everyones: bool = False) -> None:
         self.folder, self.skip = folder, skip
-        self._mode = Counted()
+        self._mode = Counted(everyones)
         self._steps: list[Counter[str]] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

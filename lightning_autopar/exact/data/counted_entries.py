@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from lightning_autopar.constraints import LOSS
+from lightning_autopar.constraints import LOSS, overrule
 from lightning_autopar.exact.data.batch_structure import is_collection, is_leaf, is_object, state_of
 from lightning_autopar.exact.data.rank_share import BatchShare, Tally
 
@@ -374,9 +374,10 @@ def _nothing() -> None:
 
 def _unweighed_words(count: Count) -> str:
     return (
-        f"this batch has {count.left_out}, as none had that planning looked at. When planning tried a batch with some, the loss of its "
-        "parts was not that of the whole batch, whatever they weighed, so this batch can't be split. Run on one device "
-        "(allow=['single']), or let the first batch have some, so that planning takes them into account"
+        f"this batch has {count.left_out}, and planning found no weights of a batch's parts with which their losses give that of the whole "
+        "batch wherever it has some and wherever it has none, so this batch can't be split. Run the model on one device in one piece "
+        "(plan=Plan(engine='single', devices=[...])), or let the first batch have some, so that planning takes them into account"
+        + overrule("later_entries")
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autopar._lightning import LightningModule, LightningOptimizer, Precision, Trainer
-from lightning_autopar._lightning_compat import is_overridden, parse_optimizers
+from lightning_autopar._lightning_compat import TrainerFn, is_overridden, parse_optimizers
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar._temporary import patched
 from lightning_autopar.memory.trace.first_batch import RAISED
@@ -244,6 +244,10 @@ class BareStep:
         #: Whether the last step of automatic optimization had a backward.
         self.went_back = False
         self._trainer = TrainerView(trainer)
+        #: Whether a fit validates: the module has its optimizers and schedulers then.
+        self._in_fit = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        self._wrapped: list[Any] = []
+        self._schedulers: list[Any] = []
         self._autocast_dtype = autocast_dtype
         self._default_dtype = default_dtype
         self._enter = enter
@@ -303,13 +307,14 @@ class BareStep:
                 self.module.configure_model()
         if self.stage != "fit":
             self.module.eval()
-            return
+            if not self._in_fit:
+                return
         conf: Any = None
         if is_overridden("configure_optimizers", self.module):
             with no_writes(self._written):
                 conf = self.module.configure_optimizers()
         optimizers, schedulers = ([], []) if conf is None else _parse(conf)
-        self.optimizers = optimizers
+        self.optimizers = optimizers if self.stage == "fit" else []
         self._schedulers = schedulers
         strategy = SimpleNamespace(lightning_module=self.module, optimizer_step=self._step_optimizer)
         self._wrapped = []
@@ -319,6 +324,8 @@ class BareStep:
             self._wrapped.append(wrapped)
         configs = [SimpleNamespace(scheduler=s, interval="epoch", frequency=1, monitor=None, name=None) for s in schedulers]
         self._trainer.give(optimizers=optimizers, lr_scheduler_configs=configs)
+        if self.stage != "fit":
+            return
         for name in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
             self._hook(name)
 

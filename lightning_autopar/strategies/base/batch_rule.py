@@ -22,7 +22,8 @@ class Batch:
             is less work, and as good a run, but not the same one.
         despite: The names of refusals to overrule. Plans are then taken whose run differs from that on one device: "batch_norm" (each
             micro-batch has its own statistics), "buffers" (each rank keeps only its own samples' values in buffers that the step writes,
-            such as a memory bank) and "kept" (the same for attributes that the next step's loss depends on). The report and the run say so.
+            such as a memory bank), "kept" (the same for attributes that the next step's loss depends on) and "later_entries" (a batch with
+            entries of which planning couldn't tell what they change is split all the same). The report and the run say so.
 
     Raises:
         ValueError: if an argument isn't allowed, with the value, the bound and the remedy.
@@ -30,7 +31,7 @@ class Batch:
 
     rule: BatchRule = "global"
     draws: Literal["whole", "per-rank"] = "whole"
-    despite: tuple[Literal["batch_norm", "buffers", "kept"], ...] = ()
+    despite: tuple[Literal["batch_norm", "buffers", "kept", "later_entries"], ...] = ()
 
     def __post_init__(self) -> None:
         if self.rule not in ("global", "per_device"):

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d
 
-from lightning_autopar._lightning import ParallelStrategy, Trainer
+from lightning_autopar._lightning import ParallelStrategy, Trainer, rank_zero_only
 from lightning_autopar._lightning_compat import distributed_is_initialized, init_dist_connection
-from lightning_autopar._root import FRAMEWORK
+from lightning_autopar._root import FRAMEWORK, is_users
 from lightning_autopar._temporary import patched
 
 #: The variable in which the parent names the file where its forked workers meet. Unlike a port, nobody else can take a file in between.
@@ -100,12 +100,15 @@ def stopped_together(trainer: Trainer) -> Iterator[None]:
     """
     epoch = trainer.fit_loop.epoch_loop
 
-    def then_agree(call: Callable[..., Any], *args: Any) -> None:
-        call(*args)
-        trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+    def then_agree(call: Callable[..., Any], *args: Any) -> Any:
+        found = call(*args)
+        word = torch.tensor(int(trainer.should_stop), device=trainer.strategy.root_device)
+        dist.all_reduce(word, dist.ReduceOp.MAX)  # Lightning's own way begins with a barrier
+        trainer.should_stop = bool(word)
+        return found
 
     with ExitStack() as stack:
-        for loop, name in ((epoch, "advance"), (epoch, "on_advance_end"), (trainer.fit_loop, "on_advance_end")):
+        for loop, name in ((epoch, "advance"), (epoch.val_loop, "run"), (trainer.fit_loop, "on_advance_end")):
             stack.enter_context(patched(loop, name, partial(then_agree, getattr(loop, name))))
         yield
 
@@ -166,20 +169,37 @@ PATIENCE = timedelta(minutes=5)
 
 
 #: The remedy where a condition on the rank lets only some ranks run the code.
-_FOR_ALL = "with sharded parameters all ranks must do it: remove the condition on the rank around it"
+_FOR_ALL = (
+    "with sharded parameters all ranks must do it: remove the condition on the rank around it (rank_zero_only, is_global_zero), save "
+    "weights by trainer.save_checkpoint or a ModelCheckpoint, or run with allow=['single', 'ddp']"
+)
 
 
-def wait_for_all_ranks(what: str, remedy: str = _FOR_ALL, *, within: timedelta | None = None) -> None:
+#: Lines of hooks on which all ranks have met.
+_met: set[tuple[CodeType, int]] = set()
+
+
+def wait_for_all_ranks(what: str, remedy: str = _FOR_ALL, *, within: timedelta | None = None, once: bool = False) -> None:
     """Wait for all ranks: if only some of them come, they get an error instead of a collective that never ends.
 
     Args:
         what: what has been done, in words.
         remedy: why all ranks must do it, and what to do.
         within: how long to wait; None: some minutes.
+        once: whether to wait only the first time that a line of one of the user's hooks comes here. Waiting takes 10 ms.
 
     Raises:
-        RuntimeError: if not all ranks come in that time.
+        RuntimeError: if not all ranks come in that time; at once in a function of the user's that is rank 0's alone.
     """
+    hook, alone = _running()
+    where = "" if hook is None else f" in {hook.f_code.co_qualname} ({os.path.basename(hook.f_code.co_filename)}:{hook.f_lineno})"
+    if alone and dist.get_world_size() > 1:
+        raise RuntimeError(f"{what}{where} on rank {dist.get_rank()} alone; {remedy}")
+    if once:
+        line = None if hook is None else (hook.f_code, hook.f_lineno)
+        if line is None or line in _met:
+            return
+        _met.add(line)
     store: Any = dist.distributed_c10d._get_default_store()
     patience = within or PATIENCE
     key = f"autopar/outside/{store.add(f'autopar/outside/rank{dist.get_rank()}', 1)}/{what}"
@@ -188,4 +208,17 @@ def wait_for_all_ranks(what: str, remedy: str = _FOR_ALL, *, within: timedelta |
     try:
         store.wait([f"{key}/all"], patience)
     except RuntimeError as error:
-        raise RuntimeError(f"{what} on rank {dist.get_rank()}, but not on all ranks within {patience}; {remedy}") from error
+        raise RuntimeError(f"{what}{where} on rank {dist.get_rank()}, but not on all ranks within {patience}; {remedy}") from error
+
+
+def _running() -> tuple[FrameType | None, bool]:
+    """The frame of the user's hook that runs, and whether a function under ``rank_zero_only`` does."""
+    hook, alone = None, False
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name not in _CALLS:
+        if frame.f_code in rank_zero_only.__code__.co_consts:
+            alone = True
+        elif is_users(frame):
+            hook = frame
+        frame = frame.f_back
+    return (None if frame is None else hook), alone

@@ -8,8 +8,8 @@ FSDP2 gathers a parameter into a buffer of its own and frees it again: what a st
 weights, weights of norm one) would be lost silently. Each rank holds the same whole parameter and has written the same, so that each takes
 its own part of it without communication.
 
-Where hooks and callbacks see shards, a number that they read of one and what they draw for it are the whole tensor's: without this, each
-rank would silently have its own shard's.
+Where hooks and callbacks see shards, a number that they read of one, what they save of it and what they draw for it are the whole tensor's:
+without this, each rank would silently have its own shard's.
 """
 
 from __future__ import annotations
@@ -231,6 +231,9 @@ class _Gathered(nn.Parameter):
         """None within a backward pass, where FSDP2 itself reads and sets gradients, and for a copy of a gathered parameter."""
         of = self.__dict__.get("_of")
         return None if of is None or torch._C._current_graph_task_id() != -1 else of.sharded_param
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(_DATA.__get__(self), self.requires_grad).__reduce_ex__(protocol)
 
     @property
     def data(self) -> Tensor:
@@ -494,8 +497,8 @@ _TENSOR = torch.tensor
 def whole_results() -> None:
     """Give these operations the whole tensor's results, in this process, permanently. There is no public registry.
 
-    ``.item()``, ``float()``, ``.numpy()`` and ``.tolist()`` of a sharded tensor become collectives: a single rank that calls them waits for
-    the others. torch 2.13's DTensor dispatches ``_local_scalar_dense`` to the local tensor, refuses ``.numpy()``, and
+    ``.item()``, ``float()``, ``.numpy()``, ``.tolist()`` and pickling of a sharded tensor become collectives: a single rank that calls them
+    gets an error. torch 2.13's DTensor dispatches ``_local_scalar_dense`` to the local tensor, refuses ``.numpy()``, and
     ``torch.tensor([norm, …])``, as Lightning's ``grad_norm`` calls it, doesn't ask it at all. What ``logger.experiment`` is given
     (``add_histogram``) a logger reads on rank 0; on the others Lightning's stand-in for it takes part.
 
@@ -510,11 +513,17 @@ def whole_results() -> None:
     if torch.tensor is _TENSOR:
         torch.tensor = _tensor_of  # type: ignore[assignment]
     DTensor.numpy, DTensor.tolist = _numpy, _list  # type: ignore[assignment, method-assign]
+    DTensor.__reduce_ex__, DTensor.__copy__ = _pickled, _shallow  # type: ignore[method-assign, assignment, attr-defined]
     DummyExperiment.nop = _nothing_logged  # type: ignore[assignment, method-assign]
 
 
+def _read(shard: DTensor) -> Tensor:
+    wait_for_all_ranks("the values of a sharded parameter, or of what was made of one, were read or saved", once=True)
+    return gathered(shard.detach())
+
+
 def _number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return gathered(args[0].detach()).item()
+    return _read(args[0]).item()
 
 
 def _tensor_of(data: Any, **options: Any) -> Tensor:
@@ -525,18 +534,31 @@ def _tensor_of(data: Any, **options: Any) -> Tensor:
 
 
 def _numpy(shard: DTensor, **options: Any) -> Any:
-    return gathered(shard.detach()).cpu().numpy(**options)
+    return _read(shard).cpu().numpy(**options)
 
 
 def _list(shard: DTensor) -> Any:
-    return gathered(shard).tolist()
+    return _read(shard).tolist()
+
+
+def _pickled(shard: DTensor, protocol: Any) -> Any:
+    """Pickle the whole tensor, as a file that the user writes is to hold."""
+    whole = _read(shard)
+    written: Any = nn.Parameter(whole, shard.requires_grad) if isinstance(shard, nn.Parameter) else whole
+    return written.__reduce_ex__(protocol)
+
+
+def _shallow(shard: DTensor) -> Any:
+    """``copy.copy``, which would pickle."""
+    function, arguments = Tensor.__reduce_ex__(shard, 4)  # type: ignore[no-untyped-call]
+    return function(*arguments)
 
 
 def _nothing_logged(experiment: Any, *args: Any, **options: Any) -> None:
     """What a call of ``logger.experiment`` does on another rank than 0."""
     for value in tree_leaves((args, options)):
         if isinstance(value, DTensor):
-            gathered(value)
+            _read(value)
 
 
 def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

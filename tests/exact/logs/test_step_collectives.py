@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,26 @@ class Logs(Quiet):
         return loss
 
 
-def _fit(kind: type[Quiet], name: str, folder: Path) -> dict[int, list[dict[str, int]]]:
-    """What each rank's steps began."""
+class GoesOn(Quiet):
+    """Has a hook that sees the loss."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step > 99:
+            raise AssertionError
+
+
+class Stops(Quiet):
+    """Has one that may end the fit."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step > 99:
+            self.trainer.should_stop = True
+
+
+def _fit(kind: type[Quiet], name: str, folder: Path, *, between: bool = False) -> dict[int, list[dict[str, int]]]:
+    """What each rank's steps began; or with what comes ``between`` them, also by Lightning."""
     pl.seed_everything(1, verbose=False)
-    counts, x = Counts(folder), torch.randn(9 * 7, 8)
+    counts, x = Counts(folder, everyones=between), torch.randn(9 * 7, 8)
     plan = Plan(devices=("cpu:0", "cpu:1"), **PLANS[name])
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, strategy=AutoParallelStrategy(plan=plan, calibrate="off", devices="2xcpu:1GiB"), max_epochs=1,
@@ -90,3 +107,14 @@ def test_a_step_that_logs_nothing_begins_none(name: str, tmp_path: Path) -> None
     for rank, steps in _fit(Quiet, name, tmp_path).items():
         assert len(steps) == 3
         assert not any(steps), f"rank {rank}: {steps}"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_whether_to_stop_goes_by_one_collective_from_batch_to_batch(name: str, tmp_path: Path) -> None:
+    counted: list[list[Counter[str]]] = []
+    for kind in (GoesOn, Stops):
+        (tmp_path / kind.__name__).mkdir()
+        ranks = _fit(kind, name, tmp_path / kind.__name__, between=True)
+        counted.append([Counter(step) for steps in ranks.values() for step in steps])
+    for plain, stops in zip(*counted, strict=True):
+        assert stops - plain == {"allreduce_ in process_group.py": 1}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger, rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -579,6 +580,45 @@ def test_loggers_and_numpy_read_whole_parameters(tmp_path: Path) -> None:
     assert len(their_lines) == 4 * len(list(Fitted().parameters()))
     assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
     assert our_lines == pytest.approx(their_lines, abs=2e-4)
+
+
+class Saves(Fitted):
+    """Saves its weights by itself at each epoch's end, as every rank does."""
+
+    def on_train_epoch_end(self) -> None:
+        torch.save([self.net.state_dict(), [parameter.data for parameter in self.parameters()]], f"weights{self.global_rank}.pt")
+
+
+class SavesAlone(Saves):
+    """Does so on rank 0 alone."""
+
+    on_train_epoch_end = rank_zero_only(Saves.on_train_epoch_end)
+
+
+class SavesIfFirst(Saves):
+    """Asks whether it is rank 0."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            super().on_train_epoch_end()
+
+
+def test_files_that_hooks_write_hold_whole_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module, _, _ = fit(Saves, numbers(), plan("fsdp", shard=BLOCKS), limit_val_batches=0, max_epochs=1)
+    for rank in range(2):
+        state, values = torch.load(f"weights{rank}.pt")
+        torch.testing.assert_close(state, module.net.state_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(values, [parameter.data for parameter in module.parameters()], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("make", "when"), [(SavesAlone, " alone;"), (SavesIfFirst, ", but not on all ranks within 0:00:01;")])
+def test_a_hook_that_saves_on_one_rank_alone_is_named(make: Any, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(process_group, "PATIENCE", datetime.timedelta(seconds=1))
+    hook = rf"read or saved in Saves\w*.on_train_epoch_end \(test_fsdp.py:\d+\) on rank 0{when}.*trainer.save_checkpoint"
+    with pytest.raises(RuntimeError, match=hook):
+        fit(make, numbers(), plan("fsdp", shard=BLOCKS), limit_val_batches=0, max_epochs=1)
 
 
 def _found_by_fully_shard(rank: int, world_size: int) -> tuple[int, int]:
