@@ -87,9 +87,10 @@ class FSDP(Engine):
 
     def _plan(self, question: Question, devices: Sequence[Device], reshard: bool, copies: int, offload: tuple[Offload, ...]) -> Plan:
         shard, left_out = shardable(question.footprint, question.constraints.split)
-        alone, fetched = len(devices) == 1, "gathered" if len(devices) > 1 else "brought to the device"
+        alone = len(devices) == 1
+        fetched, fetching = ("copied", "copying") if alone else ("gathered", "gathering")
         shared = "parameters, gradients and optimizer state are sharded: each device holds its part"
-        reasons = ["on one device FSDP2 shards nothing, but brings a block's parameters there when the block runs" if alone else shared]
+        reasons = ["on one device FSDP2 shards nothing, but copies a block's parameters there when the block runs" if alone else shared]
         if left_out:
             reasons.append(
                 f"{', '.join(left_out)} not sharded as units of their own: other code has or uses their parameters, or samples decide "
@@ -98,7 +99,7 @@ class FSDP(Engine):
         if reshard:
             reasons.append(f"parameters are freed between forward and backward, for memory, and {fetched} a second time")
         else:
-            reasons.append(f"parameters that were {fetched} are kept for backward, so that this is done once")
+            reasons.append(f"{fetched} parameters are kept for backward, which saves {fetching} them a second time")
         if copies > 1:
             reasons.append(f"{copies} copies of the model: parameters are gathered where links are fast, gradients alone go further")
         values: dict[str, Any] = {"reshard_after_forward": reshard, "shard": shard, "replicas": copies, "offload": offload}
