@@ -349,6 +349,10 @@ class Engine(ABC):
         """A number for each rank, or nothing: the replay of one rank speaks for all that have its number and as many samples."""
         return (0,) * plan.world_size if self.replays else ()
 
+    def own_blocks(self, footprint: Footprint, plan: Plan, rank: int) -> Sequence[str]:
+        """FQNs of the blocks that a rank runs."""
+        return [block.fqn for block in footprint.blocks]
+
     def communicators(self, plan: Plan) -> tuple[int, ...]:
         """The sizes, in devices, of the NCCL communicators that one device of the plan belongs to: one of all ranks, and with replicas of
         several devices one for each dimension of the mesh.

@@ -171,9 +171,8 @@ class _Adviser:
         """
         assert self.now is not None, "nothing to compare with"
         models = [known_model(self.inventory.device(device)) for device in self.now.plan.devices]
-        known = [model.flops for model in models if model is not None]
-        dtype, precision = ("bf16", "bf16-mixed") if all("bf16" in flops for flops in known) else ("fp16", "16-mixed")
-        if self.constraints.precision not in {"32-true", "bf16-mixed"} - {precision} or len(known) < len(models):
+        dtype, precision = ("bf16", "bf16-mixed") if self._knows_bf16(self.now.plan) else ("fp16", "16-mixed")
+        if self.constraints.precision not in {"32-true", "bf16-mixed"} - {precision} or None in models:
             return []
         footprint = what_if.narrow_products(self.footprint, dtype)
         if footprint is None:
@@ -187,6 +186,11 @@ class _Adviser:
         )
         gained = self._gains(then) | {"gained_bytes": None}
         return [Advice(kind="setting", text=text, change={"precision": precision}, **gained)]
+
+    def _knows_bf16(self, plan: Plan) -> bool:
+        """Whether none of a plan's devices is of a model that has no bf16."""
+        models = (known_model(self.inventory.device(device)) for device in plan.devices)
+        return all(model is None or "bf16" in model.flops for model in models)
 
     def _targets(self) -> list[Candidate]:
         """Plans that lack memory alone and would be much faster, the fastest first."""
@@ -470,6 +474,8 @@ class _Adviser:
         if (nearest := self.nearest(self.candidates)) is None or self.constraints.precision not in _WIDE:
             return []
         _, best = nearest
+        if not self._knows_bf16(best.plan):
+            return []
         states = {device: sum(map(need.to_dict().__getitem__, _STATES)) for device, need in best.bytes.items()}
         if any(best.needs[device] - size // 2 > self.budget[device] for device, size in states.items()):
             return []

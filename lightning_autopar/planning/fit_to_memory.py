@@ -9,9 +9,10 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from math import floor
 
 import numpy as np
@@ -442,6 +443,21 @@ class Remedies:
             if self.appraiser.holds(trial):
                 return trial
         return None
+
+    def saving(self, plan: Plan) -> Iterator[Plan]:
+        """A plain plan, and the same with everything that saves memory."""
+        for number in dict.fromkeys((1, self.parts(plan)[-1])):
+            yield (divided := in_parts(plan, number))
+            if self.recompute:
+                yield with_recompute(divided, self.footprint, [block.fqn for block in recomputable(self.footprint)])
+
+    def relieved(self, plan: Plan, devices: Iterable[str], count: int) -> Plan:
+        """The plan with so many more recomputed blocks on each of these devices, the first ones: their activations are kept longest."""
+        again, may = {*plan.recompute}, {block.fqn for block in recomputable(self.footprint)} if self.recompute else set[str]()
+        for device in devices:
+            own = engines.of(plan).own_blocks(self.footprint, plan, plan.devices.index(device))
+            again.update(islice((fqn for fqn in own if fqn in may - again), count))
+        return plan if len(again) == len(plan.recompute) else with_recompute(without_recompute(plan), self.footprint, again)
 
     @staticmethod
     def apart(plan: Plan, parts: int) -> Plan:

@@ -59,8 +59,8 @@ def explained(
     reasons = list(plan.reasons)
     alone = next((one for one in candidates if not engines.of(one.plan).several), None)
     if alone is not None and engines.of(plan).several:
-        reasons.append(f"one device alone {_against(alone)}")
-    other = engines.of(plan).plainer
+        reasons.append(f"{'one device alone' if plan.world_size > 1 else alone.plan.title()} {_against(alone)}")
+    other = engines.of(plan).plainer if plan.world_size > 1 else None
     if other is not None and (plainer := next((one for one in candidates if one.plan.engine == other[0]), None)):
         reasons.append(f"{other[1]}: {plainer.plan.title()} {_against(plainer)}")
     if plan.recompute and (without := next((one for one in candidates if _without_recompute(plan, one.plan)), None)):

@@ -79,6 +79,8 @@ class Finalists:
         #: By replayed plan, what the allocator holds beyond its tensors on the tightest device (a lower bound if the replay failed), and
         #: what it would hold if it never had to give anything back, if a search learns that.
         self.lost: dict[Plan, tuple[int, int]] = {}
+        #: By replayed plan, a device for each replayed rank that lacks memory, or waits for the allocator in each step.
+        self.narrow: dict[Plan, list[str]] = {}
 
     def decide(self, candidates: Iterable[Candidate], order: Order, shortage: Shortage, preferred: Preferred) -> list[Candidate]:
         """The candidates, the best first and the others in order; it replays those that may be the best until one fits.
@@ -167,6 +169,9 @@ class Finalists:
             if not found.fits:
                 break
         fits, released = played[tight].fits, max(found.released for found in played.values())
+        self.narrow[candidate.plan] = list(
+            {id(found): device for device, found in played.items() if found.released or not found.fits}.values()
+        )
         tensors = sizes[tight].reserved - sizes[tight].rounding - around[tight]
         free = held[tight]
         if learns and (released or not fits):
@@ -251,7 +256,9 @@ class Finalists:
         """The replay of one of its ranks, limited to what the allocator may hold. One that fails may find what it holds without, too."""
         plan = candidate.plan
         device = self.inventory.device(plan.devices[rank]).name
-        how = *kind_of(plan), plan.zero_stage, plan.recompute, plan.shard, plan.micro_batches, plan.replicas, plan.cuts
+        again = frozenset(plan.recompute)
+        recompute = again and again.intersection(engines.of(plan).own_blocks(self.footprint, plan, rank))
+        how = *kind_of(plan), plan.zero_stage, recompute, plan.shard, plan.micro_batches, plan.replicas, plan.cuts
         key = (*how, plan.world_size, plan.shares, rank, device)
         played = self._play(candidate, rank, limit, (*key, limit), beyond)
         if played.beyond is not None:

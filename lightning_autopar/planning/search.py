@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -207,7 +207,7 @@ class Search:
                 self._found = [one for one in self._found if one is not best]
             elif self.finalists.is_tired and self.appraiser.hopeful:
                 self.appraiser.hopeful = self.finalists.hopeful = False  # from now on, plans are left that lack what others have lost
-            elif self.finalists.is_spent or ((one := self._replayed(best.plan)).fits and not self._is_slower(one)):
+            elif self.finalists.is_spent or self._goes_through(self._replayed(best.plan)):
                 break
             if not self.appraiser.hopeful:
                 self._judge_again()
@@ -226,6 +226,10 @@ class Search:
     def _is_slower(self, replayed: Candidate) -> bool:
         """Whether its replay showed that a plan waits for the allocator in each step."""
         return self.appraiser.batch_seconds(replayed) > self.appraiser.step_seconds(replayed.plan)
+
+    def _goes_through(self, replayed: Candidate) -> bool:
+        """Whether its replay showed that a plan fits without waiting."""
+        return replayed.fits and not self._is_slower(replayed)
 
     def _judge_again(self) -> None:
         """Say anew of each plan that wasn't replayed whether it fits, by what replays have shown since."""
@@ -257,18 +261,19 @@ class Search:
         The search has passed them over, as it assumes that the allocator loses as much in them. But what it loses goes up and down with the
         number of recomputed blocks, and with the sizes of the parts.
         """
-        failed: dict[tuple[object, ...], list[Candidate]] = {}
-        fitting: dict[tuple[object, ...], list[Plan]] = {}
-        for one in self._found:
-            if one.replayed and engines.of(one.plan).takes_remedies:
-                if one.fits and not self._is_slower(one):
-                    fitting.setdefault(sort_of(one.plan), []).append(one.plan)
-                else:
-                    failed.setdefault(sort_of(one.plan), []).append(one)
+        failed, fitting = defaultdict[object, list[Candidate]](list), defaultdict[object, list[Plan]](list)
+        for one in filter(operator.attrgetter("replayed"), self._found):
+            if self._goes_through(one):
+                fitting[sort_of(one.plan)].append(one.plan)
+            else:
+                failed[sort_of(one.plan)].append(one)
         with self.finalists.some_more():
             for key, ones in sorted(failed.items(), key=lambda item: self.appraiser.step_seconds(without_recompute(item[1][0].plan))):
-                self._fewest_replayed(ones, fitting.get(key, ()))
-            plans = [one.plan for ones in failed.values() for one in ones]
+                if engines.of(ones[0].plan).takes_remedies:
+                    self._fewest_replayed(ones, fitting.get(key, ()))
+                else:
+                    self._relieve(ones)
+            plans = [one.plan for ones in failed.values() for one in ones if engines.of(one.plan).takes_remedies]
             for plan in sorted(plans, key=self.appraiser.step_seconds):
                 for parts in self.remedies.parts_as_large(plan):
                     self._replay_if_faster(self.remedies.apart(plan, parts))
@@ -336,17 +341,24 @@ class Search:
         while middle > low and not self.finalists.is_tired:
             if self.appraiser.step_seconds(recomputing(low + 1)) * (1 + WORTHWHILE) >= self.best_seconds:
                 return
-            one = self._replayed(recomputing(middle), learns=False)
-            if one.fits and not self._is_slower(one):
+            if self._goes_through(self._replayed(recomputing(middle), learns=False)):
                 high = middle
             elif high:
                 low = middle
             middle = (low + (high or middle)) // 2
 
+    def _relieve(self, narrow: Sequence[Candidate]) -> None:
+        """Replay plans whose engine adds remedies by itself, with some more recomputed blocks on each device that is short or waits."""
+        for one in narrow:
+            for number in range(_REPLAYS_A_LOOK):
+                more = self.remedies.relieved(one.plan, self.finalists.narrow[one.plan], 1 << number)
+                if self._goes_through(one) or more == one.plan or self.finalists.is_tired or not self._is_faster(more):
+                    break
+                one = self._replayed(more, learns=False)
+
     def _options(self, sets: Sequence[Sequence[Device]] | None = None) -> list[Plan]:
         """Plain plans that can be run."""
-        found = enumerate_candidates(self.appraiser.question, speed=self.speed, keep=self._runs, sets=sets)
-        return [option.plan for option in found]
+        return [option.plan for option in enumerate_candidates(self.appraiser.question, speed=self.speed, keep=self._runs, sets=sets)]
 
     def _look_at_all(self, plans: Iterable[Plan]) -> None:
         """Look at all plans that can be faster than the best so far, those first that can be fastest. At first, a plan's bound is the
@@ -354,8 +366,7 @@ class Search:
         then; recomputed blocks only add to them. Plans whose bound isn't below the best are left.
         """
         if self.constraints.objective == "memory":
-            for plan in plans:
-                self._save_most(plan)
+            self._add_all(saving for plan in plans for saving in self.remedies.saving(plan))
             return
         queue: list[tuple[float, float, int, _Prospect]] = []
         numbers = count()
@@ -451,15 +462,6 @@ class Search:
             lambda device: factor * busy_seconds(self.footprint, device, precision=precision, rates=self.rates),
         )
 
-    def _save_most(self, plan: Plan) -> None:
-        """Predict a plain plan, and the same with everything that saves memory."""
-        parts = self.remedies.parts(plan)
-        for number in dict.fromkeys((1, parts[-1])):
-            divided = in_parts(plan, number)
-            self._add(divided)
-            if self.remedies.recompute:
-                self._add(with_recompute(divided, self.footprint, [block.fqn for block in recomputable(self.footprint)]))
-
     def _between(self, plans: Sequence[Plan]) -> list[Plan]:
         """Plans on numbers of devices near the best one, where not every number was tried."""
         best = self._best_fitting()
@@ -513,9 +515,8 @@ class Search:
         for candidate in sorted(self._found, key=self.appraiser.order):
             nearest.setdefault(candidate.plan.engine, candidate)
         for candidate in nearest.values():
-            if not engines.of(candidate.plan).takes_remedies:  # it saves memory by itself where it lacks some
-                continue
-            self._save_most(in_parts(without_recompute(candidate.plan), 1))
+            if engines.of(candidate.plan).takes_remedies:  # others save memory by themselves where they lack some
+                self._add_all(self.remedies.saving(in_parts(without_recompute(candidate.plan), 1)))
 
     def _refine(self) -> None:
         """Improve the best plan: drop remedies that it doesn't need, and move samples to where they are done soonest."""

@@ -204,6 +204,15 @@ def test_the_smallest_change_comes_first_and_does(step: Footprint, allow: Any, e
     assert bool(narrow) == (step is NEAR)
 
 
+@pytest.mark.parametrize(("gpu", "knows"), [("V100-32GB", False), ("A10G", True)])
+def test_weights_in_bf16_are_advised_only_where_the_gpu_knows_bf16(gpu: str, knows: bool) -> None:
+    here = parse_spec(f"1x{gpu}@32GiB")
+    here = replace(here, devices=tuple(replace(one, free_bytes=24 * GIB, total_bytes=24 * GIB) for one in here.devices))
+    with pytest.raises(NothingFits) as refused:
+        make_report(NEAR, here, Constraints(allow=("single",), excluded=ROUGH))
+    assert any(one.change == {"precision": "bf16-true"} for one in refused.value.report.advice) == knows
+
+
 # -- where something fits --------------------------------------------------------------------------------------------------------------
 
 

@@ -155,6 +155,18 @@ def test_the_best_plan_says_why_it_is_and_nothing_simpler() -> None:
     assert "the only plan that fits" in text
 
 
+def test_a_plan_that_offloads_on_one_device_shards_nothing_and_is_compared_with_plans_of_one_device() -> None:
+    found = report(
+        here=inventory(gpu(0, 4 * GIB), gpu(1, GIB)), predict=by_title({"fsdp, reshard, offload optimizer + parameters": 3 * GIB})
+    )
+    assert found.best is not None
+    assert found.best.world_size == 1
+    text = "; ".join(found.best.reasons)
+    assert "on one device FSDP2 shards nothing" in text
+    assert "single needs 100 GiB on cuda:0" in text
+    assert not any(words in text for words in ("each device holds its part", "gathered", "ddp", "one device alone"))
+
+
 def test_without_a_device_there_is_no_plan() -> None:
     with pytest.raises(ValueError, match="there is no device to plan for"):
         report(here=inventory())

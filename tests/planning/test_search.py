@@ -213,6 +213,32 @@ def test_other_blocks_are_recomputed_where_the_first_ones_let_a_plan_wait_for_th
     assert step.blocks[0].fqn not in best.plan.recompute
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_stages_that_wait_for_the_allocator_or_lack_memory_are_replayed_with_more_recomputed_blocks(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Here the last rank needs two recomputed blocks, and the search, which learns what was lost without them, would need many more."""
+    constraints = Constraints(precision=PRECISION, allow=("pipeline",))
+    search = Search(scaled(step_of(1024, 12), 8), parse_spec("2xRTX4090"), constraints)
+
+    def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
+        plan = candidate.plan
+        own = engines.of(plan).own_blocks(search.footprint, plan, 1)
+        narrow = limit is not None and rank == 1 and len(set(own).intersection(plan.recompute)) < 2
+        holds = limit or int(1.05 * search.finalists.budget[plan.devices[rank]])
+        missing = (8 << 30) if narrow and not waits else 0
+        released = 400 if narrow and waits else 0
+        return Replayed(reserved_peak_bytes=holds, allocated_peak_bytes=holds, released=released, fits=not missing, missing_bytes=missing)
+
+    monkeypatch.setattr(search.finalists, "replayed", played)
+    best = search.first()
+    assert best is not None
+    own = engines.of(best.plan).own_blocks(search.footprint, best.plan, 1)
+    assert (best.fits, best.notes) == (True, search.appraiser.candidate(best.plan).notes)
+    assert len(best.plan.recompute) <= 3
+    assert set(best.plan.recompute) <= set(own)
+
+
 def test_parts_as_large_as_those_that_failed_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 samples five parts have four at most, as four parts have; here five go through, and four don't."""
     step, constraints = scaled(step_of(1024, 12), 16), Constraints(precision=PRECISION, allow=("fsdp",))

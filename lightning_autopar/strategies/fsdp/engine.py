@@ -87,16 +87,19 @@ class FSDP(Engine):
 
     def _plan(self, question: Question, devices: Sequence[Device], reshard: bool, copies: int, offload: tuple[Offload, ...]) -> Plan:
         shard, left_out = shardable(question.footprint, question.constraints.split)
-        reasons = ["parameters, gradients and optimizer state are sharded: each device holds its part"]
+        alone = len(devices) == 1
+        fetched, fetching = ("copied", "copying") if alone else ("gathered", "gathering")
+        shared = "parameters, gradients and optimizer state are sharded: each device holds its part"
+        reasons = ["on one device FSDP2 shards nothing, but copies a block's parameters there when the block runs" if alone else shared]
         if left_out:
             reasons.append(
                 f"{', '.join(left_out)} not sharded as units of their own: other code has or uses their parameters, or samples decide "
                 "whether they are called"
             )
         if reshard:
-            reasons.append("parameters are freed between forward and backward, for memory, and gathered a second time")
+            reasons.append(f"parameters are freed between forward and backward, for memory, and {fetched} a second time")
         else:
-            reasons.append("gathered parameters are kept for backward, which saves gathering them a second time")
+            reasons.append(f"{fetched} parameters are kept for backward, which saves {fetching} them a second time")
         if copies > 1:
             reasons.append(f"{copies} copies of the model: parameters are gathered where links are fast, gradients alone go further")
         values: dict[str, Any] = {"reshard_after_forward": reshard, "shard": shard, "replicas": copies, "offload": offload}

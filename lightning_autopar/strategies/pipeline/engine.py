@@ -18,7 +18,7 @@ from lightning_autopar.planning.block_units import cuttable
 from lightning_autopar.planning.enumerate_plans import build_plan
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
 from lightning_autopar.strategies.parity.check_outcome import not_made
-from lightning_autopar.strategies.pipeline.memory import rank_bytes, starts_of
+from lightning_autopar.strategies.pipeline.memory import own_blocks, rank_bytes, starts_of
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
 from lightning_autopar.strategies.pipeline.schedules import played_micro_batches, rank_actions, receives
 from lightning_autopar.strategies.pipeline.tape_player import PipelinePlayer
@@ -221,6 +221,10 @@ class Pipeline(Engine):
     def replayed(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
         """Each stage by itself; replicas that are shards aren't replayed."""
         return () if plan.shard else self.alike(footprint, plan)
+
+    def own_blocks(self, footprint: Footprint, plan: Plan, rank: int) -> Sequence[str]:
+        """Those of its stages."""
+        return own_blocks(footprint, plan, rank)
 
     def player(
         self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]

@@ -162,6 +162,13 @@ def starts_of(footprint: Footprint, plan: Plan) -> list[int]:
     return [0, *(2 * cut + 1 for cut in cuts), 2 * len(footprint.blocks) + 1]
 
 
+def own_blocks(footprint: Footprint, plan: Plan, rank: int) -> list[str]:
+    """FQNs of the blocks of a rank's stages, in the order in which they run."""
+    begins = [0, *_indices(footprint, plan.cuts), len(footprint.blocks)]
+    own = range(rank % plan.devices_per_replica, plan.stages, plan.devices_per_replica)
+    return [block.fqn for stage in own for block in footprint.blocks[begins[stage] : begins[stage + 1]]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
     """The bytes of one stage; its activations are those of one micro-batch.

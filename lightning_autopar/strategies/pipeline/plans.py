@@ -22,6 +22,7 @@ from lightning_autopar.planning.plan_cost import Appraiser
 from lightning_autopar.planning.plan_seconds import part_seconds
 from lightning_autopar.planning.refusals import micro_batch_refusal, multi_refusal, recompute_refusal
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
+from lightning_autopar.strategies.pipeline.memory import own_blocks
 from lightning_autopar.strategies.pipeline.partition import (
     LOCAL,
     Partition,
@@ -506,12 +507,8 @@ class PipelineMaker:
         """
         if not plan.recompute or not self.appraiser.holds(plan):
             return None
-        ranks = plan.devices_per_replica
-        order = {block.fqn: index for index, block in enumerate(self.footprint.blocks)}
-        cuts = [order[fqn] for fqn in plan.cuts]
-        own: list[list[str]] = [[] for _ in range(ranks)]
-        for fqn in plan.recompute:
-            own[sum(cut <= order[fqn] for cut in cuts) % ranks].append(fqn)
+        ranks, again = plan.devices_per_replica, frozenset(plan.recompute)
+        own = [[fqn for fqn in own_blocks(self.footprint, plan, rank) if fqn in again] for rank in range(ranks)]
         bare = without_recompute(plan)
 
         def recomputing(counts: Sequence[int]) -> Plan:
