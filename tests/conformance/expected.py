@@ -93,29 +93,46 @@ PLAN_CELLS = tuple(
     Cell(case=case, feature=pinned.name, engine=engine) for pinned in PINNED.values() for case in pinned.cases for engine in pinned.plans
 )
 CELLS = MODULE_CELLS + FEATURE_CELLS + PLAN_CELLS
-#: Of the columns of :data:`KINDS` those cells that every run of the tests has; the others are `make conformance`'s, as each takes seconds.
-QUICK = {"unused-parameters-plain-zero-3-offload"}
+#: Features that other tests of every run compare with plain Lightning, and where: of these it has only what is refused here.
+ELSEWHERE = {
+    "clip-norm": "tests/strategies/fsdp/test_fsdp.py, tests/strategies/pipeline/test_state.py, tests/exact/step/test_micro_batches.py",
+    "schedule-step": "tests/strategies/processes/handover/test_back_to_script.py",
+    "schedule-epoch": "tests/strategies/processes/handover/test_back_to_script.py",
+    "schedule-plateau": "tests/strategies/zero/test_zero.py, tests/strategies/processes/handover/test_back_to_script.py",
+    "early-stopping": "tests/strategies/zero/test_zero.py, tests/strategies/test_launcher.py",
+    "checkpoint": "tests/state/test_checkpoint.py",
+    "weight-averaging": "tests/strategies/fsdp/test_module_copies.py",
+    "workers": "tests/exact/data/test_loader_in_lightning.py, tests/exact/data/test_worker_random.py",
+    "after-fit": "tests/strategies/processes/handover/test_back_to_script.py, tests/strategies/test_launcher.py",
+}
 
 
 def is_quick(cell: Cell) -> bool:
     """Whether every run of the tests has it; `make conformance` has all.
 
-    What is refused is quick. Of the rest, each module runs under one of the engines that split any batch, and every third one
-    as a pipeline, too; each feature under one engine, in turns and on one of its modules; each pinned plan under all of its engines, each
-    on another module.
+    What is refused is quick. Of the rest, each module runs under one of the engines that split any batch or as a pipeline, in turns; each
+    feature that isn't :data:`ELSEWHERE` under one engine, in turns and on one of its modules; each pinned plan under all of its engines,
+    each on another module.
     """
     if cell.engine in KINDS:
-        return cell.id in QUICK
+        return False
     if cell in PLAN_CELLS:
         pinned = PINNED[cell.feature]
         return cell.case == pinned.cases[list(pinned.plans).index(cell.engine) % len(pinned.cases)]
     engine = list(ENGINES).index(cell.engine)
     if cell in MODULE_CELLS:
-        number = list(ZOO).index(cell.case)
-        return refusal(cell) is not None or cell.engine == SPLITTING[number % 2] or (cell.engine == "pipeline" and number % 3 == 0)
+        return refusal(cell) is not None or cell.engine == _turn(cell.case)
     feature, number = FEATURES[cell.feature], list(FEATURES).index(cell.feature)
+    if feature.name in ELSEWHERE:
+        return expected(cell) != "parity"
     first = cell.engine == "pipeline" or cell.case == feature.cases[(number + engine) % len(feature.cases)]
     return first and (expected(cell) != "parity" or cell.engine == _TURNS[number % len(_TURNS)])
+
+
+def _turn(case: str) -> str:
+    """The engine under which every run of the tests has the module."""
+    number = list(ZOO).index(case)
+    return "pipeline" if number % 3 == 0 and (case, "pipeline") not in UNCUT else SPLITTING[number % 2]
 
 
 #: In this order every run of the tests tries features: replicated, staged, sharded, and now and then on one device.

@@ -23,6 +23,7 @@ from torchmetrics import MeanSquaredError
 
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.state.checkpoint import KEY
+from tests.planned import looked_at_once
 from tests.processes import lean_path
 from tests.state.tied import Tied
 
@@ -60,7 +61,7 @@ def fit(engine: str, root: Path, *, ckpt_path: Any = None, module: Any = None, w
         **strategy(engine),
         **options,
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), looked_at_once("checkpoints", net.hparams.dropout > 0):
         warnings.simplefilter("ignore")
         trainer.fit(net, **data(shuffle=net.hparams.dropout > 0), ckpt_path=ckpt_path, weights_only=weights_only)
     return trainer, net

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MeanSquaredError
 
 from lightning_autopar import AutoParallelStrategy
+from tests.planned import looked_at_once
 from tests.processes import processor_seconds
 
 ENGINES = ("single", "ddp", "fsdp")
@@ -181,7 +182,7 @@ def train(engine: str, root: Path, *, optimizer: str = "adamw", module: Any = No
         **make_strategy(engine),
         **{"logger": False, "enable_checkpointing": False, **options},
     )
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, looked_at_once("back to the script"):
         warnings.simplefilter("always")
         trainer.fit(net, datamodule=Data())
     return trainer, net, [str(warning.message) for warning in caught if "could not be brought back" in str(warning.message)]
