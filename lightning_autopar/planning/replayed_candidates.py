@@ -71,6 +71,8 @@ class Finalists:
         self.constraints = constraints
         self.budget = budget
         self._played: dict[tuple[object, ...], Replayed] = {}
+        #: Plans whose steps are replayed until they are alike, however much room there is.
+        self._lasting: set[Plan] = set()
         self._left = _MOST_ALLOCATIONS
         #: Kinds of plans whose allocator would hold much more than there is, if it gave nothing back.
         self._scattering: set[tuple[object, ...]] = set()
@@ -105,6 +107,11 @@ class Finalists:
                     hopeful[number] = decided[number]
                     continue
             if decided[number].fits:
+                plan = decided[number].plan
+                if decided[number].replayed and plan not in self._lasting:  # what is told of the best one is what its later steps take
+                    self._lasting.add(plan)
+                    decided[number] = hopeful[number] = self.check(decided[number], shortage)
+                    continue
                 chosen = decided[number]
                 break
             del hopeful[number]
@@ -285,6 +292,8 @@ class Finalists:
                 beyond=beyond,
             )
             self._left -= sum(_ALLOCATIONS_A_REPLAY + one.allocations for one in (played, played.beyond) if one is not None)
+        if (last := self._played[key].lasting) is not None and candidate.plan in self._lasting:
+            self._played[key] = last()
         return self._played[key]
 
 
