@@ -188,6 +188,7 @@ class Clipping(Gentle):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.automatic_optimization = False
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
