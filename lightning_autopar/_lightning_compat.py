@@ -268,6 +268,11 @@ def _has_hyperparameters(trainer: Trainer) -> bool:
     return bool(trainer.lightning_module._log_hyperparams or (datamodule is not None and datamodule._log_hyperparams))
 
 
+def graph_logger(trainer: Trainer) -> str | None:
+    """The class of a logger that is to trace the whole module on rank 0, for a picture of its graph; None where there is none."""
+    return next((type(logger).__name__ for logger in trainer.loggers if vars(logger).get("_log_graph")), None)
+
+
 def attach_data(trainer: Trainer, arguments: dict[str, Any]) -> None:
     """Attach the loaders or the DataModule to the trainer, which ``_fit_impl`` and its siblings do first."""
     model = arguments.get("model") or trainer.lightning_module

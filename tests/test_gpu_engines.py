@@ -182,6 +182,34 @@ class Counting(Gentle):
         self.communicators = sum("nccl" in str(backend) for backend, _ in distributed_c10d._world.pg_map.values())
 
 
+class Clipping(Gentle):
+    """Clips by hand and logs the norm, which is a tensor on the GPU; under FSDP2 torch computes it of shards."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.log("norm", nn.utils.clip_grad_norm_(self.parameters(), 1.0))
+        optimizer.step()
+
+
+def clipped(name: str | None) -> float:
+    """The last norm that a run logs."""
+    with mock.patch.dict(MODELS, gpt=(lambda: Clipping(layers=4, width=32, context=16), "blocks")):
+        trainer, _ = fit("gpt", None if name is None else planned("gpt", name))
+    return float(trainer.callback_metrics["norm"])
+
+
+def test_a_norm_of_shards_is_logged_as_the_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    provide(2, monkeypatch)
+    assert fresh(clipped, "fsdp") == pytest.approx(fresh(clipped, None), rel=1e-4)
+
+
 def counted(name: str) -> tuple[int, int]:
     """How many threads and how many of NCCL's communicators a worker has."""
     os.environ.pop("OMP_NUM_THREADS", None)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
@@ -367,6 +368,8 @@ class GlobalLogging:
         keys: dict[tuple[Any, ...], str] = {}
 
         def log(fx: str, name: str, value: Any, **arguments: Any) -> None:
+            if isinstance(value, DTensor):  # computed from shards: a norm of gradients, say
+                value = value.full_tensor()
             # A step ends on the last stage's rank, which isn't rank 0: there a stage's log counts for its replica.
             own = bool(arguments.get("rank_zero_only")) and self._stage is None
             if not self._in_part and (own or self._alone):

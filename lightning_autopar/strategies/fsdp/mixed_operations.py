@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -25,6 +25,8 @@ from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 #: Torch's own object, which computes operations on shards. It refuses those that have a whole tensor as well, and torch (2.11 to 2.13) has
 #: no public way to compute them otherwise. While its ``_allow_implicit_replication`` is set, it calls :func:`_propagated` instead.
 _DISPATCHER: Any = DTensor._op_dispatcher
+#: Gathered tensors of which hooks have views, until the next step.
+_VIEWED: list[Tensor] = []
 _COPY = torch.ops.aten.copy_.default
 _PROPAGATE, _TAIL = _DISPATCHER._propagate_op_sharding_dispatch_slow_path, _DISPATCHER._dispatch_fast_path_python_tail
 
@@ -67,7 +69,12 @@ def _propagated(operation: Any, args: Any, kwargs: Any, *others: Any) -> Any:
     ]
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     if not any(not isinstance(each, DTensor) and (each.ndim or any(each is target for target in written)) for each in tensors):
-        return _PROPAGATE(operation, args, kwargs, *others)
+        try:
+            return _PROPAGATE(operation, args, kwargs, *others)
+        except RuntimeError:
+            if _DISPATCHER._allow_implicit_replication and operation.is_view:
+                return _view_of_whole(operation, args, kwargs)
+            raise
     shards = [each for each in tensors if isinstance(each, DTensor)]
     if torch.is_grad_enabled() and any(shard.requires_grad for shard in shards):
         raise RuntimeError(
@@ -86,6 +93,31 @@ def _propagated(operation: Any, args: Any, kwargs: Any, *others: Any) -> Any:
             _take(shard, wholes[id(shard)])
     back = {id(wholes[id(shard)]): shard for shard in shards}
     return tree_map_only(Tensor, lambda tensor: back.get(id(tensor), tensor), result)
+
+
+def _view_of_whole(operation: Any, args: Any, kwargs: Any) -> Any:
+    """A view that torch refuses of parts of unequal length (``parameter.flatten()``), of the gathered tensor: for reading alone."""
+    _meet()
+    shard: DTensor = args[0]
+    whole = gathered(shard.detach())
+    _VIEWED.append(whole)
+    view = operation(whole, *args[1:], **kwargs)
+    return DTensor.from_local(view, shard.device_mesh, [Replicate()] * shard.device_mesh.ndim, run_check=False)
+
+
+def forget_views() -> None:
+    """Keep the gathered tensors no longer of which hooks have had views."""
+    _VIEWED.clear()
+
+
+def _refuse_lost(written: Any) -> None:
+    places = {whole.untyped_storage().data_ptr() for whole in _VIEWED}
+    for each in tree_leaves(written):
+        if isinstance(each, DTensor) and each._local_tensor.untyped_storage().data_ptr() in places:
+            raise RuntimeError(
+                "a hook writes to a view (flatten() or view()) of a parameter that FSDP2 holds in parts of unequal length; write to the "
+                "parameter itself, or run with allow=['single', 'ddp']"
+            )
 
 
 @cache
@@ -110,6 +142,8 @@ def _take(shard: DTensor, whole: Tensor) -> None:
 
 def _written(operation: Any, args: Any, *others: Any) -> Any:
     """Torch's own end of an operation, but for those that have written to a whole tensor: it expects a shard."""
+    if others[-2] and _VIEWED:
+        _refuse_lost(args[0])
     if others[-2] and isinstance(args[0], Tensor) and not isinstance(args[0], DTensor):
         return args[0]
     return _TAIL(operation, args, *others)

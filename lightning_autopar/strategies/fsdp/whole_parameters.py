@@ -14,10 +14,11 @@ without this, each rank would silently have its own shard's.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_autopar._lightning_compat import DummyExperiment
@@ -131,6 +132,7 @@ class WholeParameters:
 
     def reshard(self) -> None:
         """Put all parameters back into shards; no communication."""
+        mixed_operations.forget_views()
         for unit in self._units:
             unit.reshard()
         self._scalars.reshard()
@@ -559,6 +561,29 @@ def _nothing_logged(experiment: Any, *args: Any, **options: Any) -> None:
     for value in tree_leaves((args, options)):
         if isinstance(value, DTensor):
             _read(value)
+
+
+def whole_for_loggers(loggers: Iterable[Any]) -> None:
+    """Give the methods of these loggers that rank 0 alone runs (Lightning's ``rank_zero_only``) whole tensors for shards, in this process,
+    permanently: reading a shard there is a collective, for which rank 0 would wait for ever.
+    """
+    for kind in {type(logger) for logger in loggers}:
+        for name in dir(kind):
+            method = inspect.getattr_static(kind, name)
+            if inspect.isfunction(method) and hasattr(method, "__wrapped__") and not hasattr(method, "_gives_wholes"):
+                setattr(kind, name, _given_wholes(method))
+
+
+def _given_wholes(method: Any) -> Any:
+    @wraps(method)
+    def whole(*args: Any, **options: Any) -> Any:
+        if any(isinstance(each, DTensor) for each in tree_leaves((args, options))):
+            wait_for_all_ranks(f"a logger's {method.__name__} was given a parameter or what is computed from one")
+            args, options = tree_map_only(DTensor, lambda shard: gathered(shard.detach()), (args, options))
+        return method(*args, **options)
+
+    whole._gives_wholes = True  # type: ignore[attr-defined]
+    return whole
 
 
 def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_autopar._lightning import BitsandbytesPrecision, Trainer
-from lightning_autopar._lightning_compat import TrainerFn
+from lightning_autopar._lightning_compat import TrainerFn, graph_logger
 from lightning_autopar.exact.logs.kept_by_hooks import names_in_callbacks
 from lightning_autopar.exact.random_state import find_generators
 from lightning_autopar.memory.fakes.fake_copies import is_compiled
@@ -17,9 +17,10 @@ from lightning_autopar.memory.fakes.fake_copies import is_compiled
 _UNSTAGED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")
 #: Callbacks that copy, regroup or judge the module's own parameters.
 _WHOLE_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning", "BaseFinetuning")
-#: Names in a callback's code by which it gets at weights, and by which it copies or changes them.
+#: Names in a callback's code by which it gets at weights, and by which it copies, changes or reads them.
 _WEIGHTS = ("parameters", "named_parameters", "state_dict", "AveragedModel")
 _COPIES = ("clone", "deepcopy", "AveragedModel", "copy_", "add_", "mul_", "lerp_", "_foreach_lerp_", "load_state_dict")
+_READS = ("norm", "vector_norm", "item", "numpy", "tolist", "std", "add_histogram", "add_graph")
 
 
 def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
@@ -29,6 +30,10 @@ def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
         kinds: the classes of its callbacks, bases included: each class's name, and the name of the callback that is of it.
     """
     module, fitting = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
+    if logger := graph_logger(trainer):
+        return (
+            f"{logger}(log_graph=True) traces the whole module, and a pipeline's stages each hold a part of it; log_graph=False allows it"
+        )
     if isinstance(trainer.precision_plugin, BitsandbytesPrecision):
         return "quantised bitsandbytes layers can't be left out of a stage"
     if trainer.precision in _UNSTAGED_PRECISIONS:
@@ -37,13 +42,16 @@ def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
         if name in kinds and fitting:
             return f"the callback {kinds[name]} works on the whole module's weights, and a pipeline's stages each hold a part of them"
     for callback, names in names_in_callbacks(trainer) if fitting else ():
-        got, copied = (next((word for word in words if word in names), None) for words in (_WEIGHTS, _COPIES))
-        if got is not None and copied is not None and "grad" not in names:  # one that names it copies or changes gradients
-            by = " and ".join(map(repr, dict.fromkeys((got, copied))))
-            return (
-                f"the callback {type(callback).__name__} copies or changes weights (its code names {by}), and a pipeline's stages hold "
-                "a part of them each"
-            )
+        if "grad" in names:  # it copies, changes or reads gradients
+            continue
+        for does, words in (("copies or changes", _COPIES), ("reads", _READS)):
+            got, used = (next((word for word in those if word in names), None) for those in (_WEIGHTS, words))
+            if got is not None and used is not None:
+                by = " and ".join(map(repr, dict.fromkeys((got, used))))
+                return (
+                    f"the callback {type(callback).__name__} {does} weights (its code names {by}), and a pipeline's stages hold "
+                    "a part of them each"
+                )
     if any(isinstance(submodule, torch._dynamo.OptimizedModule) or is_compiled(submodule) for submodule in module.modules()):
         return "a part of the module is compiled, and a pipeline cuts the code as it was written"
     if own := sorted(find_generators(module.named_modules())):

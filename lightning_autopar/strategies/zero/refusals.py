@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_autopar._lightning import Callback, HalfPrecision, LightningModule, MixedPrecision, Precision, Trainer
-from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar._lightning_compat import graph_logger, is_overridden
 from lightning_autopar.memory.fakes.fake_copies import as_if_real, drawing_nothing, fake_copy, fake_mode, is_compiled
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.parameter_use import GRADIENT_HOOKS
@@ -48,6 +48,8 @@ def unpartitioned_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
     present: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     if (reason := _precision(trainer)) is not None:
         return reason
+    if logger := graph_logger(trainer):
+        return f"{logger}(log_graph=True) traces the whole module on rank 0, and DeepSpeed partitions it; log_graph=False allows it"
     for name in _WHOLE_CALLBACKS:
         if name in kinds:
             return f"the callback {kinds[name]} works on whole parameters and on which of them are trained, and DeepSpeed partitions them"

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -131,6 +132,24 @@ class Average(Callback):
 class Count(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.count = sum(parameter.numel() for parameter in pl_module.parameters())
+
+
+class Norms(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        trainer.logger.log_metrics({name: parameter.norm() for name, parameter in pl_module.named_parameters()})
+
+
+def test_callbacks_that_read_weights_have_no_stages(tmp_path: Path) -> None:
+    words = "the callback Norms reads weights (its code names 'parameters' and 'norm')"
+    assert words in unstaged(tmp_path, callbacks=[Norms()]).replace("named_parameters", "parameters")
+    assert excluded(tmp_path, stage=TrainerFn.VALIDATING, callbacks=[Norms()]) == {}
+
+
+def test_a_logger_that_traces_the_module_needs_all_of_it(tmp_path: Path) -> None:
+    found = excluded(tmp_path, logger=TensorBoardLogger(tmp_path, log_graph=True))
+    assert set(found) == {"fsdp", "pipeline", "zero"}
+    assert all("TensorBoardLogger(log_graph=True) traces the whole module" in sentence for sentence in found.values())
+    assert excluded(tmp_path, logger=TensorBoardLogger(tmp_path)) == {}
 
 
 def test_callbacks_that_copy_weights_have_no_stages(tmp_path: Path) -> None:
