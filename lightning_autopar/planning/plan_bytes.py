@@ -159,9 +159,10 @@ def replay(
     workspaces: Sequence[int] = (),
     script: TapeParts | None = None,
     engine: Engine | None = None,
+    first_look: bool = False,
     beyond: bool = False,
 ) -> Replayed:
-    """Replay a rank's start and its first steps on the modelled allocator.
+    """Replay a rank's start and its steps on the modelled allocator, until they are alike.
 
     Args:
         footprint: with its tape, at the traced batch.
@@ -172,7 +173,8 @@ def replay(
         workspaces: the bytes that libraries take from the allocator outside of the tape: in forward's thread, then in backward's.
         script: the footprint's tape as :func:`~lightning_autopar.memory.allocator.tape_parts.read_script` gives it, where it is at hand.
         engine: what runs the plan; ours of that name, unless given.
-        beyond: whether to go on without the limit where it is met, and nothing was given back before.
+        first_look: whether a few steps will do.
+        beyond: of a first look, whether to go on without the limit where it is met, and nothing was given back before.
 
     Raises:
         ValueError: if the footprint has no tape, or the plan can't be played.
@@ -190,4 +192,4 @@ def replay(
             raise ValueError(f"a rank of the plan {plan.title()!r} can't be replayed; use memory.predict")
         return found
 
-    return played(player, limit_bytes=limit_bytes, options=options, workspaces=workspaces, beyond=beyond)
+    return played(player, limit_bytes=limit_bytes, options=options, workspaces=workspaces, first_look=first_look, beyond=beyond)

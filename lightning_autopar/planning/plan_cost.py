@@ -338,6 +338,14 @@ class Appraiser:
         """A candidate's seconds a batch."""
         return self.of_a_batch(candidate.step_seconds, candidate.plan)
 
+    def waits(self, replayed: Candidate) -> bool:
+        """Whether its replay showed that a plan waits for the allocator in each step."""
+        return self.batch_seconds(replayed) > self.step_seconds(replayed.plan)
+
+    def goes_through(self, replayed: Candidate) -> bool:
+        """Whether its replay showed that a plan fits without waiting."""
+        return replayed.fits and not self.waits(replayed)
+
 
 def _each(sizes: Mapping[str, DeviceNeed], needed: Callable[[DeviceNeed], int]) -> dict[str, int]:
     """The bytes needed of each device, by id; equal ranks share an object, which is computed once."""

@@ -71,8 +71,10 @@ class Finalists:
         self.constraints = constraints
         self.budget = budget
         self._played: dict[tuple[object, ...], Replayed] = {}
-        #: Plans whose steps are replayed until they are alike, however much room there is.
-        self._lasting: set[Plan] = set()
+        #: By replayed plan, the candidate as the moments predict it.
+        self._predicted: dict[Plan, Candidate] = {}
+        #: Plans that are replayed until their steps are alike; of others a first look is enough.
+        self.lasting: set[Plan] = set()
         self._left = _MOST_ALLOCATIONS
         #: Kinds of plans whose allocator would hold much more than there is, if it gave nothing back.
         self._scattering: set[tuple[object, ...]] = set()
@@ -107,9 +109,8 @@ class Finalists:
                     hopeful[number] = decided[number]
                     continue
             if decided[number].fits:
-                plan = decided[number].plan
-                if decided[number].replayed and plan not in self._lasting:  # what is told of the best one is what its later steps take
-                    self._lasting.add(plan)
+                if decided[number].replayed and decided[number].plan not in self.lasting:
+                    self.lasting.add(decided[number].plan)
                     decided[number] = hopeful[number] = self.check(decided[number], shortage)
                     continue
                 chosen = decided[number]
@@ -159,6 +160,7 @@ class Finalists:
         predictions, with the footprint's margin: a plan that fits does so by both. A search that learns from it also gets to know what the
         allocator would hold without a limit.
         """
+        candidate = self._predicted.setdefault(candidate.plan, candidate)
         margin = 1 + self.footprint.margin
         sizes = {device: size for device, size in candidate.bytes.items() if isinstance(size, DeviceBytes)}
         around = {device: size.context + max(0, size.correction) for device, size in sizes.items()}
@@ -289,11 +291,12 @@ class Finalists:
                 rows=None if self.constraints.split_batch else self.footprint.batch_size,
                 workspaces=workspaces(self.footprint, self.inventory.device(candidate.plan.devices[rank]).name),
                 script=script_of(self.footprint.tape),
+                first_look=True,
                 beyond=beyond,
             )
             self._left -= sum(_ALLOCATIONS_A_REPLAY + one.allocations for one in (played, played.beyond) if one is not None)
-        if (last := self._played[key].lasting) is not None and candidate.plan in self._lasting:
-            self._played[key] = last()
+        if (go_on := self._played[key].go_on) is not None and candidate.plan in self.lasting:
+            self._played[key] = go_on()
         return self._played[key]
 
 

@@ -200,15 +200,22 @@ class Search:
         refuted, near = False, math.inf
         for _ in range(_REPLAYS_A_LOOK):
             best = self._best_fitting()
-            if best is None or best.replayed or not self.finalists.can_replay(best) or self.appraiser.batch_seconds(best) > near:
+            if best is None or not self.finalists.can_replay(best) or self.appraiser.batch_seconds(best) > near:
                 break
             near = min(near, self.appraiser.batch_seconds(best) * (1 + _NEAR))
-            if self._is_hardly_faster(best):
+            if best.plan in self.finalists.lasting:
+                break
+            if best.replayed:  # so far by a first look
+                if self._replayed(best.plan, lasting=True).fits:
+                    continue
+            elif self._is_hardly_faster(best):
                 self._found = [one for one in self._found if one is not best]
             elif self.finalists.is_tired and self.appraiser.hopeful:
                 self.appraiser.hopeful = self.finalists.hopeful = False  # from now on, plans are left that lack what others have lost
-            elif self.finalists.is_spent or self._goes_through(self._replayed(best.plan)):
+            elif self.finalists.is_spent:
                 break
+            elif self.appraiser.goes_through(self._replayed(best.plan)):
+                continue
             if not self.appraiser.hopeful:
                 self._judge_again()
             refuted = True
@@ -223,14 +230,6 @@ class Search:
         confirmed = (one for one in self._found if one.replayed and one.fits and sort_of(one.plan) == sort)
         return any(self.appraiser.batch_seconds(one) <= limit for one in confirmed)
 
-    def _is_slower(self, replayed: Candidate) -> bool:
-        """Whether its replay showed that a plan waits for the allocator in each step."""
-        return self.appraiser.batch_seconds(replayed) > self.appraiser.step_seconds(replayed.plan)
-
-    def _goes_through(self, replayed: Candidate) -> bool:
-        """Whether its replay showed that a plan fits without waiting."""
-        return replayed.fits and not self._is_slower(replayed)
-
     def _judge_again(self) -> None:
         """Say anew of each plan that wasn't replayed whether it fits, by what replays have shown since."""
         for key, one in self._seen.items():
@@ -238,11 +237,13 @@ class Search:
                 self._seen[key] = self.appraiser.candidate(one.plan)
         self._found = [self._seen[replace(one.plan, reasons=())] for one in self._found]
 
-    def _replayed(self, plan: Plan, *, learns: bool = True) -> Candidate:
+    def _replayed(self, plan: Plan, *, learns: bool = True, lasting: bool = False) -> Candidate:
         """The plan's candidate, replayed; the search learns from it, also what the allocator would hold without a limit if ``learns``."""
         key = replace(plan, reasons=())
         before = self._seen.get(key) or self.appraiser.candidate(plan)
-        if before.replayed:
+        if lasting:
+            self.finalists.lasting.add(before.plan)
+        elif before.replayed:
             return before
         checked = self._seen[key] = self.finalists.check(before, self.appraiser.shortage, learns=learns)
         self.appraiser.learn(before.plan, *self.finalists.lost[before.plan], failed=not checked.fits)
@@ -263,7 +264,7 @@ class Search:
         """
         failed, fitting = defaultdict[object, list[Candidate]](list), defaultdict[object, list[Plan]](list)
         for one in filter(operator.attrgetter("replayed"), self._found):
-            if self._goes_through(one):
+            if self.appraiser.goes_through(one):
                 fitting[sort_of(one.plan)].append(one.plan)
             else:
                 failed[sort_of(one.plan)].append(one)
@@ -304,7 +305,7 @@ class Search:
         decide where the allocator finds room.
         """
         best = self._best_fitting()
-        if best is None or not best.replayed or not best.plan.recompute or not self._is_slower(best):
+        if best is None or not best.replayed or not best.plan.recompute or not self.appraiser.waits(best):
             return
         plain, count = without_recompute(best.plan), len(best.plan.recompute)
         order = self.remedies.order(plain)
@@ -341,7 +342,7 @@ class Search:
         while middle > low and not self.finalists.is_tired:
             if self.appraiser.step_seconds(recomputing(low + 1)) * (1 + WORTHWHILE) >= self.best_seconds:
                 return
-            if self._goes_through(self._replayed(recomputing(middle), learns=False)):
+            if self.appraiser.goes_through(self._replayed(recomputing(middle), learns=False)):
                 high = middle
             elif high:
                 low = middle
@@ -352,7 +353,7 @@ class Search:
         for one in narrow:
             for number in range(_REPLAYS_A_LOOK):
                 more = self.remedies.relieved(one.plan, self.finalists.narrow[one.plan], 1 << number)
-                if self._goes_through(one) or more == one.plan or self.finalists.is_tired or not self._is_faster(more):
+                if self.appraiser.goes_through(one) or more == one.plan or self.finalists.is_tired or not self._is_faster(more):
                     break
                 one = self._replayed(more, learns=False)
 

@@ -118,6 +118,23 @@ def test_what_fits_by_the_rule_of_thumb_may_not() -> None:
     assert held.to_dict()["rounding"] == pytest.approx((100 * ROUNDS - 60 * (ROUNDS - 1) - 100) * MIB, abs=4 * MIB)
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_plan_whose_later_steps_lack_memory_is_not_taken(gpt: Footprint, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first steps fit: a search replays no more of most plans."""
+
+    def later(footprint: Footprint, plan: Plan, rank: int, **options: Any) -> Any:
+        found = replay(footprint, plan, rank, **options)
+        if not options["first_look"] or plan.recompute:
+            return found
+        return replace(found, go_on=lambda: replace(found, fits=False, missing_bytes=MIB))
+
+    before = first(report(gpt, inventory(), pinned=ONE if pinned else None))
+    monkeypatch.setattr(replayed_candidates, "replay", later)
+    found = first(report(gpt, inventory(), pinned=ONE if pinned else None))
+    assert (before.plan.recompute, before.fits) == ((), True)
+    assert (found.fits, bool(found.plan.recompute)) == ((False, False) if pinned else (True, True))
+
+
 def test_a_step_that_waits_for_its_allocator_takes_longer() -> None:
     """Where a step fits only because the allocator gives segments back in each, the price of that is part of its seconds."""
     here, step = inventory(), scaled(step_of(1024, 12), 6)

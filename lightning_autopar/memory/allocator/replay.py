@@ -16,16 +16,14 @@ from lightning_autopar.memory.allocator.plain_allocator import PlainAllocator
 from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_player import Player
 
-#: The most steps to play where a device has much room. The first finds no optimizer state, and scattered free blocks may force a later step
-#: to reserve one more segment. So steps are played until two after each other leave as much reserved and give as much back, or until three
-#: gave nothing back.
-_MOST_STEPS = 4
-#: Free blocks go on scattering for a while. With these, what torch's allocator holds after step 16 is as replayed, to the MiB; with fewer it
-#: was up to 15 % more (GPT-2, all blocks recomputed: 3,334 MiB after step 6, 3,834 after step 7). So where there is less room, steps are
-#: played until so many after each other have left as much reserved and given as much back, or until this many.
-_ALIKE, _LASTING_STEPS = 5, 16
-#: What a replay may have reserved of the limit, so that nothing that scatters later is missed: 15 % more is the most that was seen.
-_MUCH_ROOM = 0.8
+#: The most steps of a first look. The first step finds no optimizer state, and scattered free blocks may force a later one to reserve one
+#: more segment. So steps are played until two after each other leave as much reserved and give as much back, or until three gave nothing
+#: back.
+_FIRST_STEPS = 4
+#: Free blocks go on scattering for a while: GPT-2 with all blocks recomputed holds 3,334 MiB after step 6 and 3,834 MiB after step 7, on a
+#: GPU as replayed. So steps are played until so many after each other have left as much reserved and given as much back, or until step 16.
+#: Of 320 limits for eight models whose later steps ran out of memory, this finds all but 26; a first look missed 176.
+_ALIKE, _MOST_STEPS = 5, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +39,7 @@ class Replayed:
         missing_bytes: by how many bytes the request went over the limit; 0 where it fits.
         allocations: how many were played, which says how long it took.
         beyond: what a replay without a limit comes to, if it was asked for, and found by going on from where the limit was met.
-        lasting: plays on until steps are alike, where that isn't known yet.
+        go_on: plays the steps that a first look has left out.
     """
 
     allocated_peak_bytes: int
@@ -52,7 +50,7 @@ class Replayed:
     missing_bytes: int = 0
     allocations: int = field(default=0, compare=False)
     beyond: Replayed | None = field(default=None, compare=False)
-    lasting: Callable[[], Replayed] | None = field(default=None, compare=False, repr=False)
+    go_on: Callable[[], Replayed] | None = field(default=None, compare=False, repr=False)
 
 
 def played(
@@ -61,16 +59,18 @@ def played(
     limit_bytes: int | None = None,
     options: AllocatorOptions | None = None,
     workspaces: Sequence[int] = (),
+    first_look: bool = False,
     beyond: bool = False,
 ) -> Replayed:
-    """Play a rank's start and its first steps on the modelled allocator.
+    """Play a rank's start and its steps on the modelled allocator, until they are alike.
 
     Args:
         make_player: makes the rank's player on the given device.
         limit_bytes: the most that may be reserved; None: no limit.
         options: the allocator's settings; torch's defaults unless given.
         workspaces: the bytes that libraries take from the allocator outside of the tape: in forward's thread, then in backward's.
-        beyond: whether to go on without the limit where it is met, and nothing was given back before.
+        first_look: whether a few steps will do.
+        beyond: of a first look, whether to go on without the limit where it is met, and nothing was given back before.
     """
     options = options or AllocatorOptions()
     allocator = (PlainAllocator if PlainAllocator.serves(options) else CachingAllocator)(limit_bytes=limit_bytes, options=options)
@@ -109,7 +109,7 @@ def played(
 
     def last() -> Replayed:
         try:
-            while alike < _ALIKE and steps < _LASTING_STEPS:
+            while alike < _ALIKE and steps < _MOST_STEPS:
                 step()
         except OutOfDeviceMemory as error:
             return told(error)
@@ -118,12 +118,10 @@ def played(
     machine.goes_on = goes_on
     try:
         player.start()
-        while not alike and steps < (3 if allocator.released == 0 else _MOST_STEPS):
+        while not alike and steps < (_FIRST_STEPS if allocator.released else 3):
             step()
     except OutOfDeviceMemory as error:
         return told(error)
     if short is not None:
         return replace(short, beyond=told(None))
-    if limit_bytes is None or allocator.peak_reserved_bytes > limit_bytes * _MUCH_ROOM:
-        return last()
-    return replace(told(None), lasting=last)
+    return replace(told(None), go_on=last) if first_look else last()

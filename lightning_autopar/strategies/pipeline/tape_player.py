@@ -315,10 +315,9 @@ def _without_others(parts: list[TapePart], made: Mapping[int, int]) -> tuple[lis
         for change in part.changes:
             if _is_waiting(change):
                 begun.setdefault(change.size_bytes, []).append(change.storage)
-            elif change.action == "free" and change.storage in made and change.storage not in own:
-                *_, gradient, total = None, None, *begun.get(made[change.storage], ())
-                if gradient is not None and total is not None:
-                    same[total] = gradient
+            elif change.action == "free" and change.storage not in own and len(alike := begun.get(made.get(change.storage, -1), [])) > 1:
+                gradient, total = alike[-2:]
+                same[total] = gradient
         kept = set(same.values())
         changes = [
             change._replace(storage=same.get(change.storage, change.storage))

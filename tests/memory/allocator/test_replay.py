@@ -22,7 +22,8 @@ from lightning_autopar.exact.step import rows_of_gpu_draws
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.memory.allocator.caching_allocator import Block, CachingAllocator
 from lightning_autopar.memory.allocator.options import INTERVALS, AllocatorOptions
-from lightning_autopar.memory.allocator.replay import Replayed
+from lightning_autopar.memory.allocator.played_device import PlayedDevice
+from lightning_autopar.memory.allocator.replay import Replayed, played
 from lightning_autopar.memory.allocator.tape_parts import TapePart, read_script
 from lightning_autopar.memory.allocator.tape_player import BUCKET_BYTES, FIRST_BUCKET_BYTES, Player, bucket_sizes, parts_of
 from lightning_autopar.memory.batch_scaling import scaled
@@ -330,15 +331,43 @@ def test_categories_add_up_to_what_is_allocated(
 def test_a_replay_that_fails_goes_on_without_the_limit(of: Plan) -> None:
     """One replay instead of two; also where the limit is met on another stream than the computation's, and counted as the two were."""
     footprint = footprint_of(step_of_two_blocks(40 * KIB))
-    free = replay(footprint, of, 0)
+    free = replay(footprint, of, 0, first_look=True)
     went_on = 0
     for limit in range(2 * MIB, free.reserved_peak_bytes, free.reserved_peak_bytes // 20):
-        both, short = replay(footprint, of, 0, limit_bytes=limit, beyond=True), replay(footprint, of, 0, limit_bytes=limit)
+        both, short = (replay(footprint, of, 0, limit_bytes=limit, first_look=True, beyond=goes_on) for goes_on in (True, False))
         assert (both, both.allocations) == (short, short.allocations)
         if both.beyond is not None:
             went_on += 1
             assert (both.beyond, both.beyond.allocations) == (free, free.allocations)
     assert went_on > 0
+
+
+class Scattering(Player):
+    """Its steps reserve nothing more until the sixth."""
+
+    def __init__(self, machine: PlayedDevice) -> None:
+        self.machine, self.number, self.workspaces = machine, 0, ()
+
+    def start(self) -> None:
+        self.machine.hold("kept", 100 * MIB, "parameters")
+
+    def step(self) -> None:
+        self.number += 1
+        self.machine.hold("needed", 40 * MIB if self.number < 6 else 80 * MIB, "activations")
+        self.machine.settle()
+        self.machine.drop("needed")
+
+
+def test_steps_are_played_until_they_are_alike() -> None:
+    """A first look, as a search takes at many plans, leaves out what later steps need."""
+    few, whole = played(Scattering, first_look=True), played(Scattering)
+    assert (few.reserved_peak_bytes, whole.reserved_peak_bytes) == (140 * MIB, 220 * MIB)
+    assert few.go_on is not None
+    assert few.go_on() == whole
+    narrow = played(Scattering, limit_bytes=150 * MIB, first_look=True)
+    assert narrow.fits
+    assert narrow.go_on is not None
+    assert (narrow.go_on().fits, played(Scattering, limit_bytes=150 * MIB).fits) == (False, False)
 
 
 def test_a_workspace_is_held_throughout() -> None:
