@@ -46,7 +46,7 @@ def looked_at_once(*more: Any) -> Iterator[None]:
     Args:
         more: what else tells this file's steps apart, as its loaders' batch size.
     """
-    real = planning_inputs._look
+    real = planning_inputs.look_at_step
 
     def look(trainer: Any, settings: Any, bound: Any, world_size: int | None, **told: Any) -> PlanningInputs:
         key = (more, _same_step(trainer, settings, bound, world_size, told))
@@ -54,5 +54,5 @@ def looked_at_once(*more: Any) -> Iterator[None]:
             _FOUND[key] = real(trainer, settings, bound, world_size, **told)
         return _FOUND[key]
 
-    with mock.patch.object(planning_inputs, "_look", look):
+    with mock.patch.object(planning_inputs, "look_at_step", look):
         yield

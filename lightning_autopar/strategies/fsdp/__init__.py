@@ -13,4 +13,5 @@ Modules, in reading order:
     mixed_operations  what hooks compute with shards and whole tensors at once
     same_collectives  all ranks gather the same units, and reduce the same gradients
     whole_parameters  when parameters are gathered; what somebody writes to one then goes into its shards
+    whole_results     what hooks read, save and draw of a shard is the whole tensor's
 """

@@ -32,7 +32,8 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.strategies.base.refused_parameters import sparse_gradients
 from lightning_autopar.strategies.fsdp.strategy import BEFORE_BACKWARD, onto_shards, shard
-from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, whole_results
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
+from lightning_autopar.strategies.fsdp.whole_results import give_whole_results
 from lightning_autopar.strategies.parity.check_outcome import Check, failed, not_made
 from lightning_autopar.strategies.parity.engine_rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 from lightning_autopar.strategies.parity.optimizer_trial import optimizers_run
@@ -202,7 +203,7 @@ def _steps(fqns: tuple[str, ...], by_plan: bool, module: LightningModule, traine
         module.__dict__["configure_model"] = lambda: None
     names: dict[int, str] = {}
     if not any(isinstance(child, FSDPModule) for child in module.modules()):
-        whole_results()
+        give_whole_results()
         names = shard(module, fqns, mesh["data_parallel"], reshard_after_forward=True)
     elif by_plan:
         raise ValueError(_OWN_SHARDS)

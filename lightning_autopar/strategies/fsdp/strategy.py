@@ -47,7 +47,8 @@ from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.split_mixin import SplitMixin
 from lightning_autopar.strategies.fsdp.module_copies import STEPS, TRACES, let_copy, plain_copies
 from lightning_autopar.strategies.fsdp.same_collectives import groups_of
-from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, replicate_scalars, whole_for_loggers, whole_results
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, replicate_scalars
+from lightning_autopar.strategies.fsdp.whole_results import give_whole_results, whole_for_loggers
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 _OVERLOADS = ("default", "tensor_lr")
@@ -125,7 +126,7 @@ class _ShardingStrategy(ModelParallelStrategy):
         """Shard the module, then build the user's optimizers on the shards; the order is Lightning's."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        whole_results()
+        give_whole_results()
         whole_for_loggers(trainer.loggers)
         if not any(isinstance(module, FSDPModule) for module in self._module.modules()):
             originals = dict(self._module.state_dict()) if self.global_rank == 0 and self.run_plan.large else {}

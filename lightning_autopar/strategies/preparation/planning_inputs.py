@@ -97,7 +97,7 @@ def find_prospect(
     alone = NO_WORKERS if world_size is None and not runs_script() and unforkable() is not None else None
     # An elastic run may come to any engine's plan.
     later = not elastic and settings.plan is None
-    look = _look(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic, later=later, alone=alone)
+    look = look_at_step(trainer, settings, (inventory, bound[1]), world_size, elastic=elastic, later=later, alone=alone)
     from_snapshot, weights_only = is_snapshot(arguments.get("ckpt_path")), arguments.get("weights_only")
     return Prospect(trainer, look, batch=settings.batch, from_snapshot=from_snapshot, weights_only=weights_only, elastic=elastic)
 
@@ -145,11 +145,11 @@ def plan_only(trainer: Trainer, settings: Settings, bound: tuple[Inventory, int 
         NothingFits: if no plan fits.
         ValueError: if a pinned plan can't be run on these devices.
     """
-    look = _look(trainer, settings, bound, None)
+    look = look_at_step(trainer, settings, bound, None)
     return look.report, look.findings
 
 
-def _look(
+def look_at_step(
     trainer: Trainer,
     settings: Settings,
     bound: tuple[Inventory, int | None],
