@@ -5,7 +5,7 @@
 
     NULLGPU_DEVICES=4 NULLGPU_COMPUTE_BYTES=65536 … --sets stages --json benchmarks/results/memory_nullgpu_stages.json
 
-Each job is predicted in a process of its own that has no device, and trained for four steps in another with plain Lightning. The result
+Each job is predicted in a process of its own that has no device, and trained for sixteen steps in another with plain Lightning. The result
 file is written after each job; a job that is in it isn't run again. What the stub has no memory for (cuDNN's workspaces, and its recurrent
 layers) is left out by name.
 """
@@ -241,14 +241,16 @@ def _apart(work: Callable[[], Any]) -> Any:
 
 def shown(row: dict[str, Any]) -> str:
     """A row in a line."""
+    if "error" in row:
+        return str(row["error"])[:160]
     if "allocated_error" in row:
         errors = [f"{kind} {row[f'{kind}_error']:+7.2%}" for kind in ("allocated", "reserved", "without_replay")]
         return "  ".join(errors)
     if "ranks" in row:
         return " | ".join(map(shown, row["ranks"]))
-    if "budget" in row and "error" not in row:
+    if "budget" in row:
         return ", ".join(f"{words}: {row[words]}" for words in row if words == "said to fit" or words.startswith("ran"))
-    return str(row.get("error", row.get("same", "")))[:160]
+    return str(row.get("same", ""))
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -257,7 +259,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         part = row["job"].partition(":")[0]
-        if measured := [one for one in row.get("ranks", [row]) if "allocated_error" in one]:
+        if measured := [one for one in ([] if "error" in row else row.get("ranks", [row])) if "allocated_error" in one]:
             groups.setdefault(part if part != "ranks" else f"{part}, {row['engine']}", []).extend(measured)
     for name, group in groups.items():
         found[name] = {"rows": len(group)} | {

@@ -35,11 +35,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from lightning_autopar._gpus_as_cpu import gpus_as_cpu
 from lightning_autopar.text import error_line
 
 T = TypeVar("T")
@@ -50,6 +51,8 @@ _CHUNK_BYTES = 1 << 20
 #: A child that still lives so long after its answer is killed.
 _GOODBYE_SECONDS = 5.0
 _TRY_SECONDS = 60.0
+#: What a child enters for good.
+_LASTING = ExitStack()
 
 
 class ChildFailed(RuntimeError):
@@ -106,11 +109,14 @@ def begin_child(*, gpus: bool) -> None:
     """To be called first in each process that this package forks, while it has a single thread.
 
     Args:
-        gpus: whether the child may use GPUs. If not, it sees none, so that a backward pass on the CPU makes no context on each of them.
+        gpus: whether the child may use GPUs. If not, it sees none, so that a backward pass on the CPU makes no context on each of them, and
+            what the user's code calls a GPU is the CPU.
     """
     gc.freeze()  # a full collection would visit all that the parent has imported, and copy those pages into this process
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if torch.backends.cuda.is_built():
+            _LASTING.enter_context(gpus_as_cpu())
     torch.set_num_threads(torch.get_num_threads())
 
 

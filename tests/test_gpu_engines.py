@@ -210,6 +210,37 @@ def test_a_norm_of_shards_is_logged_as_the_whole_ones(monkeypatch: pytest.Monkey
     assert fresh(clipped, "fsdp") == pytest.approx(fresh(clipped, None), rel=1e-4)
 
 
+class Naming(Gentle):
+    """Calls its GPU by its name, as code for one GPU does."""
+
+    def setup(self, stage: str) -> None:
+        self.draws = torch.Generator(device="cuda").manual_seed(3)
+        self.weights = torch.rand(256, device="cuda", generator=self.draws) + 0.5
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        torch.cuda.synchronize()
+        logits = self(batch[0].cuda())
+        targets = batch[1].to("cuda")
+        weights = self.weights[targets].flatten() * torch.ones(targets.numel(), device="cuda")
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return (losses * weights).mean()
+
+
+def naming(name: str | None) -> list[Tensor]:
+    """The weights after a run."""
+    with mock.patch.dict(MODELS, gpt=(lambda: Naming(layers=4, width=32, context=16), "blocks")):
+        _, module = fit("gpt", None if name is None else planned("gpt", name))
+    return [parameter.detach().cpu() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
+def test_code_that_names_its_gpu_is_tried_where_there_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning's trials see no GPU; in a worker "cuda" is its own."""
+    provide(2, monkeypatch)
+    for ours, plain in zip(fresh(naming, name), fresh(naming, None), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
 def counted(name: str) -> tuple[int, int]:
     """How many threads and how many of NCCL's communicators a worker has."""
     os.environ.pop("OMP_NUM_THREADS", None)

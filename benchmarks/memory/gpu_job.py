@@ -34,7 +34,8 @@ from memory.measure import RealPeak
 from memory.zoo_gpu import GpuModel, gpu_models
 from memory.zoo_unseen import judging_models, unseen_models
 
-STEPS = 4
+#: Free blocks go on scattering: what the allocator holds after four steps is up to 15 % less.
+STEPS = 16
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from lightning_autopar.planning.plan_bytes import predict
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import NothingFits
 from memory.fake_world import measure_fsdp_rank
-from memory.gpu_job import adamw, clean, model_of
+from memory.gpu_job import STEPS, adamw, clean, model_of
 from memory.stage_rank import GPT, measure_stage
 from memory.zoo_unseen import judging_models
 
@@ -137,7 +137,9 @@ def measure_rank(task: RankTask, plan: Plan) -> dict[str, Any]:
         if task.engine == "fsdp":
             share = tree_map(lambda leaf: leaf[: len(leaf) // FSDP_RANKS] if isinstance(leaf, Tensor) else leaf, whole)
             module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # there is no Trainer
-            return measure_fsdp_rank(module, share, plan, precision=task.precision, device=device)
+            return measure_fsdp_rank(
+                module, share, plan, precision=task.precision, device=device, **({"steps": STEPS} if device.type == "cuda" else {})
+            )
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=task.rank, world_size=STAGES)

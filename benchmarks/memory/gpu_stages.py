@@ -27,11 +27,10 @@ from lightning_autopar.planning.plan_bytes import predict, replay
 from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.calibration import engine_overhead
-from memory.gpu_job import adamw
+from memory.gpu_job import STEPS, adamw
 from memory.zoo_unseen import judging_models
 
 _BLOCKS = 6
-_STEPS = 4
 _QUIET: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 #: FQNs of each model's blocks, in order; half of them are an encoder's, half a decoder's, where there are two.
 _FQNS = {
@@ -189,7 +188,7 @@ class _Measured(pl.Callback):
 
 
 def measure_stages(task: StagesTask) -> list[dict[str, int]]:
-    """Of each rank what torch's allocator had given out and held at most, after four steps."""
+    """Of each rank what torch's allocator had given out and held at most, after sixteen steps."""
     module, batch = _built(task)
     inventory = probe(accelerator="cuda")
     plan = task.plan(tuple(device.id for device in inventory.devices))
@@ -205,12 +204,12 @@ def measure_stages(task: StagesTask) -> list[dict[str, int]]:
             devices=1,
             strategy=strategy,
             precision=task.precision,
-            max_steps=_STEPS,
+            max_steps=STEPS,
             accumulate_grad_batches=task.accumulate,
             callbacks=callbacks,
             **_QUIET,
         )
-        trainer.fit(module, DataLoader(_Samples(batch, rows, rows * _STEPS * task.accumulate), rows))
+        trainer.fit(module, DataLoader(_Samples(batch, rows, rows * STEPS * task.accumulate), rows))
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(len(plan.devices))]
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _foreach_utils
-from torch.utils._device import _device_constructors
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_autopar._gpus_as_cpu import gpus_as_cpu
 from lightning_autopar._temporary import patched
 from lightning_autopar.memory.cuda_overhead import Target
 from lightning_autopar.memory.fakes.as_cuda import as_cuda
@@ -145,12 +145,7 @@ def as_if_real(shadow: ShadowValues | None, target: Target) -> Iterator[None]:
             stack.enter_context(patched(torch._VF, "_pad_packed_sequence", functools.partial(padded, shadow)))
             # Clipping runs over all gradients at once on a CPU, too, where their type is known.
             stack.enter_context(patched(_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor]))
-            for name in _MAKERS:
-                stack.enter_context(patched(torch, name, _here(getattr(torch, name))))
-            for name in _METHODS:
-                stack.enter_context(patched(Tensor, name, _here(getattr(Tensor, name))))
-            for name in ("cuda", "pin_memory"):
-                stack.enter_context(patched(Tensor, name, lambda self, *args, **kwargs: self))
+            stack.enter_context(gpus_as_cpu())  # where the fakes are
         if target != "cpu":
             stack.enter_context(as_cuda({} if shadow is None else shadow.guesses, cudnn_head=CUDNN_HEADS.get(target, 0)))
         yield
@@ -273,31 +268,5 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
 _APPLIED: weakref.WeakKeyDictionary[Any, dict[int, tuple[nn.Parameter, nn.Parameter]]] = weakref.WeakKeyDictionary()
 
 
-def _here(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function that makes or moves tensors: every GPU in its arguments becomes the CPU, where the fakes are, so no GPU is used."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(_CPU if _elsewhere(argument) else argument for argument in args)
-        if _elsewhere(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return function(*args, **kwargs)
-
-    return wrapper
-
-
-def _elsewhere(device: Any) -> bool:
-    """Whether a value names a GPU."""
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, torch.device) and device.type == "cuda"
-
-
-_CPU = torch.device("cpu")
-#: Functions and methods of tensors that take a device.
-_MAKERS = tuple(name for name in dir(torch) if not name.startswith("_") and getattr(torch, name) in _device_constructors())
-_METHODS = ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 _original_numpy: Callable[..., Any] = Tensor.numpy
 _original_format: Callable[..., str] = Tensor.__format__
