@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -11,6 +14,11 @@ from lightning_autopar._lightning import Trainer, callbacks, is_param_in_hook_si
 from lightning_autopar._lightning_compat import TrainerFn, has_own_loaders
 from lightning_autopar.plans import all_engines
 from lightning_autopar.strategies.preparation.late_parameters import late_parameters
+
+#: What names one GPU among several.
+_NUMBERED = re.compile(r"cuda:\d+")
+#: Packages whose own code names no GPU.
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 
 
 def finder_of(trainer: Trainer) -> Any:
@@ -52,6 +60,8 @@ def exclusions(trainer: Trainer, *, finds: bool = False) -> dict[str, str]:
         rescales = isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.max_norm is not None
         if rescales and trainer.state.fn == TrainerFn.FITTING:
             excluded["multi"] = f"{name!r} has max_norm, which rescales the rows of a batch in place: each device would do so to other rows"
+    if (named := _numbered_gpu(module)) is not None:
+        excluded["multi"] = f"{named}, which is one GPU for all ranks; let it use self.device, or 'cuda', which is a rank's own"
     stage = trainer.state.fn
     if stage == TrainerFn.FITTING and (late := late_parameters(trainer)) is not None:
         excluded["multi"] = late
@@ -66,3 +76,26 @@ def exclusions(trainer: Trainer, *, finds: bool = False) -> dict[str, str]:
         if (reason := engines.named(name).unfit(trainer, kinds)) is not None:
             excluded[name] = reason
     return excluded
+
+
+def _numbered_gpu(module: nn.Module) -> str | None:
+    """Which method names a GPU by its number, in words."""
+    kinds = dict.fromkeys(
+        kind for each in module.modules() for kind in type(each).__mro__ if kind.__module__.split(".")[0] not in _LIBRARIES
+    )
+    for kind in kinds:
+        for name, method in vars(kind).items():
+            if isinstance(method, FunctionType):
+                for value in _constants((method.__defaults__, method.__code__)):
+                    if isinstance(value, str) and _NUMBERED.fullmatch(value):
+                        return f"{kind.__name__}.{name} names {value!r}"
+    return None
+
+
+def _constants(value: Any) -> Iterator[Any]:
+    """Of code, and of what is inside of it."""
+    if isinstance(value, (tuple, CodeType)):
+        for each in value if isinstance(value, tuple) else value.co_consts:
+            yield from _constants(each)
+    else:
+        yield value

@@ -97,6 +97,24 @@ def test_an_embedding_that_rescales_its_rows(tmp_path: Path) -> None:
     assert "'words' has max_norm" in excluded(tmp_path, module)["multi"]
 
 
+class OnFirst(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weights = [torch.ones(1, device=device) for device in ("cuda:0",)]
+        return super().training_step(batch, batch_idx) * weights[0]
+
+
+class OnItsOwn(Regression):
+    """Says where it was, once cuda:0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * torch.ones(1, device="cuda")
+
+
+def test_a_gpu_named_by_its_number(tmp_path: Path) -> None:
+    assert excluded(tmp_path, OnFirst())["multi"].startswith("OnFirst.training_step names 'cuda:0', which is one GPU for all ranks; let it")
+    assert "multi" not in excluded(tmp_path, OnItsOwn())
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # torch, on importing its compiler
 def test_a_part_compiled_before_sharding(tmp_path: Path) -> None:
     module = Regression()
