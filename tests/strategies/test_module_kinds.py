@@ -382,5 +382,8 @@ def test_a_callback_that_trains_on_one_rank_alone_is_named(monkeypatch: pytest.M
                 super().on_train_batch_end(trainer, pl_module, *args)
 
     monkeypatch.setattr(process_group, "PATIENCE", timedelta(seconds=2))
-    with pytest.raises(RuntimeError, match="a hook ran backward through a network of its own on rank 0, but not on all ranks"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"a network of its own in .*Alone.on_train_batch_end \(test_module_kinds.py:\d+\) on rank 0, but not on all ranks",
+    ):
         fitted.fit(fitted.Fitted, fitted.numbers(), fitted.plan("ddp"), callbacks=[Alone()])

@@ -211,6 +211,11 @@ def wait_for_all_ranks(what: str, remedy: str = _FOR_ALL, *, within: timedelta |
         raise RuntimeError(f"{what}{where} on rank {dist.get_rank()}, but not on all ranks within {patience}; {remedy}") from error
 
 
+def in_hook() -> bool:
+    """Whether a hook of the user's runs."""
+    return _running()[0] is not None
+
+
 def _running() -> tuple[FrameType | None, bool]:
     """The frame of the user's hook that runs, and whether a function under ``rank_zero_only`` does."""
     hook, alone = None, False

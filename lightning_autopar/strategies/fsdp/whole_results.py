@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_autopar._lightning_compat import DummyExperiment
 from lightning_autopar.state.checkpoint import gathered
-from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
+from lightning_autopar.strategies.base.process_group import in_hook, wait_for_all_ranks
 from lightning_autopar.strategies.fsdp.mixed_operations import part_of
 
 _ATEN = torch.ops.aten
@@ -79,7 +79,9 @@ def _list(shard: DTensor) -> Any:
 
 
 def _pickled(shard: DTensor, protocol: Any) -> Any:
-    """Pickle the whole tensor, as a file that the user writes is to hold."""
+    """Pickle the whole tensor, as a file that a hook writes is to hold; elsewhere, as when planning sends a module on, its own rank's."""
+    if not in_hook():
+        return Tensor.__reduce_ex__(shard, protocol)  # type: ignore[no-untyped-call]
     whole = _read(shard)
     written: Any = nn.Parameter(whole, shard.requires_grad) if isinstance(shard, nn.Parameter) else whole
     return written.__reduce_ex__(protocol)

@@ -12,13 +12,12 @@ from torch import nn
 from lightning_autopar import engines
 from lightning_autopar._lightning import Trainer, callbacks, is_param_in_hook_signature, lightning_hasattr
 from lightning_autopar._lightning_compat import TrainerFn, has_own_loaders
+from lightning_autopar._root import FRAMEWORK
 from lightning_autopar.plans import all_engines
 from lightning_autopar.strategies.preparation.late_parameters import late_parameters
 
 #: What names one GPU among several.
 _NUMBERED = re.compile(r"cuda:\d+")
-#: Packages whose own code names no GPU.
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 
 
 def finder_of(trainer: Trainer) -> Any:
@@ -81,7 +80,7 @@ def exclusions(trainer: Trainer, *, finds: bool = False) -> dict[str, str]:
 def _numbered_gpu(module: nn.Module) -> str | None:
     """Which method names a GPU by its number, in words."""
     kinds = dict.fromkeys(
-        kind for each in module.modules() for kind in type(each).__mro__ if kind.__module__.split(".")[0] not in _LIBRARIES
+        kind for each in module.modules() for kind in type(each).__mro__ if kind.__module__.split(".")[0] not in FRAMEWORK
     )
     for kind in kinds:
         for name, method in vars(kind).items():
