@@ -51,7 +51,7 @@ _CHUNK_BYTES = 1 << 20
 #: A child that still lives so long after its answer is killed.
 _GOODBYE_SECONDS = 5.0
 _TRY_SECONDS = 60.0
-#: What a child enters for good.
+#: A child that sees no GPU never leaves the contexts in here.
 _LASTING = ExitStack()
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 from lightning_autopar.strategies.preparation import planning_inputs
 from lightning_autopar.strategies.preparation.decision import PlanningInputs
 
-#: What was found out in this process, by all that it depends on.
+#: What planning has found in this process, by the step that it looked at.
 _FOUND: dict[Any, PlanningInputs] = {}
 
 

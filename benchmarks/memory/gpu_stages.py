@@ -55,7 +55,7 @@ _SETTINGS: tuple[tuple[Schedule, int, int, int], ...] = (
     ("gpipe", 4, 4, 4),
     ("gpipe", 2, 1, 2),
 )
-#: What a pipeline may have besides.
+#: Settings of pipelines with replicas, recomputation or accumulated gradients.
 _MORE: tuple[dict[str, Any], ...] = (
     {"schedule": "1f1b", "ranks": 2, "micro_batches": 4, "stages": 2, "recompute": 1},
     {"schedule": "gpipe", "ranks": 2, "micro_batches": 2, "stages": 2, "replicas": 2},

@@ -165,7 +165,8 @@ def look_at_step(
     inventory, max_devices = bound
     several = alone is None and (has_several(inventory, max_devices) or (elastic and max_devices != 1))
     verify_configuration(trainer)  # raises now what Lightning would raise later
-    excluded = exclusions(trainer, finds=alone is None and world_size is None and not elastic)
+    on_gpus = any(device.kind == "cuda" for device in inventory.devices)
+    excluded = exclusions(trainer, finds=alone is None and world_size is None and not elastic, on_gpus=on_gpus)
     if alone is not None:  # and engines whose ranks share their samples have several
         excluded |= dict.fromkeys(("multi", *(name for name in all_engines() if not engines.named(name).splits)), alone)
 

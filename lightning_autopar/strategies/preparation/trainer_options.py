@@ -16,7 +16,7 @@ from lightning_autopar._root import FRAMEWORK
 from lightning_autopar.plans import all_engines
 from lightning_autopar.strategies.preparation.late_parameters import late_parameters
 
-#: What names one GPU among several.
+#: The name of one of several GPUs.
 _NUMBERED = re.compile(r"cuda:\d+")
 
 
@@ -32,12 +32,13 @@ def finder_of(trainer: Trainer) -> Any:
     return found[0] if own else None
 
 
-def exclusions(trainer: Trainer, *, finds: bool = False) -> dict[str, str]:
+def exclusions(trainer: Trainer, *, finds: bool = False, on_gpus: bool = False) -> dict[str, str]:
     """The engines that this trainer can't use, with the reason.
 
     Args:
         trainer: its callbacks, precision and module are read.
         finds: whether the search of a ``BatchSizeFinder`` can be answered, see :func:`finder_of`.
+        on_gpus: whether it would run on GPUs: code that names one falls back to the CPU where there is none.
 
     Returns:
         Engine name → sentence; the name ``"multi"`` stands for every plan of more than one device, ``"micro_batches"`` for every plan that
@@ -59,7 +60,7 @@ def exclusions(trainer: Trainer, *, finds: bool = False) -> dict[str, str]:
         rescales = isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.max_norm is not None
         if rescales and trainer.state.fn == TrainerFn.FITTING:
             excluded["multi"] = f"{name!r} has max_norm, which rescales the rows of a batch in place: each device would do so to other rows"
-    if (named := _numbered_gpu(module)) is not None:
+    if on_gpus and (named := _numbered_gpu(module)) is not None:
         excluded["multi"] = f"{named}, which is one GPU for all ranks; let it use self.device, or 'cuda', which is a rank's own"
     stage = trainer.state.fn
     if stage == TrainerFn.FITTING and (late := late_parameters(trainer)) is not None:

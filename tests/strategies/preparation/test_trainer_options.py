@@ -30,11 +30,13 @@ class Iterates(Regression):
         return self.loss(next(dataloader_iter)[0])
 
 
-def excluded(folder: Path, module: Regression | None = None, stage: TrainerFn = TrainerFn.FITTING, **options: Any) -> dict[str, str]:
+def excluded(
+    folder: Path, module: Regression | None = None, stage: TrainerFn = TrainerFn.FITTING, *, on_gpus: bool = True, **options: Any
+) -> dict[str, str]:
     run = trainer("single", folder, **options)
     run.strategy._lightning_module = module or Regression()
     run.state.fn = stage
-    return exclusions(run)
+    return exclusions(run, on_gpus=on_gpus)
 
 
 def unstaged(folder: Path, module: Regression | None = None, stage: TrainerFn = TrainerFn.FITTING, **options: Any) -> str:
@@ -113,6 +115,7 @@ class OnItsOwn(Regression):
 def test_a_gpu_named_by_its_number(tmp_path: Path) -> None:
     assert excluded(tmp_path, OnFirst())["multi"].startswith("OnFirst.training_step names 'cuda:0', which is one GPU for all ranks; let it")
     assert "multi" not in excluded(tmp_path, OnItsOwn())
+    assert "multi" not in excluded(tmp_path, OnFirst(), on_gpus=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # torch, on importing its compiler
