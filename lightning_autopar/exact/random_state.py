@@ -16,6 +16,7 @@ import torch
 from lightning_autopar.memory.trace.first_batch import GENERATORS
 
 RngState: TypeAlias = dict[str, Any]
+_KINDS = frozenset[type](GENERATORS)
 
 
 def find_generators(places: Iterable[tuple[str, object]]) -> dict[str, Any]:
@@ -26,7 +27,8 @@ def find_generators(places: Iterable[tuple[str, object]]) -> dict[str, Any]:
     seen: set[int] = set()
     for place, owner in places:
         for name, value in getattr(owner, "__dict__", {}).items():
-            if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom) and id(value) not in seen:
+            kinds = type(value).__mro__  # isinstance asks torch's metaclass, which is Python code, for every attribute
+            if not _KINDS.isdisjoint(kinds) and random.SystemRandom not in kinds and id(value) not in seen:
                 seen.add(id(value))
                 found[f"own:{place}.{name}"] = value
     return found

@@ -8,7 +8,8 @@ not why.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -21,34 +22,55 @@ from lightning_autopar.exact.step.rows_of_gpu_draws import drop_own, fill_own
 
 _Call: TypeAlias = Callable[..., Any]
 _Generator: TypeAlias = torch.Generator | None
+#: The one that decides, and the contexts in which the kernels stay replaced from one to the next.
 _installed: list[GlobalDraws] = []
+_holding: list[Any] = []
 
 
 def override(draws: GlobalDraws) -> Callable[[], None]:
     """Let ``draws`` decide on every random draw of this process; returns what undoes it."""
     assert not _installed, "another GlobalDraws is installed"
+    library = None if _holding else _replaced()
+    _installed.append(draws)
+
+    def undo() -> None:
+        _installed.remove(draws)
+        if library is not None:
+            library._destroy()
+
+    return undo
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """While open, the kernels stay replaced where one of many ``GlobalDraws`` after each other is undone: replacing them takes 2 ms."""
+    _holding.append(_replaced() if not _holding else None)
+    try:
+        yield
+    finally:
+        if (library := _holding.pop()) is not None:
+            library._destroy()
+
+
+def _replaced() -> Any:
+    """The library whose kernels ask whoever is installed; those before come back by its ``_destroy``."""
     library = cast(Any, torch.library).Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name, handler in {**_ANYWHERE, **_ON_CUDA}.items():
             for key in ("CPU", "CUDA") if name in _ANYWHERE else ("CUDA",):
                 if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
-                    library.impl(name, _kernel(draws, name, key, handler), key, allow_override=True)
-    _installed.append(draws)
-
-    def undo() -> None:
-        _installed.remove(draws)
-        library._destroy()
-
-    return undo
+                    library.impl(name, _kernel(name, key, handler), key, allow_override=True)
+    return library
 
 
-def _kernel(draws: GlobalDraws, name: str, key: str, handler: Callable[..., Any]) -> _Call:
+def _kernel(name: str, key: str, handler: Callable[..., Any]) -> _Call:
     native = torch.library.get_kernel(f"aten::{name}", key)
     call = partial(native.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[key]))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs) if draws.share is None else handler(draws, call, *args, **kwargs)
+        draws = _installed[0] if _installed else None
+        return call(*args, **kwargs) if draws is None or draws.share is None else handler(draws, call, *args, **kwargs)
 
     return kernel
 

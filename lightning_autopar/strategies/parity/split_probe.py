@@ -30,7 +30,7 @@ from lightning_autopar.exact.logs.log_rules import LogComparison, Logged
 from lightning_autopar.exact.step.batch_norm import NormRuns, fix
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
-from lightning_autopar.exact.step.random_operators import draws_apart
+from lightning_autopar.exact.step.random_operators import draws_apart, held
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
@@ -52,6 +52,7 @@ _ALONE = 4  # samples of which each is run alone, to see which submodules it cal
 _ORDERS = 4  # how often a step that shuffles samples at random is compared again
 
 
+@held()
 def probe_split(
     module: LightningModule,
     trainer: Trainer | None,
@@ -126,6 +127,7 @@ def probe_split(
     return found, DrawPlan()  # the other blocks' draws aren't known
 
 
+@held()
 def probe_evaluation(
     module: LightningModule,
     trainer: Trainer | None,

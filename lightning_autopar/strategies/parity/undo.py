@@ -82,11 +82,12 @@ def undone(module: nn.Module, writes: Collection[str] | None = None, outside: Ma
     size_bytes = sum(parameter.nbytes for parameter in parameters.values() if not is_fake(parameter))
     check_room(size_bytes, "a copy of parameters, to see whether the step writes to them,")
     copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in module.modules()]
+    modules = list(module.named_modules())
+    attributes = [(child, dict(child.__dict__), dict(child._buffers)) for _, child in modules]
     values = {name: space.get(key, MISSING) for name, (space, key) in (outside or {}).items()}
-    put_back = _held_by(module, values)
+    put_back = _held_by(module, modules, values)
     # As each part of a batch finds them in a run.
-    generators = rng.find_generators(module.named_modules())
+    generators = rng.find_generators(modules)
     drawn = {name: rng.get_generator(generator) for name, generator in generators.items()}
 
     def count(name: str) -> Callable[..., None]:
@@ -96,7 +97,7 @@ def undone(module: nn.Module, writes: Collection[str] | None = None, outside: Ma
         return hook
 
     with ExitStack() as hooks:
-        for name, child in module.named_modules():
+        for name, child in modules:
             if name:
                 hooks.callback(child.register_forward_pre_hook(count(name)).remove)
         try:
@@ -104,7 +105,7 @@ def undone(module: nn.Module, writes: Collection[str] | None = None, outside: Ma
         finally:
             replaced = [
                 f"{name}.{attribute}".lstrip(".")
-                for (name, child), (_, held, buffers) in zip(module.named_modules(), attributes, strict=False)
+                for (name, child), (_, held, buffers) in zip(modules, attributes, strict=True)
                 for attribute, value in (*child.__dict__.items(), *child._buffers.items())
                 if attribute not in _TORCHS and {**held, **buffers}.get(attribute, effects) is not value
             ]
@@ -135,22 +136,26 @@ def check_room(size_bytes: int, what: str) -> None:
     Raises:
         MemoryError: if it takes more than half of what is left.
     """
+    if not size_bytes:
+        return
     free_bytes = psutil.virtual_memory().available
     if size_bytes > _HOST_SHARE * free_bytes:
         sizes = f"{format_bytes(size_bytes)}, more than half of the {format_bytes(free_bytes)} that the host has left"
         raise MemoryError(f"{what} takes {sizes}")
 
 
-def _held_by(module: nn.Module, outside: Mapping[str, Any]) -> list[tuple[str, Callable[[], bool]]]:
+def _held_by(
+    module: nn.Module, modules: Sequence[tuple[str, nn.Module]], outside: Mapping[str, Any]
+) -> list[tuple[str, Callable[[], bool]]]:
     """For each container, tensor or object of the user's in an attribute or a variable: its name, and a function that restores the contents
     and says whether they changed.
     """
     undo: list[tuple[str, Callable[[], bool]]] = []
-    seen = {id(child) for child in module.modules()} | {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    seen = {id(child) for _, child in modules} | {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     left = list(outside.items())  # attributes first, as items are taken from the end
     left += [
         (f"{name}.{attribute}".lstrip("."), value)
-        for name, child in module.named_modules()
+        for name, child in modules
         for attribute, value in child.__dict__.items()
         if attribute not in _TORCHS
     ]
