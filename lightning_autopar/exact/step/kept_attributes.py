@@ -89,7 +89,7 @@ def attributes(module: LightningModule, made: Iterable[str] = ()) -> dict[str, P
     return {
         f"{prefix}.{name}".lstrip("."): (vars(child), name)
         for prefix, child in module.named_modules()
-        if not isinstance(child, Metric) and (child is module or not f"{type(child).__module__}.".startswith(_OTHERS))
+        if Metric not in type(child).__mro__ and (child is module or not f"{type(child).__module__}.".startswith(_OTHERS))
         for name in (*vars(child), *more.get(prefix, ()))
         if name not in _NOT_KEPT
     }
