@@ -190,7 +190,7 @@ class GlobalDraws:
         if self._plan.draws is None:
             return guess(op, shape, samples)
         by_shape = (op, shape)
-        by_state = (op, shape, _state(generator or default_generator(tensor.device)))
+        by_state = (op, shape, state_of(generator or default_generator(tensor.device)))
         if torch._C._current_graph_task_id() != -1:
             # Recomputation in backward draws in another order. The checkpoint restores the generator's state, which tells draws of one
             # shape apart.
@@ -319,7 +319,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def _state(generator: torch.Generator) -> int:
+def state_of(generator: torch.Generator) -> int:
     """A number that tells a generator's states apart, in this process."""
     if generator.device.type == "cuda":
         return hash((generator.initial_seed(), generator.get_offset()))

@@ -199,6 +199,8 @@ class SharedNetwork(SharingSteps):
         self._behind: _Running | None = None
         self._draws = _CallDraws(self._share_now)
         self._calls: dict[str, int] = {}
+        #: How the draws of each submodule's calls were made in this step. The user's checkpoint makes a call anew in backward.
+        self._chosen: dict[str, dict[tuple[object, ...], Choice]] = {}
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -214,6 +216,7 @@ class SharedNetwork(SharingSteps):
     def step(self) -> Iterator[None]:
         """See :class:`SharingSteps`."""
         self._calls.clear()
+        self._chosen.clear()
         self._behind = None
         with super().step(), gradients_asked_for(lambda gradient, _: _Mean.apply(gradient)):  # type: ignore[no-untyped-call]
             yield
@@ -230,7 +233,7 @@ class SharedNetwork(SharingSteps):
         plans = self._shared[name].draws if self._module.training else self._shared[name].evaluated
         # In backward the user's checkpoint calls it once more.
         draws = plans[min(number, len(plans) - 1)] if plans else DrawPlan()
-        running = _Running(share_of(call.rows, self._rank, self._dealing), draws)
+        running = _Running(share_of(call.rows, self._rank, self._dealing), draws, self._chosen.setdefault(name, {}))
         part, options = call.part(lambda whole: _Cut.apply(whole, running, self))  # type: ignore[no-untyped-call]
         self._inside, self._running = True, running
         self._draws.take(running)

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.step.random_draws import Choice, Draw, DrawPlan, GlobalDraws, Rows, has_gaps, memory_order
+from lightning_autopar.exact.step.random_draws import (
+    Choice,
+    Draw,
+    DrawPlan,
+    GlobalDraws,
+    Rows,
+    default_generator,
+    has_gaps,
+    memory_order,
+    state_of,
+)
 
 _T = TypeVar("_T")
 
@@ -68,7 +78,7 @@ class DrawObserver(GlobalDraws):
         self.groups_first = groups_first
         self.draws: list[Draw] = []
         self.irregular = False
-        self._before: dict[tuple[str, tuple[int, ...]], Choice] = {}
+        self._before: dict[tuple[object, ...], Choice] = {}
 
     def run(self, step: Callable[[Any], _T], part: Callable[[BatchShare], Any]) -> _T:
         """Run the step on this share, with the draws that one device would make."""
@@ -85,8 +95,9 @@ class DrawObserver(GlobalDraws):
     def rows_for(self, op: str, tensor: Tensor, generator: torch.Generator | None, shape: tuple[int, ...] | None = None) -> Choice:
         """Like :meth:`GlobalDraws.rows_for`, from the draws of the whole batch's step."""
         shape = tuple(tensor.shape) if shape is None else shape
+        by_state = (op, shape, state_of(generator or default_generator(tensor.device)))
         if torch._C._current_graph_task_id() != -1:  # recomputation: not a new draw
-            return self._before.get((op, shape))
+            return self._before.get(by_state, self._before.get((op, shape)))
         index = len(self.draws)
         if self.whole is None:
             # Only a part shows which dimension runs over the samples, and only the whole shows the layout in memory.
@@ -98,7 +109,7 @@ class DrawObserver(GlobalDraws):
             draw = Draw(op=op, shape=shape, choice="own")
         self.irregular |= draw.choice == "own"
         self.draws.append(draw)
-        self._before[op, shape] = draw.choice
+        self._before[op, shape] = self._before[by_state] = draw.choice
         return None if self.whole is None else draw.choice
 
     def _relate(self, whole: Draw, op: str, shape: tuple[int, ...]) -> Draw:

@@ -145,6 +145,18 @@ class Recomputed(Base):
         optimizer.step()
 
 
+class Attending(Base):
+    """A checkpoint makes draws of one shape again that lie in memory in two ways; a part of one sample doesn't show in which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(4, 2, 4, 0.3, batch_first=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        tokens = torch.stack([batch, self.layer(batch), -batch], dim=1)
+        return F.mse_loss(checkpoint(self.attention, tokens, use_reentrant=False)[:, 0], batch)
+
+
 class GAN(Base):
     """Two optimizers by hand; the discriminator sees real and generated samples as one batch, with dropout."""
 
@@ -650,6 +662,7 @@ def test_a_draw_for_each_sample_is_named_though_it_changed_nothing() -> None:
         lambda: Norm(track_running_stats=False),
         Penalty,
         Recomputed,
+        Attending,
         GAN,
         Views,
         Cancelling,
