@@ -75,12 +75,14 @@ class Writer:
 PARAMETER, SAVED, OUTPUT = 64, 16, 8
 
 
-def step_of_two_blocks(saved: int = SAVED) -> Tape:
-    """Two blocks with a parameter of 64 KiB each; they save 16 or more and put out 8. The optimizer holds as much as the parameters."""
+def step_of_two_blocks(saved: int = SAVED, output: int = OUTPUT, statistics: int = 0) -> Tape:
+    """Two blocks with a parameter of 64 KiB each; they save 16 or more and put out 8 or more. The optimizer holds as much as the
+    parameters. They may end with an operation that saves something after its output.
+    """
     writer = Writer()
     for index in (0, 1):
         writer.take(index, PARAMETER, "parameters")
-    writer.take(2, OUTPUT, "input")
+    writer.take(2, output, "input")
     for index in (0, 1):
         writer.take(4 + index, PARAMETER, "optimizer")
         writer.take(6 + index, PARAMETER, "gradients")
@@ -89,21 +91,25 @@ def step_of_two_blocks(saved: int = SAVED) -> Tape:
         writer.mark("forward", index)
         writer.tape.add("input", 2 if index == 0 else 20)
         writer.take(10 + index, saved, "activations")
-        writer.take(20 + index, OUTPUT, "activations")
+        writer.take(20 + index, output, "activations")
+        if statistics:
+            writer.take(60 + index, statistics, "activations")
         writer.tape.add("output", 20 + index)
         writer.mark("leave", index)
     for index in (0, 1):
         writer.free(6 + index, "gradients")
     writer.mark("return", 2)
-    writer.take(31, OUTPUT, "temporary")
+    writer.take(31, output, "temporary")
     for index in (1, 0):
         writer.mark("backward", index)
         writer.take(40 + index, PARAMETER, "fixed")
         writer.become(40 + index, PARAMETER, "gradients")
         if index:
-            writer.take(30, OUTPUT, "temporary")
+            writer.take(30, output, "temporary")
         writer.free(30 + index, "temporary")
         writer.free(10 + index, "activations")
+        if statistics:
+            writer.free(60 + index, "activations")
         writer.free(20 + index, "activations")
         writer.mark("return", index)
     writer.mark("optimizer")
@@ -189,6 +195,18 @@ def test_recomputation_keeps_what_enters_and_runs_forward_again() -> None:
     # Backward of the second: its 256, both outputs, and the gradients of its output, its parameter and its input.
     first = replay(footprint, plan(recompute=("a",)), 0)
     assert first.allocated_peak_bytes == (resident + max(256 + 16 + 8 + 64 + 8, 128 + 256 + 8 + 8)) * KIB
+
+
+def test_an_output_is_made_again_before_what_its_operation_saves_after_it() -> None:
+    """A norm's statistics come after its output, which its block's second forward makes once more, for a moment."""
+    resident, activations = 128 + 128 + 128, 2 * 256 + 2 * 128 + 128
+    for statistics, again in ((0, 64), (1, 128)):  # else the most is there when the second block's parameter has its gradient
+        tape = without(step_of_two_blocks(256, 128, statistics), 6, 7, 30, 50)
+        found = replay(footprint_of(tape), plan(recompute=("b",)), 0)
+        assert found.allocated_peak_bytes == (resident + activations + 2 * statistics + again) * KIB
+        # Afterwards the second one is gone: the other micro-batch finds only gradients, and makes new ones beside them.
+        parts = replay(footprint_of(tape), plan(recompute=("b",), micro_batches=2), 0)
+        assert parts.allocated_peak_bytes == (resident + activations // 2 + statistics + 128 + 64) * KIB
 
 
 def test_micro_batches_hold_a_part_of_the_activations_and_all_gradients() -> None:
@@ -343,7 +361,9 @@ def test_a_replay_that_fails_goes_on_without_the_limit(of: Plan) -> None:
 
 
 class Scattering(Player):
-    """Its steps reserve nothing more until the sixth."""
+    """Its steps reserve nothing more until one."""
+
+    last, small = 6, 0
 
     def __init__(self, machine: PlayedDevice) -> None:
         self.machine, self.number, self.workspaces = machine, 0, ()
@@ -353,7 +373,9 @@ class Scattering(Player):
 
     def step(self) -> None:
         self.number += 1
-        self.machine.hold("needed", 40 * MIB if self.number < 6 else 80 * MIB, "activations")
+        self.machine.hold("needed", 40 * MIB if self.number < self.last else 80 * MIB, "activations")
+        self.machine.hold_all("small", (KIB,) * self.small, "activations")
+        self.machine.drop_all("small")
         self.machine.settle()
         self.machine.drop("needed")
 
@@ -368,6 +390,17 @@ def test_steps_are_played_until_they_are_alike() -> None:
     assert narrow.fits
     assert narrow.go_on is not None
     assert (narrow.go_on().fits, played(Scattering, limit_bytes=150 * MIB).fits) == (False, False)
+
+
+@pytest.mark.parametrize(("small", "steps"), [(0, 16), (3_000, 16), (10_000, 6)])
+def test_steps_that_are_soon_played_are_played_to_the_sixteenth(small: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fourteen that reserve nothing more don't show that the next one won't; of long steps six that are alike are all."""
+    monkeypatch.setattr(Scattering, "small", small)
+    reserved = []
+    for last in (steps, steps + 1, 99):
+        monkeypatch.setattr(Scattering, "last", last)
+        reserved.append(played(Scattering).reserved_peak_bytes)
+    assert reserved[0] - 80 * MIB == reserved[1] == reserved[2]
 
 
 def test_a_workspace_is_held_throughout() -> None:
