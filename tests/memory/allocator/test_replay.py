@@ -623,6 +623,47 @@ def test_a_stage_makes_no_sum_with_the_gradient_of_a_later_stages_use() -> None:
     assert replay(tied_in(0, 1, 2), cut, 0) == replay(tied_in(0, 1), cut, 0)
 
 
+def test_what_the_users_code_names_ends_with_the_stages_forward() -> None:
+    """On the tape it is there until a later stage's part (an embedding), or until the next block is over (a block's unused output)."""
+    cut = plan("pipeline", 2, cuts=("b",), schedule="gpipe", micro_batches=2, recompute=("a",))
+    plain, named, unused = Tape(), Tape(), Tape()
+    for action, storage, size_bytes, kind in without(step_of_two_blocks(), 6, 7, 50):
+        if (action, storage) == ("output", 20):
+            unused.add("allocate", 70, 4096 * KIB, "activations")
+            unused.add("output", 70)
+        elif (action, storage) == ("leave", 1):
+            unused.add("unsaved", 70)
+        elif (action, storage) == ("free", 10):
+            unused.add("free", 70, 0, "activations")
+        for tape in (plain, named, unused):
+            tape.add(action, storage, size_bytes, kind)
+        if (action, storage) == ("leave", -1):
+            named.add("allocate", 70, 4096 * KIB, "activations")
+        elif (action, storage) == ("leave", 1):
+            named.add("free", 70, 0, "activations")
+    base = replay(footprint_of(plain), cut, 0).allocated_peak_bytes
+    for tape in (named, unused):  # of one micro-batch at a time
+        assert 1.8 * MIB < replay(footprint_of(tape), cut, 0).allocated_peak_bytes - base <= 2 * MIB
+
+
+def test_a_later_batchs_gradients_are_added_as_they_are_made() -> None:
+    """A stage never has more than its gradients and a new one beside them; before the first batch it has none."""
+    tape = Tape(batches=2)
+    once = without(step_of_two_blocks(), 6, 7, 50)
+    begins = [event.action for event in once].index("leave")
+    for turn in range(2):
+        for number, (action, storage, size_bytes, kind) in enumerate(once):
+            if action == "optimizer" or (turn and number < begins):
+                continue
+            again = turn and storage >= 10
+            tape.add("free" if again and action == "become" else action, storage + 100 if again else storage, size_bytes, kind)
+    tape.add("optimizer", -1)
+    cut = plan("pipeline", 2, cuts=("b",), schedule="gpipe", micro_batches=2)
+    found = replay(footprint_of(tape), cut, 0)
+    # Parameter, state, gradient, the new one; both micro-batches' saved tensors and outputs, the batch, a received gradient.
+    assert found.allocated_peak_bytes == (4 * PARAMETER + SAVED + OUTPUT + OUTPUT + OUTPUT // 2) * KIB
+
+
 def test_of_many_micro_batches_some_show_what_all_do(deep: Footprint, monkeypatch: pytest.MonkeyPatch) -> None:
     names = tuple(block.fqn for block in deep.blocks)
     of, many = plan("pipeline", 4, cuts=names[2::2], schedule="1f1b", micro_batches=32), scaled(deep, 64)
