@@ -130,7 +130,9 @@ class PipelinePlayer(Player):
             number = 2 * part.index + 2 if part.mark == "leave" else 2 * part.index + (part.mark != "return")
             stage = next(stage for stage in range(len(borders) - 1) if borders[stage] <= number < borders[stage + 1])
             found.parts.setdefault((part.mark in ("forward", "leave"), stage), []).append(part)
-        made = {change.storage: change.size_bytes for part in parts for change in part.changes if _is_waiting(change)}
+        # What forward made isn't a gradient: under autocast it is a weight's copy, as large as its gradient.
+        backward = [part for part in parts if part.mark in ("backward", "return")]
+        made = {change.storage: change.size_bytes for part in backward for change in part.changes if _is_waiting(change)}
         for stage in self.stages:
             forward = found.parts.get((True, stage), [])
             backward, found.summed[stage] = _without_others(found.parts.get((False, stage), []), made)

@@ -623,6 +623,24 @@ def test_a_stage_makes_no_sum_with_the_gradient_of_a_later_stages_use() -> None:
     assert replay(tied_in(0, 1, 2), cut, 0) == replay(tied_in(0, 1), cut, 0)
 
 
+def test_a_copy_of_a_weight_is_no_gradient_of_another_stages() -> None:
+    """Under autocast forward makes copies as large as the gradient, of which backward frees one beside a gradient's own copy."""
+    tape = Tape()
+    for action, storage, size_bytes, kind in without(step_of_two_blocks(), 6, 7, 50):
+        if (action, storage) == ("become", 40):
+            tape.add("allocate", 80, PARAMETER * KIB, "fixed")
+            tape.add("free", 70, 0, "fixed")
+            tape.add("free", 40, 0, "fixed")
+            tape.add("become", 80, PARAMETER * KIB, "gradients")
+        else:
+            tape.add(action, storage, size_bytes, kind)
+        if (action, storage) == ("forward", 0):
+            tape.add("allocate", 70, PARAMETER * KIB, "fixed")
+    found = replay(footprint_of(tape), plan("pipeline", 2, cuts=("b",), schedule="gpipe", micro_batches=2), 0)
+    # Parameter and state; the batch; of both micro-batches the saved tensors, outputs and the copy; a received gradient; both gradients.
+    assert found.allocated_peak_bytes == (2 * PARAMETER + OUTPUT + SAVED + OUTPUT + 2 * PARAMETER + OUTPUT // 2 + 2 * PARAMETER) * KIB
+
+
 def test_what_the_users_code_names_ends_with_the_stages_forward() -> None:
     """On the tape it is there until a later stage's part (an embedding), or until the next block is over (a block's unused output)."""
     cut = plan("pipeline", 2, cuts=("b",), schedule="gpipe", micro_batches=2, recompute=("a",))
