@@ -363,16 +363,23 @@ class Player:
 
     def _run_again(self, index: int) -> None:
         """Run its forward again before its backward; torch stops after the last tensor that backward needs (``early_stop``)."""
-        changes = self._made_in(index)
+        part, changes = self._forwards[index], self._made_in(index)
         keys = {change.storage: self.key(change.storage) for change in changes}
         missing = {storage for storage, key in keys.items() if key not in self._gone and key not in self.machine}
-        changes = [change for change in changes if change.storage in missing]
-        passing = {change.storage for change in changes if change.action == "free"}
+        # An output that is used is made once more where its operation saves something after it, such as a norm its statistics.
+        outputs = {*part.outputs}.difference(part.inputs, keys)
+        changes = [one for one in part.changes if one.storage in missing or (one.storage in outputs and one.action == "allocate")]
+        passing = {change.storage for change in changes if change.action == "free"} | outputs
         kept = (place for place, change in enumerate(changes) if change.action == "allocate" and change.storage not in passing)
         end = max(kept, default=-1) + 1
         made = {change.storage for change in changes[:end] if change.action == "allocate"}
         left = [change for change in changes[end:] if change.action == "free" and change.storage in made]
+        again: list[Hashable] = [self.key(storage) for storage in outputs]
+        used = {key: self.machine.held.pop(key) for key in again if key in self.machine}
         self._apply([*changes[:end], *left], updating=False)
+        for key in again:
+            self.machine.drop(key)
+        self.machine.held.update(used)
 
 
 class DDPPlayer(Player):

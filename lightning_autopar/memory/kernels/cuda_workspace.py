@@ -174,11 +174,22 @@ def _embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], output: A
     return Rounds([[*blocks, partial(parts * width, width)]])
 
 
+def _index(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds | None:
+    """``AdvancedIndex`` (TensorAdvancedIndexing.cpp): numbers of fewer bits become 64; and unless all lie alike once they are broadcast,
+    those that aren't contiguous then are copied.
+    """
+    found = [index for index in args[1] if isinstance(index, Tensor) and index.dtype not in (torch.bool, torch.uint8)]
+    broadcast = torch.broadcast_tensors(*found)
+    alike = len({index.stride() for index in broadcast}) < 2
+    copied = [index for index in broadcast if index.element_size() < _INDEX or not (alike or index.is_contiguous())]
+    return Rounds([[KernelBytes(index.numel() * _INDEX) for index in copied]]) if copied else None
+
+
 def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rounds | None:
     """``index_put_with_sort_kernel`` (Indexing.cu): a linear index, the sorted one, and each one's place before."""
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if not accumulate:
-        return None
+        return _index(args, kwargs, output)
     shapes = [index.shape for index in args[1] if isinstance(index, Tensor)]
     return Rounds([[KernelBytes(torch.Size(torch.broadcast_shapes(*shapes)).numel() * _INDEX)] * 4]) if shapes else None
 
@@ -303,6 +314,7 @@ CUDA_SCRATCH: Mapping[Any, ScratchOf] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
+    aten.index.Tensor: _index,
     aten.index_put.default: _index_put,
     aten.index_put_.default: _index_put,
     aten._unsafe_index_put.default: _index_put,

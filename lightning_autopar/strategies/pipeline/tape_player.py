@@ -4,15 +4,15 @@ As ``torch.distributed.pipelining`` runs them (torch 2.13, ``schedules.py``; ``s
 receives is allocated when it is asked for; until its backward, a micro-batch keeps what it received, what forward saved and its output;
 what was sent back stays until the schedule's end. Under 1F1B it stays until the next is sent, a received gradient until the next is asked
 for, and of what was sent before the first backward the last but one until the last forward. No old gradients are there when the schedule
-begins; those of batches before it that are accumulated lie aside. Replicas average their gradients when the last backward of a stage is
-over.
+begins; where batches are accumulated, later ones add theirs as they make them. Replicas average their gradients when the last backward of
+a stage is over.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
@@ -25,6 +25,25 @@ from lightning_autopar.strategies.pipeline.schedules import Action
 
 #: What an optimizer keeps of this size or less isn't of a parameter's shape, but a number (of steps).
 _SCALAR_BYTES = 8
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """One batch of the tape, by stage.
+
+    Attributes:
+        parts: of forward (True) and of backward.
+        summed: sizes of gradients of which the tape has a sum with a later stage's.
+        made: what the stage makes, but for gradients.
+        handed_on: gradients that wait on the tape for another part's.
+        named: the ends of what the user's code holds longer than the stage's forward.
+    """
+
+    parts: dict[tuple[bool, int], list[TapePart]] = field(default_factory=dict)
+    summed: dict[int, set[int]] = field(default_factory=dict)
+    made: dict[int, set[int]] = field(default_factory=dict)
+    handed_on: dict[int, set[int]] = field(default_factory=dict)
+    named: dict[int, list[TapeChange]] = field(default_factory=dict)
 
 
 class PipelinePlayer(Player):
@@ -68,18 +87,11 @@ class PipelinePlayer(Player):
         self._averages = replicas > 1
         #: How many micro-batches the rank's forward runs before its first backward.
         self._warm_up = next((place for place, action in enumerate(actions) if action.work == "backward"), 0)
-        self._accumulates = footprint.tape.batches > 1
         self.stages = sorted({action.stage for action in actions})
-        self._parts: dict[tuple[bool, int], list[TapePart]] = {}
-        last = max((place for place, part in enumerate(script.parts) if (part.mark, part.index) == ("leave", -1)), default=0)
-        for part in script.parts[last:]:  # of the last batch, where gradients are accumulated
-            number = 2 * part.index + 2 if part.mark == "leave" else 2 * part.index + (part.mark != "return")
-            stage = next(stage for stage in range(len(borders) - 1) if borders[stage] <= number < borders[stage + 1])
-            self._parts.setdefault((part.mark in ("forward", "leave"), stage), []).append(part)
-        made = {change.storage: change.size_bytes for part in script.parts[last:] for change in part.changes if _is_waiting(change)}
-        summed: dict[int, set[int]] = {}
-        for stage in self.stages:
-            self._parts[False, stage], summed[stage] = _without_others(self._parts.get((False, stage), []), made)
+        begins = [place for place, part in enumerate(script.parts) if (part.mark, part.index) == ("leave", -1)] or [0]
+        begins = begins if footprint.tape.batches > 1 else begins[-1:]
+        self._batches = [self._in_stages(script.parts[first:end], borders) for first, end in zip(begins, [*begins[1:], None], strict=True)]
+        self._batch = self._batches[0]
         sizes = parts_of(footprint.tape, len(footprint.blocks))
         crossing = [[one.size for one in sizes[border].crossing] if 0 < border < len(sizes) else [] for border in borders]
         self._received = {stage: crossing[stage] for stage in self.stages}
@@ -93,15 +105,15 @@ class PipelinePlayer(Player):
         self._anew = {stage: sizes[borders[stage]].anew for stage in self.stages if stage}
         self._layers = {stage: _layers(footprint, borders[stage], borders[stage + 1]) for stage in self.stages}
         shared = {stage: footprint.shared_uses(borders[stage], borders[stage + 1]) for stage in self.stages}
-        self._gradients = {stage: _sizes(self._layers[stage], learning=True) for stage in self.stages}
-        self._averaged = {stage: flat_sizes([*self._gradients[stage], *(use[3] for use in shared[stage])]) for stage in self.stages}
+        learning = {stage: [*_sizes(self._layers[stage], learning=True), *(use[3] for use in shared[stage])] for stage in self.stages}
+        self._averaged = {stage: flat_sizes(learning[stage]) for stage in self.stages}
         #: Gradients that are complete in one part only on the tape, but in each stage here; and those that a stage's first part to use the
         #: parameter adds to those of its later ones, by the later one.
         self._shared = {stage: Counter[int]() for stage in self.stages}
         self._waiting = {stage: list[tuple[int, int]]() for stage in self.stages}
         for stage in self.stages:
-            self._find_shared(stage, range(borders[stage], borders[stage + 1]), summed[stage])
-        self._learning = {stage: Counter([*self._gradients[stage], *(use[3] for use in shared[stage])]) for stage in self.stages}
+            self._find_shared(stage, range(borders[stage], borders[stage + 1]), self._batches[-1].summed[stage])
+        self._learning = {stage: Counter(learning[stage]) for stage in self.stages}
         self._completed: Counter[int] = Counter()
         everything = _sizes(_layers(footprint, 0, borders[-1]))
         self._own = {stage: [*_sizes(self._layers[stage]), *(use[2] for use in shared[stage])] for stage in self.stages}
@@ -110,8 +122,26 @@ class PipelinePlayer(Player):
         self._portion_of_all = sum(held.values()) / max(1, len(everything))
         self._share_of_all = sum(map(sum, self._own.values())) / max(1, sum(everything))
         self._met: Counter[int] = Counter()
-        self._made = {stage: self._storages(stage) for stage in self.stages}
-        self._handed_on = {stage: self._to_be_added(stage) for stage in self.stages}
+
+    def _in_stages(self, parts: Sequence[TapePart], borders: Sequence[int]) -> _Batch:
+        """A batch of the tape, by the stages that begin at these parts."""
+        found = _Batch()
+        for part in parts:
+            number = 2 * part.index + 2 if part.mark == "leave" else 2 * part.index + (part.mark != "return")
+            stage = next(stage for stage in range(len(borders) - 1) if borders[stage] <= number < borders[stage + 1])
+            found.parts.setdefault((part.mark in ("forward", "leave"), stage), []).append(part)
+        # What forward made isn't a gradient: under autocast it is a weight's copy, as large as its gradient.
+        backward = [part for part in parts if part.mark in ("backward", "return")]
+        made = {change.storage: change.size_bytes for part in backward for change in part.changes if _is_waiting(change)}
+        for stage in self.stages:
+            forward = found.parts.get((True, stage), [])
+            backward, found.summed[stage] = _without_others(found.parts.get((False, stage), []), made)
+            found.parts[False, stage] = backward
+            found.made[stage] = _made_in([*forward, *backward])
+            found.handed_on[stage] = _to_be_added(backward)
+            sent = {one for part in parts if part.mark == "forward" and 2 * part.index + 1 == borders[stage + 1] for one in part.inputs}
+            found.named[stage] = _held_by_names(forward, parts, found.made[stage] - sent)
+        return found
 
     def _find_shared(self, stage: int, own: range, summed: set[int]) -> None:
         """Look for parameters that parts of several stages use.
@@ -130,18 +160,6 @@ class PipelinePlayer(Player):
                 self._shared[stage][size_bytes] += 1
             if len(within) > 1 and max(parts) not in within and size_bytes not in summed:
                 self._waiting[stage].append((max(within), size_bytes))
-
-    def _storages(self, stage: int) -> set[int]:
-        """What the stage makes, but for gradients."""
-        changes = [change for way in (True, False) for part in self._parts.get((way, stage), ()) for change in part.changes]
-        lives_on = {change.storage for change in changes if change.kind == "gradients"}
-        return {change.storage for change in changes if change.action == "allocate"} - lives_on
-
-    def _to_be_added(self, stage: int) -> set[int]:
-        """Gradients that wait on the tape for another part's, as their parameter is shared: a stage adds them to its own at once."""
-        changes = [change for part in self._parts.get((False, stage), ()) for change in part.changes]
-        made = {change.storage for change in changes if change.action == "allocate" and change.kind == "fixed"}
-        return made - {change.storage for change in changes if change.action != "allocate"}
 
     def start(self) -> None:
         """Parameters and buffers of its stages."""
@@ -171,18 +189,24 @@ class PipelinePlayer(Player):
         return super().size_of(change, updating=updating)
 
     def step(self) -> None:
-        """Play the schedule once, then the optimizer."""
+        """Play the schedule once for each batch, then the optimizer."""
         machine = self.machine
         for change in self.script.before:
             if change.kind == "gradients":
                 machine.drop(change.storage)
         for stage in self.stages:
-            machine.drop_all(("shared gradients", stage))
-            machine.drop_all(("accumulated", stage))
+            machine.drop_all(("shared gradients", stage, 0))
         self.arrive()
-        if self._accumulates:
-            for stage in self.stages:
-                machine.hold_all(("accumulated", stage), self._gradients[stage], "gradients")
+        for number, batch in enumerate(self._batches):
+            self._run(number, batch)
+        self.micro = 0
+        self.update()
+        self.depart()
+        machine.settle()
+
+    def _run(self, number: int, batch: _Batch) -> None:
+        """Play the schedule of a batch; later ones' gradients are added to the first one's."""
+        machine, self._batch = self.machine, batch
         averaged = {stage: micro for work, stage, micro in self.actions if work == "backward"}
         for (work, stage, micro), received in zip(self.actions, self.receives, strict=True):
             for each in received:
@@ -194,17 +218,22 @@ class PipelinePlayer(Player):
                 self._let_go("gradients", stage, micro - 1, self._sent[stage])
             if self.steps == 0:  # the step's first product, which the tape has noted, may be another stage's
                 self._multiply(int(not forward))
-            for part in self._parts.get((forward, stage), ()):
+            for part in batch.parts.get((forward, stage), ()):
                 self.play(part)
-                for storage in self._handed_on[stage].intersection(change.storage for change in part.changes):
+                for storage in batch.handed_on[stage].intersection(change.storage for change in part.changes):
                     machine.drop(self.key(storage))
                 if not forward:
                     self._sum(stage, 2 * part.index + (part.mark == "backward"), share)
             self._end_backward()
-            if forward and stage:
-                machine.hold(("anew", stage, micro), self._anew[stage].at(share), "activations")
-            elif not forward:
-                self._after_backward(stage)
+            if forward:
+                self._apply(batch.named[stage], updating=False)
+                for key in self._held_by_name:
+                    machine.drop(key)
+                self._held_by_name.clear()
+                if stage:
+                    machine.hold(("anew", stage, micro), self._anew[stage].at(share), "activations")
+            else:
+                self._after_backward(stage, number)
                 if self._averages and averaged[stage] == micro:
                     machine.hold_all(("averaged", stage), self._averaged[stage], "communication")
         for stage in self.stages:
@@ -212,11 +241,8 @@ class PipelinePlayer(Player):
                 machine.drop_all(("sent", stage, micro))
             self._let_go("gradients", stage, len(self.rows) - 1, self._sent[stage])
             machine.drop_all(("averaged", stage))
-            machine.drop_all(("new gradients", stage))
-        self.micro = 0
-        self.update()
-        self.depart()
-        machine.settle()
+            if number:
+                machine.drop_all(("shared gradients", stage, number))
 
     def _sum(self, stage: int, number: int, share: float) -> None:
         """After the backward of a part: what is summed until the stage's is over."""
@@ -239,10 +265,10 @@ class PipelinePlayer(Player):
         for number in range(len(sizes)):
             self.machine.drop((what, stage, micro, number))
 
-    def _after_backward(self, stage: int) -> None:
+    def _after_backward(self, stage: int, number: int) -> None:
         """What the micro-batch had goes; what is sent on stays for a while."""
         machine = self.machine
-        for storage in self._made[stage]:
+        for storage in self._batch.made[stage]:
             machine.drop(self.key(storage))
         machine.drop(("anew", stage, self.micro))
         for place in range(len(self._through.get(stage, ()))):
@@ -254,10 +280,8 @@ class PipelinePlayer(Player):
             self._let_go("gradients", stage, self.micro, self._sent[stage])
         if self.micro == 0:
             there = self._learning[stage] - self._completed
-            machine.hold_all(("shared gradients", stage), list((self._shared[stage] & there).elements()), "gradients")
+            machine.hold_all(("shared gradients", stage, number), list((self._shared[stage] & there).elements()), "gradients")
             self._completed.clear()
-            if self._accumulates:
-                machine.hold_all(("new gradients", stage), self._gradients[stage], "gradients")
         share = self._share(self.rows[self.micro])
         if self.schedule == "1f1b":
             machine.drop_all(("sent", stage, self.micro - 1))
@@ -290,6 +314,27 @@ class PipelinePlayer(Player):
             met = self._met[size_bytes]
             return size_bytes if int(met * portion + 1e-9) > int((met - 1) * portion + 1e-9) else 0
         return int(size_bytes * self._share_of_all)
+
+
+def _made_in(parts: Sequence[TapePart]) -> set[int]:
+    """What these parts of a stage make, but for gradients."""
+    changes = [change for part in parts for change in part.changes]
+    lives_on = {change.storage for change in changes if change.kind == "gradients"}
+    return {change.storage for change in changes if change.action == "allocate"} - lives_on
+
+
+def _to_be_added(backward: Sequence[TapePart]) -> set[int]:
+    """Gradients that wait on the tape for another part's, as their parameter is shared: a stage adds them to its own at once."""
+    changes = [change for part in backward for change in part.changes]
+    made = {change.storage for change in changes if _is_waiting(change)}
+    return made - {change.storage for change in changes if change.action != "allocate"}
+
+
+def _held_by_names(forward: Sequence[TapePart], parts: Sequence[TapePart], made: set[int]) -> list[TapeChange]:
+    """The ends of what a stage has made and the user's code holds until a later stage's part: this stage's forward ends before."""
+    own = {change for part in forward for change in part.changes}
+    frees = [change for part in parts if part.mark in ("forward", "leave") for change in part.changes if change.action == "free"]
+    return [change for change in frees if change.storage in made and change not in own]
 
 
 def _is_waiting(change: TapeChange) -> bool:

@@ -66,6 +66,25 @@ def test_efficient_backward_works_in_whole_blocks(dtype: torch.dtype, heads: int
 
 
 @pytest.mark.parametrize(
+    ("indices", "blocks"),
+    [
+        ([((16, 1, 1, 1), torch.int64), ((1, 1, 1, 512), torch.int64)], [65536, 65536]),
+        ([((16, 1), torch.int64), ((16, 512), torch.int64)], [65536]),
+        ([((16,), torch.int64), ((16,), torch.int64)], None),
+        ([((16, 1, 1, 512), torch.int64)], None),
+        ([((16,), torch.int32), ((16,), torch.int32)], [128, 128]),
+    ],
+)
+def test_indices_that_lie_differently_are_copied(indices: list[tuple[tuple[int, ...], torch.dtype]], blocks: list[int] | None) -> None:
+    """The sizes are those that torch's own code asked its allocator for, on a stub GPU."""
+    table = torch.empty(16, 512, device="meta")
+    places = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in indices]
+    for operation, more in ((aten.index.Tensor, ()), (aten.index_put.default, (table,))):
+        found = CUDA_SCRATCH[operation]((table, places, *more), {}, None)
+        assert (None if found is None else blocks_of(found)) == (None if blocks is None else [blocks])
+
+
+@pytest.mark.parametrize(
     ("shape", "strides", "dims", "taken"),
     [
         ((4096, 512), (512, 1), [0], 16777216),
