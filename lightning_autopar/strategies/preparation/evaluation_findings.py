@@ -56,7 +56,7 @@ def with_logs(split: SplitFinding, other: LogComparison) -> SplitFinding:
         key: rules for key, rules in LogComparison(matching=split.real_rules).narrowed(other).matching.items() if key in split.real_rules
     }
     against = split.log_rules.get(LOSS, ()) if not together.get(LOSS) and real.get(LOSS) else ()
-    unweighed = (*split.unweighed, *(count for count in against if isinstance(count, Count) and count.kind in ("differs", "finite")))
+    unweighed = (*split.unweighed, *(count for count in against if isinstance(count, Count) and count.kind not in ("sum", "rows")))
     together = {key: rules or real.get(key, ()) for key, rules in together.items()}
     lost = {key: rules for key, rules in together.items() if not rules and split.log_rules.get(key) != () and key != LOSS}
     notes = (*split.notes, *LogComparison(matching=lost).notes)
