@@ -82,6 +82,10 @@ def with_evaluation(
     hook = "test_step" if stage == "test" else "validation_step"
     if not split.splittable or not is_overridden(hook, module) or not batches:
         return split
+    if (batches := [each for each in batches if each.batch_size != 1] or batches)[0].batch_size == 1:
+        ones = all(getattr(loader, "batch_size", None) == 1 for loader in batches[0].loaders)  # which nobody splits
+        note = f"not checked: how the values that {hook} logs combine when a batch is split, as the first one has one sample"
+        split = split if ones else replace(split, notes=(*split.notes, note))
     try:
         probed = partial(run_forked, probe_evaluation, module, trainer)
         found: SplitFinding = probed(batches[0], hook, counts_in(split))
