@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_autopar._lightning import Callback, Trainer
-from lightning_autopar._lightning_compat import before_transfer, is_overridden
+from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._root import PYTORCH
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.collate_trial import Loading
@@ -76,19 +76,11 @@ def made_of_samples(trainer: Trainer, batch: FirstBatch, loading: Loading) -> bo
 
 
 def known_tensors(trainer: Trainer, step: str, batches: Iterable[FirstBatch]) -> dict[str, KnownTensors]:
-    """The tensors of a step's batches before they go to the device; nothing where that can't be told."""
-    state, found = rng.capture({}, cuda=False), list[tuple[Any, int]]()
-    try:
-        for each in batches:
-            batch, made = each.batch, each.samples is not None and each.collate is not None
-            if each.kind == "combined" or (_transfers(trainer) and not made):
-                return {}
-            if _transfers(trainer) and each.collate is not None:
-                batch = before_transfer(trainer.lightning_module, each.collate(fresh(each.samples)))
-            found.append((batch, each.batch_size))
-    finally:
-        rng.restore(state, {})
-    return {step: KnownTensors.of(found)} if found else {}
+    """The tensors of a step's batches; nothing where several loaders or the user's hooks make what goes to the device."""
+    tried = list(batches)
+    if not tried or _transfers(trainer) or any(each.kind == "combined" for each in tried):
+        return {}
+    return {step: KnownTensors.of([(each.batch, each.batch_size) for each in tried])}
 
 
 def _transfers(trainer: Trainer) -> bool:

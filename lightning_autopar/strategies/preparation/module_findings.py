@@ -6,6 +6,7 @@ It reads the trainer and changes nothing in it; it doesn't know which plans ther
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -430,8 +431,8 @@ def _on_others(
         elif split.difference <= SPLIT_TOLERANCE and not split.log_rules.get(LOSS, ("mean",)):
             if not again:  # what doesn't count here may not have been in the first batch
                 return _on_others(split_one, module, looked, split_one(looked[0], known=counts_in(other))[0], draws, again=True)
-            reason = f"in another batch than the first, of {batch.batch_size} samples, parts weigh by something else"
-            return replace(split, probed=False, reason=reason), draws
+            reason = f"parts of another batch than the first, of {batch.batch_size} samples, weigh by something else"
+            return replace(split, difference=math.inf, reason=reason), draws
     return split, draws
 
 
