@@ -302,6 +302,8 @@ def _difference_words(split: SplitFinding) -> str:
     """Says by how much the loss changes, and why if that is known."""
     what = "gradient" if (split.reason or "").startswith("its gradient") else "loss"
     size = f"the split batch's {what} differs from the whole batch's by {split.difference:.2g} of it"
+    if split.difference == float("inf"):
+        size = f"the split batch's {what} differs from the whole batch's in some batches"
     if split.difference != split.difference:
         size = "the split batch's loss and the whole batch's can't be compared, as one isn't finite"
     return f"{size} ({split.reason})" if split.reason else size

@@ -365,5 +365,49 @@ class Lenient(Tokens):
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_batch_that_lacks_what_counts_ends_the_run_with_a_sentence() -> None:
-    with pytest.raises(ValueError, match=re.escape("training_step computes is a mean over the sum of batch[1], but this batch")):
+    with pytest.raises(
+        ValueError, match=re.escape("this batch lacks batch[1] of 2 dimensions, unlike the batches that planning looked at")
+    ):
         train(Lenient, Shrinking(), AutoParallelStrategy(plan=PLANS["ddp"], devices="2xcpu:1GiB"))
+
+
+class Growing(IterableDataset[Any]):
+    """Batches as they are, of which the third one has a mask."""
+
+    def __iter__(self) -> Iterator[Any]:
+        ids, mask = Unmasked(16).ids, Unmasked(16).mask
+        yield from (
+            {"ids": ids[begin : begin + 4], **({"mask": mask[begin : begin + 4]} if begin > 7 else {})} for begin in range(0, 16, 4)
+        )
+
+
+class MaskedIfThere(Tokens):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch["ids"], batch.get("mask", torch.ones(batch["ids"].shape))))
+
+    def _first(self, batch: Any) -> Tensor:
+        return batch["ids"][:, 0].float().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize(("plan", "validates"), [("ddp", True), ("single in parts", False)])
+def test_a_tensor_that_comes_later_ends_a_run_that_splits_batches(plan: str, validates: bool) -> None:
+    """In a validation's sanity check, or in training. A pipeline that runs each batch in one piece goes on."""
+    words = r"this batch has batch\['mask'\] of 2 dimensions, unlike the batches that planning looked at.*despite=..later_entries"
+    told: dict[str, Any] = {"num_sanity_val_steps": 3 if validates else 0, "limit_val_batches": 3 * validates}
+    with pytest.raises(ValueError, match=words):
+        fit_as_it_is(AutoParallelStrategy(plan=PLANS[plan], devices=f"{len(PLANS[plan].devices)}xcpu:1GiB"), **told)
+    whole = Plan(engine="pipeline", devices=TWO, micro_batches=1, schedule="gpipe", cuts=("blocks.1",))
+    assert fit_as_it_is(AutoParallelStrategy(plan=whole, devices="2xcpu:1GiB"), limit_val_batches=0) == 4
+    despite = AutoParallelStrategy(plan=PLANS["ddp"], batch=Batch(despite=["later_entries"]), devices="2xcpu:1GiB")
+    assert fit_as_it_is(despite, limit_val_batches=0) == 4
+
+
+def fit_as_it_is(strategy: Any, **options: Any) -> int:
+    module = MaskedIfThere()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, **options,
+    )  # fmt: skip
+    trainer.fit(module, *(DataLoader(Growing(), batch_size=None) for _ in range(2)))
+    return trainer.global_step

@@ -7,9 +7,10 @@ host, before the batch goes to the device, and the ranks tell each other theirs.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any, Literal
 
 import numpy
@@ -35,6 +36,16 @@ _DTYPES = {
 _MOST = 1 << 23
 #: And nobody leaves out entries of larger samples.
 _MOST_OF_SAMPLE = 1 << 16
+#: The comparisons with a value by which entries may count, and the signs of these.
+_COMPARISONS = {"differs": operator.ne, "above": operator.gt, "from": operator.ge} | {
+    "equals": operator.eq, "upto": operator.le, "below": operator.lt
+}  # fmt: skip
+_SIGNS = dict(zip(_COMPARISONS, ("!=", ">", ">=", "==", "<=", "<"), strict=True))
+_OPPOSITE = dict(zip(_COMPARISONS, (*tuple(_COMPARISONS)[3:], *tuple(_COMPARISONS)[:3]), strict=True))
+#: A comparison that a step makes of entries: where they are, what kind of count it is or is the opposite of, and with which value.
+Compared = tuple[Path, str, float]
+#: As many of these are tried.
+MOST_COMPARED = 16
 #: Relative difference up to which two ways to count agree: rounding of a sum of weights.
 _SAME = 1e-9
 
@@ -45,17 +56,21 @@ class Count:
 
     Args:
         path: where in the batch the tensor is: keys, indices and names of attributes.
-        kind: ``"differs"``: entries other than ``ignored``; ``"sum"``: the sum of its entries; ``"finite"``: entries that are no NaN;
-            ``"rows"``: its size in dimension 0.
-        ignored: the value of entries that don't count; of a sum, what all entries were in batches that tell nothing.
+        kind: ``"differs"``: entries other than ``ignored``, or another one of ``_COMPARISONS`` with it; ``"sum"``: the sum of its entries;
+            ``"finite"``: entries that are no NaN; ``"filled"``: rows of its last dimension that aren't all 0; ``"rows"``: its size in
+            dimension 0.
+        ignored: the value of entries that don't count, or what entries are compared with; of a sum, what all entries were in batches that
+            tell nothing.
         without: ``"first"`` or ``"last"``: entries of dimension 1 that are left out, as a causal model has no prediction for the first one.
+        also: of ``"differs"``: further values of entries that don't count.
         alike: further counts that planning couldn't tell from this one. They must agree in every batch.
     """
 
     path: Path
-    kind: Literal["differs", "sum", "finite", "rows"]
+    kind: str
     ignored: float = 0
     without: Literal["", "first", "last"] = ""
+    also: tuple[float, ...] = ()
     alike: tuple[Count, ...] = ()
 
     @property
@@ -63,16 +78,26 @@ class Count:
         return "batch" + "".join(f".{key}" if isinstance(key, str) else f"[{key}]" for key in self.path if str(key)[:1] != "_")
 
     @property
+    def _values(self) -> str:
+        return " or ".join(map(str, (self.ignored, *self.also)))
+
+    @property
     def left_out(self) -> str:
         """The entries that don't count, in words."""
-        what = {"finite": "NaN", "sum": f"other numbers than {self.ignored:g}"}.get(self.kind, f"entries of {self.ignored}")
-        return f"{what} in {self._place}"
+        what = {
+            "finite": "NaN",
+            "sum": f"other numbers than {self.ignored:g}",
+            "differs": f"entries of {self._values}",
+            "filled": "rows of 0",
+        }
+        return f"{what.get(self.kind) or f'entries {_SIGNS[_OPPOSITE[self.kind]]} {self.ignored}'} in {self._place}"
 
     def __str__(self) -> str:
         place = self._place
         place += {"": "", "first": "[:, 1:]", "last": "[:, :-1]"}[self.without]
-        words = {"differs": f"{place} != {self.ignored}", "sum": f"the sum of {place}", "finite": f"{place} that aren't NaN"}
-        return words.get(self.kind, f"the rows of {place}")
+        words = {"sum": f"the sum of {place}", "finite": f"{place} that aren't NaN", "rows": f"the rows of {place}"}
+        words["filled"] = f"the rows of {place} that aren't all 0"
+        return words.get(self.kind) or f"{place} {_SIGNS[self.kind]} {self._values}"
 
     def tensor(self, batch: Any) -> Tensor:
         """The tensor.
@@ -96,8 +121,24 @@ class Count:
             return torch.ones(len(tensor), dtype=torch.float64)
         if self.without:
             tensor = tensor[:, 1:] if self.without == "first" else tensor[:, :-1]
-        counted = tensor if self.kind == "sum" else tensor.isfinite() if self.kind == "finite" else tensor != self.ignored
+        counted = tensor if self.kind == "sum" else self.counts(tensor)
         return (counted.flatten(1).sum(1, dtype=torch.float64) if counted.ndim > 1 else counted.double()).cpu()
+
+    def counts(self, tensor: Tensor) -> Tensor:
+        """Which entries count."""
+        if self.kind in ("finite", "filled"):
+            return tensor.isfinite() if self.kind == "finite" else (tensor != 0).any(-1)
+        counted = _COMPARISONS[self.kind](tensor, self.ignored) if self.kind in _COMPARISONS else tensor != 0
+        return reduce(Tensor.logical_and, (tensor != value for value in self.also), counted)
+
+    def uncounted(self, tensor: Tensor) -> Tensor | None:
+        """A value for entries of this tensor that don't count; None where its type has none."""
+        if self.kind not in _COMPARISONS:
+            return tensor.new_tensor(math.nan if self.kind == "finite" else 0)
+        near = 1e-3 * max(1.0, abs(self.ignored)) if tensor.is_floating_point() else 1
+        values = (self.ignored, *sorted((self.ignored - near, self.ignored + near), key=abs, reverse=not self.ignored))
+        found = (torch.tensor(value, dtype=torch.float64).to(tensor.dtype) for value in values)
+        return next((value for value in found if not self.counts(value)), None)
 
     def leaves_out(self, batch: Any) -> bool:
         """Whether the tensor has entries that don't count; False where the batch has no such tensor."""
@@ -107,7 +148,7 @@ class Count:
             return False
         if self.kind == "finite":
             return tensor.is_floating_point() and bool(tensor.isnan().any())
-        return bool(((tensor != self.ignored) if self.kind == "sum" else (tensor == self.ignored)).any())
+        return bool((tensor != self.ignored).any() if self.kind == "sum" else not self.counts(tensor).all())
 
     def total(self, batch: Any) -> float:
         """The number of the whole batch.
@@ -122,14 +163,17 @@ class Count:
 Rule = str | Count
 
 
-def candidates(batch: Any, samples: int, ignored: Collection[int]) -> Iterator[Count]:
+def candidates(batch: Any, samples: int, ignored: Collection[int], compared: Collection[Compared] = ()) -> Iterator[Count]:
     """What a loss on this batch may be a mean over, likelier counts first.
 
     Args:
         batch: on the host.
         ignored: values of entries that may not count.
+        compared: what the step compares entries with.
     """
-    found = {path: tensor for path, tensor in _tensors(batch) if 0 < tensor.numel() <= _MOST and tensor.ndim}
+    for counts in _comparisons(batch, samples, compared):
+        yield from counts
+    found = {path: tensor for path, tensor in tensors_in(batch) if 0 < tensor.numel() <= _MOST and tensor.ndim}
     whole = {path: tensor for path, tensor in found.items() if not tensor.is_floating_point()}
     # Labels tell more than masks of inputs: entries may have no label although they are no padding.
     labels = sorted(whole.items(), key=lambda item: not any(word in str(item[0]).lower() for word in ("label", "target")))
@@ -153,16 +197,31 @@ def candidates(batch: Any, samples: int, ignored: Collection[int]) -> Iterator[C
             yield Count(path=path, kind="rows")
 
 
-def absent(batch: Any, samples: int, ignored: Collection[int]) -> list[tuple[Count, ...]]:
+def _comparisons(batch: Any, samples: int, compared: Collection[Compared]) -> Iterator[tuple[Count, ...]]:
+    """By which entries may count that a step compares: those for which it holds, and those for which it doesn't."""
+    found = {path: tensor for path, tensor in tensors_in(batch) if tensor.ndim and len(tensor) == samples and 0 < tensor.numel() <= _MOST}
+    for path, kind, value in compared:
+        if path in found and (kind != "filled" or found[path].ndim > 1):
+            ways: tuple[Literal["", "first", "last"], ...] = ("", "first", "last") if found[path].ndim > 1 + (kind == "filled") else ("",)
+            others = tuple(other for place, other_kind, other in compared if (place, other_kind) == (path, kind) == (path, "differs"))
+            several = [(kind, others[0], others[1:])] if len(others) > 1 else []
+            for each in dict.fromkeys((kind, _OPPOSITE.get(kind, kind))):
+                known = [(each, value, ()), *(several if each == "differs" else [])]
+                yield tuple(Count(path=path, kind=one, ignored=of, also=also, without=way) for one, of, also in known for way in ways)
+
+
+def absent(batch: Any, samples: int, ignored: Collection[int], compared: Collection[Compared] = ()) -> list[tuple[Count, ...]]:
     """What a loss may be a mean over once a batch has entries that don't count, as all of them count in this one: for each kind of entry
     the counts that leave it out; likelier kinds first.
 
     Args:
         batch: on the host.
         ignored: values of entries that may not count.
+        compared: as for :func:`candidates`.
     """
-    found: list[tuple[int, tuple[Count, ...]]] = []
-    for path, tensor in _tensors(batch):
+    all_count = (counts for counts in _comparisons(batch, samples, compared) if not counts[0].leaves_out(batch))
+    found: list[tuple[int, tuple[Count, ...]]] = [(-1, counts) for counts in all_count]
+    for path, tensor in tensors_in(batch):
         if not tensor.ndim or len(tensor) != samples or not 0 < tensor.numel() <= min(_MOST, samples * _MOST_OF_SAMPLE):
             continue
         ways: tuple[Literal["", "first", "last"], ...] = ("", "first", "last") if tensor.ndim > 1 else ("",)
@@ -177,7 +236,7 @@ def absent(batch: Any, samples: int, ignored: Collection[int]) -> list[tuple[Cou
         values = (0, 1) if mask and (tensor.ndim > 1 or tensor.dtype == torch.bool) else (-100, *ignored, *(0, 1)[: 1 + mask], -1)
         least = 0 if tensor.dtype in (torch.bool, torch.uint8) else torch.iinfo(tensor.dtype).min
         for value in dict.fromkeys(value for value in values if value >= least):
-            if not (tensor == value).any():
+            if not ((path, "differs", value) in compared or (tensor == value).any()):
                 likely = 0 if mask and value >= 0 else 1 if value == -100 or value in ignored else 3
                 found.append((likely, tuple(Count(path=path, kind="differs", ignored=value, without=way) for way in ways)))
     return [counts for _, counts in sorted(found, key=lambda each: each[0])]
@@ -191,12 +250,13 @@ def _fillers(tensor: Tensor) -> list[int]:
     return [*ends, *(int(value) for value in (tensor.min(), tensor.max()) if tensor.ndim > 1 or value < 0)]
 
 
-def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors and arrays of a batch whose entries can be counted, each with where it is."""
     if (tensor := _tensor(value)) is not None:
         yield path, tensor
     elif len(path) < _DEEP and not is_leaf(value):
         for key, item in _items(value):
-            yield from _tensors(item, (*path, key))
+            yield from tensors_in(item, (*path, key))
 
 
 def _tensor(value: Any) -> Tensor | None:

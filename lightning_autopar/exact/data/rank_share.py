@@ -6,14 +6,16 @@ and sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy
 import torch
+from torch.utils._pytree import SequenceKey, tree_flatten_with_path
 
+from lightning_autopar.constraints import overrule
 from lightning_autopar.plans import count_dealt
 
 
@@ -231,3 +233,58 @@ def common_share(shares: Sequence[BatchShare]) -> BatchShare:
             "set drop_last=True with batch sizes that the devices divide evenly, or run on one device (allow=['single'])"
         )
     return shares[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownTensors:
+    """Which tensors the batches have with which planning tried a step. Of another batch (one with weights of samples, say) nobody knows
+    what its parts weigh.
+
+    Args:
+        tried: of each batch, where its tensors are, and how many dimensions each has.
+        listed: where lists have an entry a sample: their lengths tell nothing.
+    """
+
+    tried: tuple[frozenset[tuple[str, int]], ...]
+    listed: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, batches: Sequence[tuple[Any, int]]) -> KnownTensors:
+        """Those of batches, each with the number of its samples."""
+        listed: set[str] = set()
+        for batch, samples in batches:
+            lengths: dict[str, set[Any]] = {}
+            for path, _ in _leaves(batch):
+                for depth, key in enumerate(path):
+                    lengths.setdefault("".join(map(str, path[:depth])), set()).add(key)
+            listed.update(place for place, keys in lengths.items() if len(keys) == samples and isinstance(next(iter(keys)), SequenceKey))
+        return cls(tried=tuple(_tensors(batch, listed) for batch, _ in batches), listed=frozenset(listed))
+
+    def check(self, batch: Any) -> None:
+        """Raises:
+        ValueError: if this batch, or a part of one, has other tensors than each of those.
+        """
+        if (found := _tensors(batch, self.listed)) in self.tried:
+            return
+        nearest = min(self.tried, key=lambda tensors: len(tensors ^ found))
+        sides = (found - nearest, nearest - found)
+        more, less = (", ".join(f"batch{place} of {ndim} dimensions" for place, ndim in sorted(each)) for each in sides)
+        raise ValueError(
+            f"this batch {' and '.join(words for words, any_ in ((f'has {more}', more), (f'lacks {less}', less)) if any_)}, unlike the "
+            "batches that planning looked at, so it isn't known what its parts weigh. Run the model on one device in one piece "
+            "(plan=Plan(engine='single', devices=[...])), or give all batches the same tensors" + overrule("later_entries")
+        )
+
+
+def _leaves(batch: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    return tree_flatten_with_path(dict(batch) if isinstance(batch, Mapping) else batch)[0]
+
+
+def _tensors(batch: Any, listed: Collection[str]) -> frozenset[tuple[str, int]]:
+    found = ((path, leaf.ndim) for path, leaf in _leaves(batch) if isinstance(leaf, (torch.Tensor, numpy.ndarray)))
+    return frozenset((_place(path, listed), ndim) for path, ndim in found)
+
+
+def _place(path: tuple[Any, ...], listed: Collection[str]) -> str:
+    keys = list(map(str, path))
+    return "".join("[...]" if "".join(keys[:depth]) in listed else key for depth, key in enumerate(keys))

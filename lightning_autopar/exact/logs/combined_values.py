@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autopar._lightning import Trainer
+from lightning_autopar._lightning import Trainer, rank_zero_warn
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.log_rules import LogRules
@@ -112,6 +112,7 @@ class Combiner:
         self._rules = rules or {}
         self._constant: dict[tuple[Any, ...], int] = {}
         self._added_up: set[tuple[Any, ...]] = set()
+        self._told: set[tuple[str, str]] = set()
 
     def part(self, fx: str, name: str, value: Tensor, share: BatchShare | None) -> Tensor:
         """A part's value, as :meth:`combine` adds it up: where it is a mean over something that the batch counts, times its weight.
@@ -177,7 +178,22 @@ class Combiner:
                 seen[entry.key] += 1
                 by_key.setdefault((*entry.key, seen[entry.key]), []).append(entry)
         counted = [[entry for entry in same if entry.rows or entry.is_metric or entry.name in last] or same for same in by_key.values()]
-        return [folded for same in counted for folded in self._folded([[entry] for entry in same], last)]
+        folded = [each for same in counted for each in self._folded([[entry] for entry in same], last)]
+        for each in folded:
+            self.tell_partly(each, each.rows, sum(max((entry.rows for entry in part), default=0) for part in parts))
+        return folded
+
+    def tell_partly(self, entry: Entry, rows: int, of: int) -> None:
+        """Say, once, that a mean was logged for some of a batch's samples, as each of its parts decides by its own whether it logs."""
+        key = entry.fx, entry.name
+        if not 0 < rows < of or entry.is_metric or entry.own or key in self._told or (self._rules.get(key) or entry.reduction) != "mean":
+            return
+        self._told.add(key)
+        rank_zero_warn(
+            f"{entry.name!r}, logged in {entry.fx}, was logged for {rows} of a batch's {of} samples, and is a mean over these: each part "
+            "of the batch decides by its own samples whether it is logged, where on one device the whole batch decides. Log it at every "
+            "batch, or run the model on one device in one piece (plan=Plan(engine='single', devices=[...]))"
+        )
 
     def _folded(self, parts: Sequence[Sequence[Entry]], last: Collection[str]) -> list[Entry]:
         """Combine the entries of parts that logged the same values."""

@@ -145,11 +145,16 @@ def compare_logs(
     apart: dict[tuple[str, str], float] = {}
     excluded: dict[tuple[str, str], frozenset[Count]] = {}
     for key, logged in whole.items():
-        values = [part[key].value for part in parts if key in part]
-        if len(values) < len(parts) or not math.isfinite(logged.value):
+        values = [part[key].value if key in part else math.nan for part in parts]
+        if not math.isfinite(logged.value):
             continue
         distance = _distances(logged.value, values, [count / sum(rows) for count in rows], weights or {})
+        there = [part[key].value for part in parts if key in part]
+        if logged.reduce_fx in ("sum", "max", "min") and 0 < len(there) < len(parts):  # of those that are logged
+            distance[logged.reduce_fx] = _distances(logged.value, there, [1.0] * len(there), {})[logged.reduce_fx]
         if not all(math.isfinite(value) for value in values) and not any(by <= _EQUAL for by in distance.values()):
+            if len(there) < len(parts):  # whether it is logged, each part decides
+                matching[key] = ()
             continue
         preferred = logged.reduce_fx if logged.reduce_fx in ("mean", "sum", "max", "min") else "mean"
         equal = _EXACT if double and min(distance.values()) <= _EXACT else _EQUAL

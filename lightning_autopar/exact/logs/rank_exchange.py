@@ -195,6 +195,8 @@ class Exchange:
                 if rank_states:
                     rows_of_states = [gathered[rank, begins[rank] + at :][: entry.packed_numbers] for rank, at in rank_states]
                     entry = replace(entry, packed=torch.stack(rows_of_states))
+                if not self.staged:
+                    self._combiner.tell_partly(entry, int(count), entry.of)
                 if count or entry.is_metric or not entry.of:  # otherwise only a rank that was fed another rank's row saw it
                     found[place] = entry, value, size
         return agreement.same, [found[place] for place in sorted(found)]

@@ -169,8 +169,11 @@ class EngineMixin(ResumedStrategy):
         shares = [loader.shares.popleft() for loader in loaders]
         if self._micro is not None:
             self._micro.arrives(shares)
+        step, in_parts = step_name(self._trainer), self.run_plan.plan.micro_batches > 1 or self._micro is not None
+        if (known := self.run_plan.known.get(step)) is not None and (self.splits or in_parts):
+            known.check(batch)
         if self._counts.needed:
-            self._counts.arrives(step_name(self._trainer), batch, shares, in_parts=self.in_parts)
+            self._counts.arrives(step, batch, shares, in_parts=in_parts)
         if shares and not self.splits:
             self._samples = shares[0].of if loaders[0].knows_samples else None
         elif shares:

@@ -14,6 +14,7 @@ import torch
 from lightning_autopar.devices.inventory import Device, devices_label
 from lightning_autopar.exact.data.collate_trial import Loading
 from lightning_autopar.exact.data.counted_entries import Count
+from lightning_autopar.exact.data.rank_share import KnownTensors
 from lightning_autopar.exact.logs.log_rules import LogRules
 from lightning_autopar.exact.step.attribute_rules import KeptRules
 from lightning_autopar.exact.step.random_draws import DrawPlan
@@ -36,6 +37,7 @@ class RunPlan:
         draws: what the probe found out about the step's random draws; None where it draws nothing.
         log_rules: how to combine the ranks' logged values into the whole batch's, where the probe found out.
         unweighed: see :class:`.SplitFinding`.
+        known: the tensors of batches, by step; without one where planning tried none, or the user lets others be split.
         kept_rules: by step, how to combine the values that ranks keep on the module between steps into those of one device.
         data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``): each rank must then do that work for
             the whole batch, to draw what one process would.
@@ -64,6 +66,7 @@ class RunPlan:
     loadings: Mapping[str, Loading] = field(default_factory=dict)
     log_rules: LogRules = field(default_factory=dict)
     unweighed: tuple[Count, ...] = ()
+    known: Mapping[str, KnownTensors] = field(default_factory=dict)
     kept_rules: KeptRules = field(default_factory=dict)
     large: bool = False
     from_snapshot: bool = False

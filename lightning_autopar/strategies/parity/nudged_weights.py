@@ -280,6 +280,12 @@ class LaterSteps(KeptRuns):
         rows, weights = [share.rows for share in shares], self.weighing.weights(shares)
         return compare_logs(self.logs[0], self.logs[1:], rows, double=self.batches.double, weights=weights)
 
+    def listen(self, step: Step) -> None:
+        """Run the step on the batch and note what it does with the batch's entries."""
+        batch = self.batches.part(everything(self.batches.count))
+        with LossArguments(batch) as self.weighing.told:
+            step(batch)
+
     def holding(self, found: SplitFinding, step: Step) -> SplitFinding:
         """The finding, with only the rules that hold as well for batches of which not all counts."""
 
@@ -304,8 +310,7 @@ class LaterSteps(KeptRuns):
 
         logs, doubled = self.logs[:], list[bool]()
         with self.numbered():
-            with LossArguments() as told:
-                step(self.batches.part(everything(self.batches.count)))
+            told = self.weighing.told
             values = sorted({*told.ignored, *told.weighed})
             rules, lost = self.weighing.holding(LogComparison(matching=found.log_rules), in_double, values)
             classes = [count for count in lost.get(LOSS, ()) if count.kind == "differs" and count.ignored in told.weighed]

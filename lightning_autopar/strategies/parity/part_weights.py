@@ -26,7 +26,7 @@ from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.batch_structure import take_rows
-from lightning_autopar.exact.data.counted_entries import Count, Rule, absent, candidates
+from lightning_autopar.exact.data.counted_entries import MOST_COMPARED, Compared, Count, Path, Rule, absent, candidates, tensors_in
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, share_of
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, shares_alike
 from lightning_autopar.exact.logs.logging_hooks import mentions
@@ -48,26 +48,77 @@ _LATE = ("transfer_batch_to_device", "on_after_batch_transfer")
 _FEW = 4  # samples with which a changed batch is tried
 _PICKS = ("argsort", "kthvalue", "median", "nanmedian", "quantile", "sort", "topk")  # samples by their values
 _CROSS_ENTROPIES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+_ATEN = torch.ops.aten
+#: Comparisons with a value, each as one of the ways to count or as its opposite.
+_COMPARISONS = {_ATEN.ne: "differs", _ATEN.eq: "differs", _ATEN.gt: "above", _ATEN.le: "above", _ATEN.ge: "from", _ATEN.lt: "from"}
+#: What keeps values of a batch's entries, though in another tensor; what keeps which of them are zero; and what asks that of rows.
+_KEEPS = {_ATEN._to_copy, _ATEN.clone, _ATEN.index, _ATEN.index_select, _ATEN.masked_select, _ATEN.gather}
+_ZEROS = {_ATEN.abs, _ATEN.pow, _ATEN.ne, _ATEN.eq}
+_ROWS = {_ATEN.sum, _ATEN.amax, _ATEN.linalg_vector_norm, _ATEN.any, _ATEN.all}
+_TRUTHS = {_ATEN.logical_not, _ATEN.nonzero, _ATEN.any, _ATEN.all}
+_NEAR_ZERO = 1e-3
 #: Where an attribute's name says that its value stands for entries that don't count.
 _NAMES = ("pad", "ignore")
 
 
 class LossArguments(TorchDispatchMode):
-    """While open, what cross-entropies are told: the value of entries that don't count, and what classes weigh."""
+    """While open, what cross-entropies are told: the value of entries that don't count, and what classes weigh. And what a step compares
+    entries of its batch with by itself.
 
-    def __init__(self) -> None:
+    Args:
+        batch: that the step gets.
+    """
+
+    def __init__(self, batch: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ignored: set[int] = set()
         #: The class that weighs most and the one that weighs least, where a loss weighs them.
         self.weighed: set[int] = set()
+        self.compared: dict[Compared, None] = {}
+        #: By their memory: tensors that hold entries of the batch, where in it these are, and which count they tell of where of the values
+        #: only zeros are left.
+        self._from: dict[int, tuple[Tensor, list[Path], str]] = {}
+        for path, tensor in tensors_in(batch):
+            if memory := _memory(tensor):
+                self._from.setdefault(memory, (tensor, [], ""))[1].append(path)
+
+    def __exit__(self, *raised: Any) -> None:
+        self._from.clear()
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operation: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if operation in _CROSS_ENTROPIES:
-            _, _, weight, _, ignored = args
+            _, target, weight, _, ignored = args
             self.ignored.add(ignored)
+            self._note(self._from.get(_memory(target)), "differs", ignored)
             if weight is not None and bool((weight != weight[0]).any()):
                 self.weighed.update((int(weight.argmax()), int(weight.argmin())))
-        return operation(*args, **(kwargs or {}))
+        result = operation(*args, **(kwargs or {}))
+        name = operation.overloadpacket
+        known = self._from.get(_memory(args[0])) if args and isinstance(args[0], Tensor) else None
+        if known is not None:
+            value = args[1].item() if len(args) > 1 and isinstance(args[1], Tensor) and args[1].numel() == 1 else [*args, None][1]
+            kept = "filled" if name in _ROWS else known[2] or "differs" * (name in _ZEROS)
+            if name in _COMPARISONS and isinstance(value, (int, float)):
+                self._note(known, _COMPARISONS[name], value)
+            elif name in _TRUTHS or (name in _KEEPS and result.dtype == torch.bool):
+                self._note((known[0], known[1], kept), "differs", 0)
+            if name in _KEEPS or (kept and name in _ROWS | _ZEROS and (name not in _COMPARISONS or value == 0)):
+                self._from[_memory(result)] = result, known[1], kept
+        return result
+
+    def _note(self, known: tuple[Tensor, list[Path], str] | None, kind: str, value: float) -> None:
+        boolean = known is not None and known[0].dtype == torch.bool and not known[2]
+        if known is None or boolean or not math.isfinite(value) or (known[2] and abs(value) > _NEAR_ZERO):
+            return
+        kind, value = (known[2], 0) if known[2] else (kind, int(value) if value == int(value) else value)
+        self.compared.update({(path, kind, value): None for path in known[1]})
+
+
+def _memory(tensor: Tensor) -> int:
+    """A number that views of one tensor share; 0 where there is none."""
+    dense = tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in (Tensor, nn.Parameter)
+    return tensor.untyped_storage().data_ptr() if dense else 0
 
 
 class Weighing:
@@ -83,6 +134,8 @@ class Weighing:
         self._batches = batches
         self._known = tuple(known)
         self._weights: dict[tuple[int, ...], dict[Count, list[float]]] = {}
+        #: What a step was seen to do with the batch.
+        self.told = LossArguments(None)
         #: The rules that explain the loss; none as long as it is a mean over samples, as far as is known.
         self.rules: tuple[Rule, ...] = ()
         #: The mean over samples and what explains the loss as well, where that was tried.
@@ -120,6 +173,11 @@ class Weighing:
             self._weights[key] = {count: [each / totals[count] for each in found[count]] for count in found if 0 < totals[count] < math.inf}
         return self._weights[key]
 
+    @property
+    def compared(self) -> list[Compared]:
+        """What the step compares entries of the batch with, as far as that can be tried."""
+        return list(self.told.compared)[:MOST_COMPARED]
+
     @cached_property
     def _candidates(self) -> list[Count]:
         owners = (self._module, getattr(getattr(self._module, "_trainer", None), "datamodule", None))
@@ -127,7 +185,7 @@ class Weighing:
         if late and not self._batches.raw:  # the batch as it was before isn't known
             return []
         whole = self._counted(everything(self._batches.count))
-        return list(dict.fromkeys([*self._known, *candidates(whole, self._batches.count, _ignored_by(self._module))]))
+        return list(dict.fromkeys([*self._known, *candidates(whole, self._batches.count, _ignored_by(self._module), self.compared)]))
 
     def _counted(self, share: BatchShare) -> Any:
         """A part as it is counted in a run: before it goes to the device."""
@@ -197,14 +255,16 @@ class Weighing:
         if not any(unlike.values()):
             return []
         whole, marked = self._counted(everything(self._batches.count)), {-100, *_ignored_by(self._module)}
+        compared = {(path, value) for path, _, value in self.compared}
 
         def marks(count: Count) -> bool:
             tensor = count.tensor(whole)
             mask = tensor.ndim > 1 and bool(((tensor == 0) | (tensor == 1)).all())
-            known = mask or count in self._known or count.kind in ("finite", "rows")
+            known = mask or count in self._known or count.kind not in ("differs", "sum")
             # Of samples' classes, what two halves have alike isn't told by their losses.
             alike = tensor.ndim == 1 and count not in unlike[_SPLITS[0]]
-            return known or alike or (count.kind == "differs" and count.ignored in marked)
+            named = count.ignored in marked or (count.path, count.ignored) in compared
+            return known or alike or (count.kind == "differs" and named)
 
         return [dealing for dealing, counts in unlike.items() if any(marks(count) for count in counts)]
 
@@ -252,11 +312,13 @@ class Weighing:
                 fewer = Dealing.even(samples // _FEW)
                 batch, samples = take_rows(batch, 0, fewer, samples=samples)[1], fewer.rows(samples, 0)
         batch = tree_map_only(Tensor, Tensor.clone, batch)  # one tensor may have two names: a language model's inputs and its labels
-        tensor, ignored = count.tensor(batch), {"differs": count.ignored, "sum": 0}.get(count.kind, math.nan)
-        counted = tensor[tensor.isfinite() if count.kind == "finite" else tensor != ignored].flatten()[0].clone()
+        tensor = count.tensor(batch)
+        if (ignored := count.uncounted(tensor)) is None:
+            raise ValueError(f"no entry of {count} is left out")
+        counted = tensor[count.counts(tensor)].flatten()[0].clone()
         if count.kind == "sum" and tensor.is_floating_point():
             counted /= 2  # an entry that isn't left out may weigh less
-        if tensor.ndim == 1:
+        if tensor.ndim == 1 or (tensor.ndim == 2 and count.kind == "filled"):
             tensor[0] = counted if count.kind == "sum" and tensor.is_floating_point() else ignored
         else:  # its first entry counts and its last one doesn't, as some counts leave out either
             tensor[0, 1::2] = tensor[0, -1] = ignored
@@ -284,7 +346,7 @@ class Weighing:
         """
         lost: dict[tuple[str, str], list[Count]] = {}
         whole = self._counted(everything(self._batches.count))
-        for counts in absent(whole, self._batches.count, [*values, *_ignored_by(self._module)]):
+        for counts in absent(whole, self._batches.count, [*values, *_ignored_by(self._module)], self.compared):
             # None of these can be told from the mean over samples here.
             likely = {key: tuple(dict.fromkeys((*found, *counts))) if "mean" in found else found for key, found in rules.matching.items()}
             try:

@@ -221,7 +221,7 @@ class _Probe(LaterSteps):
             self._prepare()
             started = time.monotonic()
             with self.numbered():
-                self.losses(self.batches.part(everything(self.batches.count)))
+                self.listen(self.losses)
             seconds = (time.monotonic() - started) * 6 * len(sizes)
         except OwnStepError as error:
             reason = (
@@ -278,6 +278,7 @@ class _Probe(LaterSteps):
             return []
 
         with self.numbered():
+            self.listen(step)
             found, unknown = self._settled(step, self._compare_logs(step, 2)), self._moved_apart(hook)
         for number in self.later(_SECONDS):
             try:

@@ -137,6 +137,7 @@ class Prospect:
                 loadings=findings.loadings,
                 log_rules={} if findings.split is None else LogComparison(matching=findings.split.log_rules).rules,
                 unweighed=() if findings.split is None or "later_entries" in look.constraints.despite else findings.split.unweighed,
+                known={} if "later_entries" in look.constraints.despite else findings.known,
                 kept_rules={} if findings.split is None else findings.split.kept_rules,
                 from_snapshot=self._from_snapshot,
                 weights_only=self._weights_only,

@@ -158,7 +158,7 @@ def _record(decision: Decision) -> dict[str, Any]:
             found["checks"]["split"] = {
                 "splittable": split.splittable,
                 "probed": split.probed,
-                "difference": split.difference if split.difference == split.difference else None,  # NaN is no JSON
+                "difference": split.difference if abs(split.difference) < float("inf") else None,  # neither is NaN JSON, nor infinity
                 "notes": len(split.notes),
                 "weighed": bool(weighing_notes(split)),
                 "logged_values": sum(name != "" for _, name in split.log_rules),

@@ -16,6 +16,7 @@ from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._root import PYTORCH
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.collate_trial import Loading
+from lightning_autopar.exact.data.rank_share import KnownTensors
 from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.memory.trace.first_batch import FirstBatch, fresh
 
@@ -67,11 +68,22 @@ def made_of_samples(trainer: Trainer, batch: FirstBatch, loading: Loading) -> bo
     """Whether the loader can collate each part that the batch runs in of its own samples, and nobody could change the batch in between."""
     if batch.kind != "map" or batch.samples is None or loading.collation != "samples" or "collate" in {*batch.draws, *loading.draws}:
         return False
-    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    if is_overridden("on_train_batch_start", module) or any(is_overridden(hook, module) for hook in _TRANSFERS):
-        return False
-    if data is not None and any(is_overridden(hook, data) for hook in _TRANSFERS):
+    if is_overridden("on_train_batch_start", trainer.lightning_module) or _transfers(trainer):
         return False
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     foreign = (each for each in callbacks if not type(each).__module__.startswith((*PYTORCH, "lightning_autopar.")))
     return not any(is_overridden("on_train_batch_start", each) for each in foreign)
+
+
+def known_tensors(trainer: Trainer, step: str, batches: Iterable[FirstBatch]) -> dict[str, KnownTensors]:
+    """The tensors of a step's batches; nothing where several loaders or the user's hooks make what goes to the device."""
+    tried = list(batches)
+    if not tried or _transfers(trainer) or any(each.kind == "combined" for each in tried):
+        return {}
+    return {step: KnownTensors.of([(each.batch, each.batch_size) for each in tried])}
+
+
+def _transfers(trainer: Trainer) -> bool:
+    """Whether the user's hooks may change a batch on its way to the device."""
+    owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    return any(is_overridden(hook, owner) for owner in owners if owner is not None for hook in _TRANSFERS)

@@ -6,6 +6,7 @@ It reads the trainer and changes nothing in it; it doesn't know which plans ther
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.data.collate import CollateAll
 from lightning_autopar.exact.data.collate_trial import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.counted_entries import Count
-from lightning_autopar.exact.data.rank_share import Dealing
+from lightning_autopar.exact.data.rank_share import Dealing, KnownTensors
 from lightning_autopar.exact.data.unlike_samples import leaves_out
 from lightning_autopar.exact.logs.kept_by_hooks import as_callbacks_leave, keeping_hooks
 from lightning_autopar.exact.logs.log_rules import LogComparison
@@ -45,7 +46,7 @@ from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.shared_network_probe import with_shared_network
 from lightning_autopar.strategies.parity.split_probe import probe_split
 from lightning_autopar.strategies.preparation.callback_copies import with_copies
-from lightning_autopar.strategies.preparation.divisible_batch import made_of_samples, whole_of
+from lightning_autopar.strategies.preparation.divisible_batch import known_tensors, made_of_samples, whole_of
 from lightning_autopar.strategies.preparation.engine_looks import begin_trials, looks
 from lightning_autopar.strategies.preparation.evaluation_findings import counts_in, validation_batch, with_evaluation, with_logs
 from lightning_autopar.strategies.preparation.longest_footprint import Seen, at_lengths, seen_sizes, step_bytes
@@ -109,6 +110,7 @@ class Findings:
         counted: FQNs of buffers that a training step changes, and would change once for each part of a batch.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
         loadings: how ranks may make the batches of loaders, by :func:`.collate_trial.loader_key`.
+        known: which tensors the batches have that were tried in parts, by step.
         together: the numbers of samples of several loaders' batches of one step, also of validation; see :class:`.memory.batch.FirstBatch`.
         untraced: why the step couldn't be traced, so that memory and time are guessed; None where it was.
     """
@@ -127,6 +129,7 @@ class Findings:
     counted: tuple[str, ...] = ()
     batches: int | None = None
     loadings: Mapping[str, Loading] = field(default_factory=dict)
+    known: Mapping[str, KnownTensors] = field(default_factory=dict)
     together: tuple[tuple[int, ...], ...] = ()
     untraced: str | None = None
 
@@ -243,6 +246,7 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
             others = [_marked(each, validating[0], loadings) for each in _some(looked[len(own)], seen.validation_unlike)]
         whole, rowless = (whole_of((batch, *more), stage, collates=collates) for collates in (True, False))
     collated: str | None = None
+    known: dict[str, KnownTensors] = {}
     key = loader_key(batch.loaders[0]) if batch.loaders else ""
     if whole is not None and key in loadings and all(made_of_samples(trainer, each, loadings[key]) for each in (batch, *more)):
         collated, whole, loadings[key] = whole, None, replace(loadings[key], parts=True)
@@ -265,11 +269,13 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
             more = [each for each in more if each.samples is unlike and leaves_out(unlike or (), batch.samples or ())]
         if split.probed:
             split, draws = _on_others(split_one, module, [batch, *more], split, draws)
+            known |= known_tensors(trainer, "training_step", [batch, *more])
     if probe and stage != "predict":
         evaluated = [each for each in ((validation, *others) if stage == "fit" else (batch, *more)) if each is not None]
         apart = zip(evaluated[0].loaders, looked[-len(evaluated[0].loaders) :], strict=True) if evaluated and looked else ()
         firsts = [_marked(each[0], loader, loadings) for loader, each in apart if each and evaluated[0].kind != "combined"]
         split = with_evaluation(split or SplitFinding(), module, trainer, evaluated, firsts[1:], stage, _is_quick(footprint))
+        known |= known_tensors(trainer, "test_step" if stage == "test" else "validation_step", [*evaluated, *firsts])
         kept = (*LogComparison(matching=split.log_rules).hook_notes, *keeping_hooks(trainer))
         split = replace(split, notes=(*split.notes, *seen.notes), rank_notes=kept)
     if questions.several and stage == "predict" and (kept := keeping_hooks(trainer, predicting=True)):
@@ -297,6 +303,7 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         counted=(*(name for each in found.values() for name in each.counted), *(() if split is None else split.counted)),
         batches=_batches_of_fit(trainer, batch),
         loadings=loadings,
+        known=known,
         together=(*batch.together, *(() if validation is None else validation.together)),
         untraced=untraced,
     )
@@ -424,8 +431,8 @@ def _on_others(
         elif split.difference <= SPLIT_TOLERANCE and not split.log_rules.get(LOSS, ("mean",)):
             if not again:  # what doesn't count here may not have been in the first batch
                 return _on_others(split_one, module, looked, split_one(looked[0], known=counts_in(other))[0], draws, again=True)
-            reason = f"in another batch than the first, of {batch.batch_size} samples, parts weigh by something else"
-            return replace(split, probed=False, reason=reason), draws
+            reason = f"parts of another batch than the first, of {batch.batch_size} samples, weigh by something else"
+            return replace(split, difference=math.inf, reason=reason), draws
     return split, draws
 
 

@@ -27,11 +27,14 @@ _ASK = signal.SIGRTMAX
 #: A frame in a traceback.
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 #: Names of functions whose frames surround the collective that the user knows.
-_WRAPPERS = ("c10d_logger.py", "contextlib.py")
+_WRAPPERS = ("c10d_logger.py", "contextlib.py", os.path.join("torch", "_ops.py"))
+#: Where ranks wait for each other: in torch's collectives, and in those of shards. A backward pass that sends gradients may wait as well.
+_WAITS, _BACKWARD = ("(distributed_c10d.py:", "(_functional_collectives.py:"), "backward (graph.py:"
 #: Better-known names of functions that do only one thing.
 _NAMES = {"_engine_run_backward": "backward"}
 #: Folders of code that is neither the user's nor this package's.
 _STRANGERS = (*(os.path.dirname(package.__file__ or "") for package in (torch, pl, fabric)), sysconfig.get_paths()["stdlib"], "<")
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 #: Functions that are on the stack while a CUDA graph is captured, which another thread's wait would spoil.
 _CAPTURES = (os.path.join("torch", "cuda", "graphs.py"), "cudagraph_trees.py")
 
@@ -115,9 +118,10 @@ def where(thread: int) -> str | None:
     return _in_words(_frames(thread))
 
 
-def in_collective(place: str | None) -> bool:
-    """Whether a place in words is one of torch's collectives."""
-    return place is not None and "distributed_c10d.py" in place.split(",")[0]
+def in_collective(place: str | None, *, gpu: bool = False) -> bool:
+    """Whether a place in words may be one of torch's collectives. On a ``gpu`` no backward pass is: it waits for what it has queued."""
+    waits = _WAITS if gpu else (*_WAITS, _BACKWARD)
+    return place is not None and any(wait in place.split(",")[0] for wait in waits)
 
 
 def _frames(thread: int) -> list[tuple[str, str, str]]:
@@ -162,7 +166,7 @@ def raised_at(traceback_text: str) -> str | None:
 
 
 def _in_words(frames: Sequence[tuple[str, str, str]]) -> str | None:
-    """A place in words: a function of torch's with its caller, or the function itself.
+    """A place in words: a function of torch's with its caller, or the function itself; and the user's line, where that is another one.
 
     Args:
         frames: file, line and function, the innermost first.
@@ -172,8 +176,9 @@ def _in_words(frames: Sequence[tuple[str, str, str]]) -> str | None:
         return None
     callers = [frame for frame in known if not frame[0].startswith(_STRANGERS)]
     words = _frame_in_words(known[0])
-    if callers and callers[0] is not known[0]:
-        words += f", called by {_frame_in_words(callers[0])}"
+    users = [frame for frame in callers if not frame[0].startswith(_OURS)]
+    for each in dict.fromkeys((*callers[:1], *users[:1])):
+        words += f", called by {_frame_in_words(each)}" if each is not known[0] else ""
     return words
 
 

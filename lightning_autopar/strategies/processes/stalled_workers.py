@@ -86,7 +86,7 @@ class Stand:
             return ""
         if self.gpu_seconds:
             return "gpu" if self.gpu_seconds >= gpu_bound_seconds else ""
-        return "collective" if stack_dumps.in_collective(self.place) else ""
+        return "collective" if stack_dumps.in_collective(self.place, gpu=self.queue > 0) else ""
 
 
 def hung_seconds(longest_batch_seconds: float, batches: int) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_autopar.exact.data.batch_structure import take_rows
 from lightning_autopar.exact.data.collate import CollateAll, CollateRows, CollateSamples
-from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
+from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, KnownTensors, cut, share_of
 from lightning_autopar.plans import deal
 
 UNEVEN = Dealing(deal((1, 2)))
@@ -134,3 +134,14 @@ def test_what_cannot_be_cut_is_refused() -> None:
         take_rows([torch.zeros(4), {1, 2}], 0, UNEVEN)
     with pytest.raises(ValueError, match="has no batch dimension"):
         take_rows([torch.zeros(4), torch.zeros(3)], 0, UNEVEN)
+
+
+def test_batches_with_other_tensors_than_those_that_were_tried_are_named() -> None:
+    x, y = torch.ones(4, 3), torch.ones(4)
+    known = KnownTensors.of([({"x": x, "boxes": [{"at": x}] * 4, "name": "a", "pair": (x, y)}, 4), ({"x": x}, 4)])
+    for batch in ({"x": y[:, None]}, {"x": x, "boxes": [{"at": x}] * 2, "name": 3, "pair": (x, y), "number": 5.0}):
+        known.check(batch)
+    with pytest.raises(ValueError, match=r"^this batch has batch\['w'\] of 1 dimensions, unlike"):
+        known.check({"x": x, "w": y})
+    with pytest.raises(ValueError, match=r"^this batch has batch\['x'\] of 1 dimensions and lacks batch\['x'\] of 2 dimensions, unlike"):
+        known.check({"x": y})

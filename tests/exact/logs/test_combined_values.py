@@ -47,10 +47,17 @@ def test_parts_that_logged_alike() -> None:
 
 def test_parts_that_logged_differently() -> None:
     parts = [[entry("loss", 1.0, 3), entry("rare", 2.0, 3)], [entry("loss", 4.0, 2)], [entry("lost", 9.0, 0), entry("loss", 9.0, 0)]]
-    found = folded(parts)
+    with pytest.warns(UserWarning, match="'rare', logged in training_step, was logged for 3 of a batch's 5 samples, and is a mean") as told:
+        found = folded(parts)
+    assert len(told) == 1
     assert found["loss"] == (pytest.approx(2.2), 5, 5)
     assert found["rare"] == (2.0, 3, 3)
     assert list(found) == ["loss", "rare", "lost"]
+
+
+def test_a_sum_of_some_samples_is_one_of_all(recwarn: pytest.WarningsRecorder) -> None:
+    assert folded([[entry("rare", 2.0, 3, reduce_fx="sum")], []])["rare"] == (2.0, 3, 3)
+    assert not recwarn
 
 
 def test_a_rank_without_samples_weighs_its_parts_alike() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.logs.log_rules import Logged, compare_logs, recorded_logs
 from lightning_autopar.strategies.preparation import module_findings
 
@@ -38,6 +39,15 @@ def test_a_value_that_no_rule_explains_is_named_with_the_difference() -> None:
     assert not found.rules
     assert "'x'" in found.notes[0]
     assert "validation_step" in found.notes[0]
+
+
+def test_a_value_that_some_parts_do_not_log_is_a_mean_over_what_counts_a_sum_or_unknown() -> None:
+    count = Count(path=("y",), kind="equals", ignored=2)
+    parts: list[dict[tuple[str, str], Logged]] = [*logged(2.0), {}]
+    assert compare_logs(logged(2.0)[0], parts, [3, 2], weights={count: [1.0, 0.0]}).matching["training_step", "x"] == (count,)
+    assert "'x' logged in training_step is no mean" in compare_logs(logged(2.0)[0], parts, [3, 2]).notes[0]
+    summed: list[dict[tuple[str, str], Logged]] = [*logged(2.0, reduce_fx="sum"), {}]
+    assert compare_logs(logged(2.0, reduce_fx="sum")[0], summed, [3, 2]).matching["training_step", "x"] == ("sum",)
 
 
 def test_what_is_nearly_a_mean_is_told_from_one() -> None:

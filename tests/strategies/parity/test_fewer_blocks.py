@@ -69,7 +69,7 @@ class Masked(Stack):
     """A mean over positive positions, of which parts have different numbers."""
 
     def loss(self, x: Tensor) -> Tensor:
-        return (self(x) - x).square()[x > 0].mean()
+        return (self(x) - x).square()[2 * x > 0].mean()
 
 
 def batch(samples: int = 6) -> FirstBatch:

@@ -66,7 +66,14 @@ class VAE(Base):
 
 
 class Tokens(Base):
-    """A mean over those positions that are positive: their number differs between parts."""
+    """A mean over some positions: their number differs between parts."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.layer(x) - x).square()[2 * x > 0].mean()
+
+
+class Positive(Base):
+    """The same, and which ones it are is told by the batch's entries."""
 
     def loss(self, x: Tensor) -> Tensor:
         return (self.layer(x) - x).square()[x > 0].mean()
@@ -1326,6 +1333,19 @@ class Later(Base):
             return (out - y)[~y.isnan()].square().mean()
         if self.kind == "picked":
             return each[y > 0].mean()
+        if self.kind == "number":
+            return each[y.flatten().view_as(y) != -999.0].mean()
+        if self.kind == "above":
+            valid = (y.float() > torch.tensor(-998.0)).float()
+            return (each * valid).sum() / valid.sum()
+        if self.kind == "rows":
+            return each[y.abs().sum(1) > 1e-6].mean()
+        if self.kind == "pictures":
+            return (out.sum(1, keepdim=True) * y)[y != -1].mean()
+        if self.kind == "any":
+            return each[~(y == 0).all(-1)].mean()
+        if self.kind == "two":
+            return nn.functional.cross_entropy(out[y != 7], y[y != 7])
         if self.kind == "samples":
             return each.mean() + 0.0 * y.sum()
         weighed = (each * y).sum() / y.sum()
@@ -1339,7 +1359,13 @@ class Later(Base):
         ("mask", torch.ones(SAMPLES, 4), "the sum of batch.y", []),
         ("inverse", torch.zeros(SAMPLES, 4, dtype=torch.bool), "batch.y != 1", []),
         ("gaps", torch.rand(SAMPLES, 4), "batch.y that aren't NaN", []),
-        ("picked", torch.ones(SAMPLES, dtype=torch.long), "batch.y != 0", ["entries of -100 in batch.y", "entries of -1 in batch.y"]),
+        ("picked", torch.ones(SAMPLES, dtype=torch.long), "batch.y > 0", []),
+        ("number", torch.rand(SAMPLES, 4), "batch.y != -999", []),
+        ("above", torch.rand(SAMPLES, 4), "batch.y > -998", []),
+        ("rows", torch.rand(SAMPLES, 4), "the rows of batch.y that aren't all 0", ["NaN in batch.y"]),
+        ("two", torch.arange(SAMPLES) % 3, "batch.y != 7 or -100", []),
+        ("pictures", torch.arange(SAMPLES * 70_000).view(SAMPLES, -1) % 9, "batch.y != -1", []),
+        ("any", torch.rand(SAMPLES, 4), "the rows of batch.y that aren't all 0", []),
         ("samples", torch.arange(SAMPLES), "mean", []),
         ("two means", torch.ones(SAMPLES, 4), "mean", ["other numbers than 1 in batch.y"]),
     ],
@@ -1350,6 +1376,11 @@ def test_entries_that_do_not_count_are_tried_although_the_batch_has_none(kind: s
     assert not found.difference
     assert str(found.log_rules["training_step", ""][0]) == rule
     assert [count.left_out for count in found.unweighed] == unweighed
+
+
+def test_what_a_step_compares_entries_with_tells_which_ones_count() -> None:
+    found, _ = probe_split(Positive(), None, FirstBatch(batch=torch.stack(samples()), batch_size=SAMPLES))
+    assert (found.difference, str(found.log_rules["training_step", ""][0])) == (0.0, "batch > 0")
 
 
 def test_a_class_that_weighs_more_is_tried_although_the_batch_has_none() -> None:

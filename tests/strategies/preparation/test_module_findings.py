@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.constraints import SplitFinding
+from lightning_autopar.constraints import LOSS, Constraints, SplitFinding
+from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.planning.refusals import split_notes
 from lightning_autopar.strategies.preparation import module_findings
 from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.divisible_batch import whole_of
@@ -319,3 +321,18 @@ def test_single_samples_are_tried_where_a_plan_may_have_a_part_of_the_module(
     monkeypatch.setattr(module_findings, "probe_split", split)
     found = _found_out(Net(), tmp_path, monkeypatch, engines=engines)
     assert found.notes[:1] == (f"single samples: {routes}",)
+
+
+def test_a_count_that_another_batch_contradicts_makes_a_difference_so_that_ranks_share_the_network() -> None:
+    """As where a sum is divided by how many samples of a class there are, and at least by 1: a part of a later batch may have none."""
+    first, other = (FirstBatch(batch=torch.ones(size, 2), batch_size=size) for size in (8, 4))
+    counted = SplitFinding(log_rules={LOSS: (Count(path=(), kind="above"),)})
+    split, _ = module_findings._on_others(
+        lambda batch, **_: (counted if batch is first else SplitFinding(log_rules={LOSS: ()}), DrawPlan()),
+        Net(), [first, other], counted, DrawPlan(),
+    )  # fmt: skip
+    assert split.differs
+    assert split_notes(Constraints(split=split))[0] == (
+        "the split batch's loss differs from the whole batch's in some batches (parts of another batch than the first, of 4 samples, weigh "
+        "by something else); exact=True rules such plans out"
+    )

@@ -19,9 +19,12 @@ import psutil
 import pytest
 import torch
 
+import lightning_autopar
 from lightning_autopar.strategies.processes import stack_dumps
 from lightning_autopar.strategies.processes.stalled_workers import STOPPED_SECONDS, Stalls
 from tests.fresh import fresh
+
+TORCH, OURS = (str(Path(str(package.__file__)).parent) for package in (torch, lightning_autopar))
 
 
 class Clock:
@@ -108,6 +111,27 @@ def test_a_traceback_says_where_in_words() -> None:
     assert words is not None
     assert "test_stalled_workers.py:" in words
     assert stack_dumps.raised_at("") is None
+
+
+@pytest.mark.parametrize(
+    ("frames", "words", "waits"),
+    [
+        (
+            [(f"{TORCH}/_ops.py", "9", "__call__"), (f"{TORCH}/_functional_collectives.py", "142", "wait_tensor")],
+            "wait_tensor (_functional_collectives.py:142)",
+            True,
+        ),
+        ([(f"{OURS}/a.py", "1", "inner"), ("/home/me/b.py", "2", "step")], "inner (a.py:1), called by step (b.py:2)", False),
+        (
+            [(f"{TORCH}/autograd/graph.py", "3", "_engine_run_backward"), (f"{OURS}/a.py", "1", "inner"), ("/home/me/b.py", "2", "step")],
+            "backward (graph.py:3), called by inner (a.py:1), called by step (b.py:2)",
+            True,
+        ),
+    ],
+)
+def test_a_place_is_the_collective_and_the_users_line(frames: list[tuple[str, str, str]], words: str, waits: bool) -> None:
+    assert stack_dumps._in_words(frames) == words
+    assert stack_dumps.in_collective(words) == waits
 
 
 def test_who_hasnt_said_where_it_is_isnt_asked(pid: int, tmp_path: Path) -> None:

@@ -189,6 +189,22 @@ def test_ranks_that_all_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.
         assert f"rank {rank} on cpu:{rank} waited in recv (distributed_c10d.py:" in str(raised.value)
 
 
+def test_a_norm_of_shards_that_one_rank_alone_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {**OFTEN, "STOOD_SECONDS": 1.0}.items():
+        monkeypatch.setattr(stalled_workers, name, seconds)
+
+    class Norm(Regression):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2 and self.trainer.global_rank == 0:
+                self.log("norm", torch.stack([parameter.norm() for parameter in self.parameters()]).norm())
+
+    with pytest.raises(WorkerFailed, match="as all of them wait for each other") as raised:
+        _fit("fsdp", "cpu", tmp_path, module=Norm())
+    assert re.search(
+        r"rank 0 on cpu:0 waited in wait_tensor \(.*\), called by on_train_batch_end \(test_waits.py:\d+\); rank 1", str(raised.value)
+    )
+
+
 def test_a_rank_that_only_takes_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {**OFTEN, "STOOD_SECONDS": 1.0, "STOPPED_SECONDS": 1.0}.items():
         monkeypatch.setattr(stalled_workers, name, seconds)
