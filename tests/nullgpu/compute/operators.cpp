@@ -233,17 +233,17 @@ std::vector<IValue> cudnn_batch_norm_backward(Args a, Args, uint64_t) {
   auto r = at::native_batch_norm_backward(a[1].toTensor(), a[0].toTensor(), maybe(a[2]), maybe(a[3]), maybe(a[4]), maybe(a[5]), maybe(a[6]), true, a[7].toDouble(), {true, true, true});
   return {std::get<0>(r), std::get<1>(r), std::get<2>(r)};
 }
-Tensor channels(const Tensor& t, const Tensor& like) { std::vector<int64_t> s(like.dim(), 1); s[1] = -1; return t.to(at::kFloat).view(s); }
+Tensor channels(const Tensor& t, const Tensor& like) { std::vector<int64_t> s(like.dim(), 1); s[1] = -1; return t.to(at::kDouble).view(s); }
 std::vector<int64_t> but_channels(const Tensor& t) { std::vector<int64_t> dims; for (int64_t d = 0; d < t.dim(); d++) if (d != 1) dims.push_back(d); return dims; }
-// Batch norm over all ranks. (input, eps) -> (mean, invstd)
+// Batch norm over all ranks, in double: a variance is a difference of squares here, where the kernels go by Welford. (input, eps) -> (mean, invstd)
 std::vector<IValue> batch_norm_stats(Args a, Args, uint64_t) {
-  Tensor x = a[0].toTensor().to(at::kFloat);
+  Tensor x = a[0].toTensor().to(at::kDouble);
   auto dims = but_channels(x);
   return {x.mean(dims), (x.var(dims, false) + a[1].toDouble()).rsqrt()};
 }
 // (input, mean, invstd, running_mean, running_var, momentum, eps, counts) -> (mean, invstd)
 std::vector<IValue> batch_norm_gather(Args a, Args, uint64_t) {
-  Tensor mean = a[1].toTensor().to(at::kFloat), invstd = a[2].toTensor().to(at::kFloat), counts = a[7].toTensor().to(at::kFloat).view({-1, 1});
+  Tensor mean = a[1].toTensor().to(at::kDouble), invstd = a[2].toTensor().to(at::kDouble), counts = a[7].toTensor().to(at::kDouble).view({-1, 1});
   double eps = a[6].toDouble();
   Tensor n = counts.sum(), var = invstd.pow(-2) - eps, m = (mean * counts).sum(0) / n;
   Tensor v = ((var + mean.square()) * counts).sum(0) / n - m.square();
@@ -253,22 +253,22 @@ std::vector<IValue> batch_norm_gather(Args a, Args, uint64_t) {
 }
 // (input, weight, bias, mean, invstd, eps)
 std::vector<IValue> batch_norm_elemt(Args a, Args, uint64_t) {
-  Tensor x = a[0].toTensor().to(at::kFloat), y = (x - channels(a[3].toTensor(), x)) * channels(a[4].toTensor(), x);
+  Tensor x = a[0].toTensor().to(at::kDouble), y = (x - channels(a[3].toTensor(), x)) * channels(a[4].toTensor(), x);
   if (auto w = maybe(a[1])) y = y * channels(*w, x);
   if (auto b = maybe(a[2])) y = y + channels(*b, x);
   return {y};
 }
 // (grad_out, input, mean, invstd, weight, input_g, weight_g, bias_g) -> (sum_dy, sum_dy_xmu, grad_weight, grad_bias)
 std::vector<IValue> batch_norm_backward_reduce(Args a, Args, uint64_t) {
-  Tensor g = a[0].toTensor().to(at::kFloat), x = a[1].toTensor().to(at::kFloat);
+  Tensor g = a[0].toTensor().to(at::kDouble), x = a[1].toTensor().to(at::kDouble);
   auto dims = but_channels(x);
   Tensor sum = g.sum(dims), xmu = (g * (x - channels(a[2].toTensor(), x))).sum(dims);
-  return {sum, xmu, xmu * a[3].toTensor().to(at::kFloat), sum};
+  return {sum, xmu, xmu * a[3].toTensor().to(at::kDouble), sum};
 }
 // (grad_out, input, mean, invstd, weight, sum_dy, sum_dy_xmu, count)
 std::vector<IValue> batch_norm_backward_elemt(Args a, Args, uint64_t) {
-  Tensor g = a[0].toTensor().to(at::kFloat), x = a[1].toTensor().to(at::kFloat), invstd = channels(a[3].toTensor(), x);
-  Tensor n = a[7].toTensor().to(at::kFloat).sum();
+  Tensor g = a[0].toTensor().to(at::kDouble), x = a[1].toTensor().to(at::kDouble), invstd = channels(a[3].toTensor(), x);
+  Tensor n = a[7].toTensor().to(at::kDouble).sum();
   Tensor r = (g - channels(a[5].toTensor(), x) / n - (x - channels(a[2].toTensor(), x)) * invstd.square() * channels(a[6].toTensor(), x) / n) * invstd;
   if (auto w = maybe(a[4])) r = r * channels(*w, x);
   return {r};
