@@ -324,6 +324,35 @@ def test_a_mask_that_comes_later_in_a_stream(plan: str) -> None:
     assert "the loss is a mean over the sum of batch[1]" in is_one_devices(Tokens, Streamed(Late(22)), PLANS[plan])
 
 
+class Lengths(Late):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.ids[index], int(self.mask[index].sum())
+
+
+class ByLength(Tokens):
+    def loss(self, batch: Any) -> Tensor:
+        ids, lengths = batch
+        return super().loss((ids, (torch.arange(ids.shape[1]) < torch.as_tensor(lengths).view(-1, 1)).float()))
+
+    def _first(self, batch: Any) -> Tensor:
+        return self.loss(batch)
+
+
+def listed(samples: list[Any]) -> list[Any]:
+    return [torch.stack([ids for ids, _ in samples]), [length for _, length in samples]]
+
+
+def in_a_column(samples: list[Any]) -> list[Any]:
+    return [torch.stack([ids for ids, _ in samples]), torch.tensor([[length] for _, length in samples])]
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:Trying to infer the `batch_size`")
+@pytest.mark.parametrize(("plan", "collate"), [("ddp", None), ("single in parts", None), ("ddp", listed), ("single in parts", in_a_column)])
+def test_lengths_that_differ_later_in_a_stream(plan: str, collate: Any) -> None:
+    """In the first batch all are the same, and the loss is a mean over samples as well."""
+    assert "the loss is a mean over the sum of batch[1]" in is_one_devices(ByLength, Streamed(Lengths(22)), PLANS[plan], collate=collate)
+
+
 class TwoMeans(Tokens):
     """No count explains it, once a mask has zeros."""
 

@@ -105,8 +105,8 @@ class Count:
         Raises:
             LookupError: if the batch has no such tensor.
         """
-        tensor = _at(batch, self.path)
-        if tensor.ndim < (2 if self.without else 1):
+        tensor = _tensor(value_at(batch, self.path))
+        if tensor is None or tensor.ndim < (2 if self.without else 1):
             raise LookupError(self.path)
         return tensor
 
@@ -189,7 +189,7 @@ def candidates(batch: Any, samples: int, ignored: Collection[int], compared: Col
     for path, tensor in found.items():
         if tensor.is_floating_point() and (len(tensor) == samples or bool(tensor.isnan().any())):
             yield Count(path=path, kind="finite")
-        if (tensor.is_floating_point() or tensor.ndim == 1) and tensor.dtype != torch.bool and bool((tensor >= 0).all()):
+        if (tensor.is_floating_point() or tensor.numel() == len(tensor)) and tensor.dtype != torch.bool and bool((tensor >= 0).all()):
             yield Count(path=path, kind="sum")
             if tensor.ndim > 1:
                 yield Count(path=path, kind="sum", without="first")
@@ -231,6 +231,8 @@ def absent(batch: Any, samples: int, ignored: Collection[int], compared: Collect
             if tensor.flatten()[0] > 0 and bool((tensor == tensor.flatten()[0]).all()):
                 found.append((0, tuple(Count(path=path, kind="sum", without=way) for way in ways[:2])))
             continue
+        if tensor.numel() == samples and tensor.flatten()[0] > 1 and bool((tensor == tensor[0]).all()):
+            found.append((-1, (Count(path=path, kind="sum"),)))  # lengths, which are all the same here
         mask = bool(((tensor == 0) | (tensor == 1)).all())
         # A mask of several entries a sample has no others than these; one entry a sample is a class.
         values = (0, 1) if mask and (tensor.ndim > 1 or tensor.dtype == torch.bool) else (-100, *ignored, *(0, 1)[: 1 + mask], -1)
@@ -262,6 +264,8 @@ def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 def _tensor(value: Any) -> Tensor | None:
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
         value = torch.as_tensor(value)
+    if isinstance(value, list) and value and all(type(each) in (int, float) for each in value):  # lengths, say
+        value = torch.tensor(value)
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested and value.dtype in _DTYPES
     return value.detach() if is_dense else None
 
@@ -278,16 +282,18 @@ def _item(value: Any, key: Any) -> Any:
     return value[key] if isinstance(value, (Mapping, list, tuple)) else state_of(value)[key]
 
 
-def _at(batch: Any, path: Path) -> Tensor:
+def value_at(batch: Any, path: Path) -> Any:
+    """What the batch has there.
+
+    Raises:
+        LookupError: if it has nothing there.
+    """
     value = batch
     for key in path:
         if is_leaf(value) or isinstance(value, Tensor):
             raise LookupError(path)
         value = _item(value, key)
-    tensor = _tensor(value)
-    if tensor is None:
-        raise LookupError(path)
-    return tensor
+    return value
 
 
 class BatchCounts:

@@ -26,7 +26,17 @@ from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.batch_structure import take_rows
-from lightning_autopar.exact.data.counted_entries import MOST_COMPARED, Compared, Count, Path, Rule, absent, candidates, tensors_in
+from lightning_autopar.exact.data.counted_entries import (
+    MOST_COMPARED,
+    Compared,
+    Count,
+    Path,
+    Rule,
+    absent,
+    candidates,
+    tensors_in,
+    value_at,
+)
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, share_of
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, shares_alike
 from lightning_autopar.exact.logs.logging_hooks import mentions
@@ -119,6 +129,11 @@ def _memory(tensor: Tensor) -> int:
     """A number that views of one tensor share; 0 where there is none."""
     dense = tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in (Tensor, nn.Parameter)
     return tensor.untyped_storage().data_ptr() if dense else 0
+
+
+def _sums(rule: Rule, count: Count) -> bool:
+    """Whether a rule adds up the tensor in which the count leaves entries out."""
+    return isinstance(rule, Count) and rule.kind == "sum" and count.kind != "sum" and rule.path == count.path
 
 
 class Weighing:
@@ -316,13 +331,17 @@ class Weighing:
         if (ignored := count.uncounted(tensor)) is None:
             raise ValueError(f"no entry of {count} is left out")
         counted = tensor[count.counts(tensor)].flatten()[0].clone()
-        if count.kind == "sum" and tensor.is_floating_point():
-            counted /= 2  # an entry that isn't left out may weigh less
-        if tensor.ndim == 1 or (tensor.ndim == 2 and count.kind == "filled"):
-            tensor[0] = counted if count.kind == "sum" and tensor.is_floating_point() else ignored
+        single = tensor.numel() == len(tensor)
+        weighs = count.kind == "sum" and (tensor.is_floating_point() or (single and bool(counted > 1)))
+        if weighs:  # an entry that isn't left out may weigh less
+            counted = counted / 2 if tensor.is_floating_point() else counted // 2
+        if single or (tensor.ndim == 2 and count.kind == "filled"):
+            tensor[0] = counted if weighs else ignored
         else:  # its first entry counts and its last one doesn't, as some counts leave out either
             tensor[0, 1::2] = tensor[0, -1] = ignored
             tensor[0, 0] = counted
+        if isinstance(numbers := value_at(batch, count.path), list):
+            numbers[:] = tensor.tolist()
         changed = replace(first, batch=batch, samples=None, collate=None)
         with (
             patched(batches, "first", changed),
@@ -347,8 +366,12 @@ class Weighing:
         lost: dict[tuple[str, str], list[Count]] = {}
         whole = self._counted(everything(self._batches.count))
         for counts in absent(whole, self._batches.count, [*values, *_ignored_by(self._module)], self.compared):
+            # What weighs by a tensor's sum (lengths) says what its entries are: none is a filler.
+            open_to = {
+                key: found for key, found in rules.matching.items() if not found or any(not _sums(rule, counts[0]) for rule in found)
+            }
             # None of these can be told from the mean over samples here.
-            likely = {key: tuple(dict.fromkeys((*found, *counts))) if "mean" in found else found for key, found in rules.matching.items()}
+            likely = {key: tuple(dict.fromkeys((*found, *counts))) if "mean" in found else found for key, found in open_to.items()}
             try:
                 with self.changed(counts[0], list(dict.fromkeys([*counts, *self._candidates])), few=True):
                     narrowed = LogComparison(matching=likely).narrowed(compare(self.shares(_SPLITS[0]))).matching
@@ -358,7 +381,7 @@ class Weighing:
             for key in (key for key, known in likely.items() if known and not narrowed[key]):
                 usual = float(counts[0].tensor(whole).flatten()[0]) if counts[0].kind == "sum" else counts[0].ignored
                 lost.setdefault(key, []).append(replace(counts[0], ignored=usual))
-            rules = replace(rules, matching={key: narrowed[key] or rules.matching[key] for key in likely})
+            rules = replace(rules, matching={**rules.matching, **{key: narrowed[key] or rules.matching[key] for key in likely}})
         return rules, lost
 
     def _over_splits(self, compare: Compare) -> LogComparison:
