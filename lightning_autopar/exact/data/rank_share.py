@@ -92,6 +92,8 @@ class Tally:
 
     def part(self, number: int, parts: int, fed: int) -> Tally:
         """That of one of the parts of its ``fed`` samples, which are dealt out to them in turns."""
+        if parts == 1:
+            return self
         samples = self.samples()
         if len(samples) != fed:
             raise ValueError(f"this batch has counts for {len(samples)} rows, but {fed} samples, so the weight of a part of it isn't known")

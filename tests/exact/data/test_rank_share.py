@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_autopar.exact.data.batch_structure import take_rows
 from lightning_autopar.exact.data.collate import CollateAll, CollateRows, CollateSamples
-from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, KnownTensors, cut, share_of
+from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, KnownTensors, Tally, cut, share_of
 from lightning_autopar.plans import deal
 
 UNEVEN = Dealing(deal((1, 2)))
@@ -145,3 +145,10 @@ def test_batches_with_other_tensors_than_those_that_were_tried_are_named() -> No
         known.check({"x": x, "w": y})
     with pytest.raises(ValueError, match=r"^this batch has batch\['x'\] of 1 dimensions and lacks batch\['x'\] of 2 dimensions, unlike"):
         known.check({"x": y})
+
+
+def test_a_batch_that_runs_in_one_part_has_its_tally_whatever_its_rows_are() -> None:
+    boxes = Tally(own=19.0, of_all=lambda: 19.0, samples=lambda: [1.0] * 19)
+    assert boxes.part(0, 1, 8) is boxes
+    with pytest.raises(ValueError, match="counts for 19 rows, but 8 samples"):
+        boxes.part(0, 2, 8)
