@@ -13,7 +13,7 @@ from unittest import mock
 from lightning_autopar.strategies.preparation import planning_inputs
 from lightning_autopar.strategies.preparation.decision import PlanningInputs
 
-#: What planning has found in this process, by the step that it looked at.
+#: The inputs of planning that this process has made, by the step that they are of.
 _FOUND: dict[Any, PlanningInputs] = {}
 
 

@@ -36,12 +36,11 @@ _DTYPES = {
 _MOST = 1 << 23
 #: And nobody leaves out entries of larger samples.
 _MOST_OF_SAMPLE = 1 << 16
-#: The comparisons with a value by which entries may count, and the signs of these.
-_COMPARISONS = {"differs": operator.ne, "above": operator.gt, "from": operator.ge} | {
-    "equals": operator.eq, "upto": operator.le, "below": operator.lt
-}  # fmt: skip
-_SIGNS = dict(zip(_COMPARISONS, ("!=", ">", ">=", "==", "<=", "<"), strict=True))
-_OPPOSITE = dict(zip(_COMPARISONS, (*tuple(_COMPARISONS)[3:], *tuple(_COMPARISONS)[:3]), strict=True))
+#: The comparisons with a value by which entries may count: each one's sign, its opposite and its function.
+_SIGNS = {"differs": "!=", "equals": "==", "above": ">", "upto": "<=", "from": ">=", "below": "<"}
+_OPPOSITE = {"differs": "equals", "equals": "differs", "above": "upto", "upto": "above", "from": "below", "below": "from"}
+_OPERATORS = {"!=": operator.ne, "==": operator.eq, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "<": operator.lt}
+_COMPARISONS = {kind: _OPERATORS[sign] for kind, sign in _SIGNS.items()}
 #: A comparison that a step makes of entries: where they are, what kind of count it is or is the opposite of, and with which value.
 Compared = tuple[Path, str, float]
 #: As many of these are tried.

@@ -22,8 +22,9 @@ from lightning_autopar.exact.step.rows_of_gpu_draws import drop_own, fill_own
 
 _Call: TypeAlias = Callable[..., Any]
 _Generator: TypeAlias = torch.Generator | None
-#: The one that decides, and the contexts in which the kernels stay replaced from one to the next.
+#: The one that decides.
 _installed: list[GlobalDraws] = []
+#: For each :func:`held` that is open: its library; None where an outer one has it.
 _holding: list[Any] = []
 
 

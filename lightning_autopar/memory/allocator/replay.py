@@ -20,10 +20,10 @@ from lightning_autopar.memory.allocator.tape_player import Player
 #: more segment. So steps are played until two after each other leave as much reserved and give as much back, or until three gave nothing
 #: back.
 _FIRST_STEPS = 4
-#: Free blocks go on scattering for a while: GPT-2 with all blocks recomputed holds 3,334 MiB after step 6 and 3,834 MiB after step 7, on a
-#: GPU as replayed. So steps are played until so many after each other have left as much reserved and given as much back, or until step 16.
-#: Alike steps prove nothing: with all blocks recomputed, MPNet in bf16-true takes 128 MiB more in step 16 after fourteen steps that took
-#: nothing, on a GPU as replayed, and DeBERTa in step 12. So up to so many allocations steps are played until step 16 in any case.
+#: Free blocks go on scattering for a while: GPT-2 with all blocks recomputed holds 3,334 MiB after step 6 and 3,834 MiB after step 7. So
+#: steps are played until so many after each other have left as much reserved and given as much back, or until step 16. Alike steps prove
+#: nothing: with all blocks recomputed, MPNet in bf16-true takes 128 MiB more in step 16 after fourteen steps that took nothing, and DeBERTa
+#: in step 12. (On a stub GPU; replays say the same.) So up to so many allocations, steps are played until step 16 in any case.
 _ALIKE, _MOST_STEPS, _QUICKLY_PLAYED = 5, 16, 60_000
 
 

@@ -81,7 +81,7 @@ def _list(shard: DTensor) -> Any:
 def _pickled(shard: DTensor, protocol: Any) -> Any:
     """Pickle the whole tensor, as a file that a hook writes is to hold; elsewhere, as when planning sends a module on, its own rank's."""
     if not in_hook():
-        return Tensor.__reduce_ex__(shard, protocol)  # type: ignore[no-untyped-call]
+        return Tensor.__reduce_ex__(shard, protocol)  # type: ignore[no-untyped-call]  # torch's has no annotations
     whole = _read(shard)
     written: Any = nn.Parameter(whole, shard.requires_grad) if isinstance(shard, nn.Parameter) else whole
     return written.__reduce_ex__(protocol)

@@ -61,10 +61,12 @@ _CROSS_ENTROPIES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_
 _ATEN = torch.ops.aten
 #: Comparisons with a value, each as one of the ways to count or as its opposite.
 _COMPARISONS = {_ATEN.ne: "differs", _ATEN.eq: "differs", _ATEN.gt: "above", _ATEN.le: "above", _ATEN.ge: "from", _ATEN.lt: "from"}
-#: What keeps values of a batch's entries, though in another tensor; what keeps which of them are zero; and what asks that of rows.
+#: Operators whose result has entries of their input.
 _KEEPS = {_ATEN._to_copy, _ATEN.clone, _ATEN.index, _ATEN.index_select, _ATEN.masked_select, _ATEN.gather}
+#: Operators whose result still tells where their input is zero; and those whose result tells which rows of it are zero.
 _ZEROS = {_ATEN.abs, _ATEN.pow, _ATEN.ne, _ATEN.eq}
 _ROWS = {_ATEN.sum, _ATEN.amax, _ATEN.linalg_vector_norm, _ATEN.any, _ATEN.all}
+#: Operators that ask which entries are zero.
 _TRUTHS = {_ATEN.logical_not, _ATEN.nonzero, _ATEN.any, _ATEN.all}
 _NEAR_ZERO = 1e-3
 #: Where an attribute's name says that its value stands for entries that don't count.
@@ -94,7 +96,7 @@ class LossArguments(TorchDispatchMode):
 
     def __exit__(self, *raised: Any) -> None:
         self._from.clear()
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # torch's has no annotations
 
     def __torch_dispatch__(self, operation: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if operation in _CROSS_ENTROPIES:
@@ -149,7 +151,7 @@ class Weighing:
         self._batches = batches
         self._known = tuple(known)
         self._weights: dict[tuple[int, ...], dict[Count, list[float]]] = {}
-        #: What a step was seen to do with the batch.
+        #: What the step compares the batch's entries with, and what its cross-entropies are told; nothing before the step has run.
         self.told = LossArguments(None)
         #: The rules that explain the loss; none as long as it is a mean over samples, as far as is known.
         self.rules: tuple[Rule, ...] = ()
