@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
@@ -56,6 +57,23 @@ def is_users(frame: Any) -> bool:
     """Whether a frame is the user's, or that of a library that is neither a framework nor Python's own."""
     package = package_of_frame(frame)
     return package not in FRAMEWORK and package not in sys.stdlib_module_names
+
+
+def is_installed(file: str) -> bool:
+    """Whether a source file belongs to an installed package, also to one of ``pip install --target``, whose folder may have any name."""
+    if any(f"{os.sep}{name}{os.sep}" in file for name in ("site-packages", "dist-packages")):
+        return True
+    folders = (entry.rstrip(os.sep) + os.sep for entry in sys.path if entry)
+    return any(file.startswith(folder) and file[len(folder) :].partition(os.sep)[0] in _recorded(folder) for folder in folders)
+
+
+@cache
+def _recorded(folder: str) -> frozenset[str]:
+    """What pip has put into a folder, by its records; a project's own ``.egg-info`` has none."""
+    from importlib.metadata import distributions
+
+    lines = (line for each in distributions(path=[folder]) for line in (each.read_text("RECORD") or "").splitlines())
+    return frozenset(line.partition(",")[0].partition("/")[0] for line in lines)
 
 
 def choose(root: str, what: str) -> None:

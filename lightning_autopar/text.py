@@ -11,7 +11,7 @@ import re
 import traceback
 import unicodedata
 
-from lightning_autopar._root import is_users
+from lightning_autopar._root import is_installed, is_users
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -140,9 +140,6 @@ def printable(text: str, most: int = 500) -> str:
     return "".join(_INSTEAD if unicodedata.category(character) in _UNFIT else character for character in short)
 
 
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
-
-
 def error_line(error: BaseException) -> str:
     """An exception in a line: its class, the first line of what it says, and the user's line that led to it."""
     said = (str(error).strip() or "no message").splitlines()[0]
@@ -159,7 +156,7 @@ def users_line(error: BaseException | None) -> str:
             file = frame.f_code.co_filename
             if not is_users(frame) or file.startswith("<"):
                 continue
-            if _INSTALLED in file:
+            if is_installed(file):
                 installed = f", at {os.path.basename(file)}:{line}"
             else:
                 own = f", at {os.path.basename(file)}:{line}"

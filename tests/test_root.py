@@ -231,3 +231,19 @@ def test_no_string_names_one_root_alone() -> None:
             found |= {f"{path.name}: {each}" for each in texts if re.fullmatch(rf"{_ROOTS}(\.[\w.]*)?", each)}
     loggers = {f"calibration.py: {name}" for name in (*_root.ROOTS, "lightning", "lightning.fabric", "lightning_fabric")}
     assert found == {*loggers, "host.py: lightning", "doctor.py: lightning"}
+
+
+def test_packages_are_installed_wherever_pip_has_put_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``pip install --target libraries`` on a cluster: what such a package keeps in its globals isn't the user's, and isn't brought back."""
+    for name in ("libraries/theirs-1.0.dist-info", "project/mine.egg-info"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "libraries/theirs-1.0.dist-info/RECORD").write_text("theirs/__init__.py,,\nsingle.py,,\ntheirs-1.0.dist-info/RECORD,,\n")
+    (tmp_path / "project/mine.egg-info/PKG-INFO").write_text("Name: mine\nVersion: 1\n")
+    (tmp_path / "project/mine.egg-info/SOURCES.txt").write_text("mine/train.py\n")
+    monkeypatch.setattr(sys, "path", [f"{tmp_path}/libraries", f"{tmp_path}/project/", "", *sys.path])
+    found = {
+        name: _root.is_installed(str(tmp_path / name))
+        for name in ("libraries/theirs/a/b.py", "libraries/single.py", "libraries/script.py", "project/mine/train.py", "elsewhere/x.py")
+    }
+    assert [name for name, installed in found.items() if installed] == ["libraries/theirs/a/b.py", "libraries/single.py"]
+    assert _root.is_installed(str(metadata.distribution("torch").locate_file("torch/__init__.py")))

@@ -19,12 +19,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_autopar._root import FRAMEWORK, package_of
+from lightning_autopar._root import FRAMEWORK, is_installed, package_of
 
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 #: Modules whose classes hold what is put into them.
 _DATAS = frozenset({"builtins", "collections", "numpy", "types"})
-_INSTALLED = ("site-packages", "dist-packages")
 #: The most functions and classes to look into; a program has some hundreds. And the most items of an attribute.
 _MOST_LOOKED_INTO, _MOST_ITEMS = 10_000, 1_000
 _DATA = (Dataset, DataLoader)
@@ -239,4 +238,4 @@ def _is_users(namespace: Mapping[str, Any]) -> bool:
         return True
     file = namespace.get("__file__") or ""
     library = root in FRAMEWORK or root in sys.stdlib_module_names or root == "builtins"
-    return not library and not file.startswith(_STANDARD_LIBRARY) and not any(f"/{each}/" in file for each in _INSTALLED)
+    return not library and not file.startswith(_STANDARD_LIBRARY) and not is_installed(file)

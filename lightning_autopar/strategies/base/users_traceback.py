@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
-from lightning_autopar._root import is_users, package_of_frame
+from lightning_autopar._root import is_installed, is_users, package_of_frame
 
 #: Frames of every call of a module, which say nothing.
 _CALLS = ("_wrapped_call_impl", "_call_impl")
 #: How many of the first and of the last frames are always shown.
 _ENDS = 4
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 def users_part(found: TracebackType | None) -> TracebackType | None:
@@ -32,7 +30,7 @@ def users_part(found: TracebackType | None) -> TracebackType | None:
     inside = [link for link in every[theirs[-1] + 1 :] if link.tb_frame.f_code.co_name not in _CALLS]
     shown = [*(every[index] for index in theirs), *inside[-_ENDS:]]
     if len(shown) > 2 * _ENDS:
-        middle = [link for link in shown[_ENDS:-_ENDS] if _INSTALLED not in link.tb_frame.f_code.co_filename]
+        middle = [link for link in shown[_ENDS:-_ENDS] if not is_installed(link.tb_frame.f_code.co_filename)]
         shown = [*shown[:_ENDS], *middle, *shown[-_ENDS:]]
     return _joined(shown)
 
