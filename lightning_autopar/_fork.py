@@ -204,6 +204,7 @@ def _be_child(parent: int, writer: int, gpus: bool, function: Callable[..., Any]
         _forget_handlers()
         _print_nothing()
         _write_nothing()
+        track(here=False)
         begin_child(gpus=gpus)
         thread = threading.Thread(target=_answer, args=(writer, function, args), name="forked", daemon=True)
         thread.start()
@@ -232,6 +233,22 @@ def _write_nothing() -> None:
             continue
         if stat.S_ISREG(found.st_mode) and flags & os.O_ACCMODE == os.O_WRONLY and not os.path.samestat(found, errors):
             os.dup2(nowhere, int(name))
+
+
+def track(*, here: bool) -> None:
+    """What the run of Weights & Biases takes from this process that its parent has begun, wherever the user keeps it.
+
+    Args:
+        here: whether the run goes on here. If not, this process tries the user's code, or isn't the rank that speaks for all.
+    """
+    tracker: Any = sys.modules.get("wandb")
+    if (run := getattr(tracker, "run", None)) is None:
+        return
+    if here:
+        _ = run.dir  # the first of most calls connects a forked process to the run, but not that of its summary
+        return
+    silent = tracker.init(mode="disabled", config=dict(tracker.config), reinit="create_new")
+    run.__class__, run.__dict__ = type(silent), vars(silent)
 
 
 def _answer(writer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

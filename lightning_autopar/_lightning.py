@@ -35,7 +35,7 @@ if TYPE_CHECKING or chosen() == "lightning.pytorch":
     from lightning.pytorch.accelerators.cuda import CUDAAccelerator
     from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, ProgressBar
     from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
-    from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+    from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.loops.evaluation_loop import RestartStage
     from lightning.pytorch.loops.fit_loop import RestartStage as FitRestartStage

@@ -202,7 +202,12 @@ def installed(
         engine._lightning_module = module
         for loop in (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             loop._results.clear()  # earlier values refer to their own run's engine, which log() compares
-        yield
+        # On ranks that don't log, `logger.experiment.summary["best"] = loss` does nothing. Lightning's own stand-in has methods alone.
+        with (
+            patched(DummyExperiment, "__getattr__", lambda it, _: it),
+            patched(DummyExperiment, "__call__", lambda it, *a, **k: it.nop(*a, **k)),
+        ):
+            yield
     finally:
         for name, value in before.items():
             setattr(connector, name, value)

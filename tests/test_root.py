@@ -234,7 +234,7 @@ def test_no_string_names_one_root_alone() -> None:
 
 
 def test_packages_are_installed_wherever_pip_has_put_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``pip install --target libraries`` on a cluster: what such a package keeps in its globals isn't the user's, and isn't brought back."""
+    """``pip install --target libraries`` on a cluster: such a package's globals aren't brought back."""
     for name in ("libraries/theirs-1.0.dist-info", "project/mine.egg-info"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "libraries/theirs-1.0.dist-info/RECORD").write_text("theirs/__init__.py,,\nsingle.py,,\ntheirs-1.0.dist-info/RECORD,,\n")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +16,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan, PlanMonitor
@@ -45,7 +48,9 @@ class Net(Regression):
         return loss
 
 
-def fit(loggers: list[Logger], allow: list[str], *callbacks: pl.Callback, width: int | None = None, **options: Any) -> pl.Trainer:
+def fit(
+    loggers: list[Logger], allow: list[str], *callbacks: pl.Callback, width: int | None = None, module: Any = None, **options: Any
+) -> pl.Trainer:
     pl.seed_everything(5, verbose=False)
     x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
     strategy: Any = AutoParallelStrategy(devices="2xcpu:1GiB", calibrate="off", allow=allow) if allow else "auto"
@@ -53,7 +58,7 @@ def fit(loggers: list[Logger], allow: list[str], *callbacks: pl.Callback, width:
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", logger=loggers, callbacks=list(callbacks), **{**quiet, "max_steps": 4, **options}
     )
-    trainer.fit(Net(width), DataLoader(TensorDataset(x, x.sum(1)), 8, shuffle=True))
+    trainer.fit(module or Net(width), DataLoader(TensorDataset(x, x.sum(1)), 8, shuffle=True))
     return trainer
 
 
@@ -151,7 +156,104 @@ def test_each_change_of_plan_is_logged_once_at_its_step(tmp_path: Path, monkeypa
     assert len(written.Scalars("hp_metric")) == 1
 
 
-def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Tracker(ModuleType):
+    """Does what W&B's module does with the run of a process that was forked from: calls connect to it, but not those of its summary."""
+
+    def __init__(self, rows: Path) -> None:
+        super().__init__("wandb")
+        self.config = Config(lr=3)
+        self.run: Any = Run(self, rows)
+
+    def init(self, *, mode: str, config: dict[str, Any], reinit: str) -> Any:
+        assert (mode, config, reinit) == ("disabled", {"lr": 3}, "create_new")
+        self.run = SilentRun(self, Path(os.devnull))
+        return self.run
+
+
+class Config(dict[str, Any]):
+    def update(self, values: dict[str, Any], *, allow_val_change: bool) -> None:  # type: ignore[override]
+        super().update(values)
+
+
+class Run:
+    def __init__(self, tracker: Tracker, rows: Path) -> None:
+        self.tracker, self.rows = tracker, rows
+        self.summary: Any = Summary(self)
+        self.config = tracker.config
+        self.connected = os.getpid()
+
+    @property
+    def dir(self) -> str:
+        self.connected = os.getpid()
+        return ""
+
+    def log(self, name: str, number: int) -> None:
+        assert self.dir == ""
+        with self.rows.open("a") as file:
+            file.write(f"{name} {number}\n")
+
+
+class SilentRun(Run):
+    def __init__(self, tracker: Tracker, rows: Path) -> None:
+        super().__init__(tracker, rows)
+        self.summary: Any = {}
+
+
+class Summary:
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, value: int) -> None:
+        assert self.run.connected == os.getpid(), "not valid in a forked process"
+
+
+class Tracked(Net):
+    """Tells the tracker of its steps, in three ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = sys.modules["wandb"].run
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.run.summary["step"] = index
+        self.run.log("own", index)
+        sys.modules["wandb"].run.log("module's", index)
+        return super().training_step(batch, index)
+
+    def on_train_epoch_end(self) -> None:
+        self.logger.experiment.summary["epoch"] = self.current_epoch  # type: ignore[union-attr]
+
+
+class Held(CSVLogger):
+    """Its experiment has a summary."""
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        found: Any = super().experiment
+        found.summary = {}
+        return found
+
+
+@pytest.mark.parametrize("allow", [[], ["single"], ["ddp"], ["fsdp"]])
+def test_a_tracker_s_run_that_the_script_began_gets_each_step_once(
+    allow: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials of planning are forked from the script as workers are; of these rank 0 speaks for all."""
+    monkeypatch.setitem(sys.modules, "wandb", Tracker(tmp_path / "rows"))
+    trainer = fit([Held(tmp_path)], allow, module=Tracked())
+    module: Any = trainer.lightning_module
+    module.run.log("after", 0)
+    every = [f"{name} {index}" for index in range(4) for name in ("own", "module's")]
+    assert (tmp_path / "rows").read_text().splitlines() == [*every, "after 0"]
+    assert type(module.run) is Run
+
+
+@pytest.mark.parametrize("allow", ["single", "ddp"])
+def test_weights_and_biases(allow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     for name, value in {
         "WANDB_MODE": "offline",
@@ -161,10 +263,11 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     }.items():
         monkeypatch.setenv(name, value)
     logger = WandbLogger(save_dir=tmp_path, offline=True, project="tests")
-    fit([logger], ["single"], PlanMonitor(), width=7)
+    fit([logger], [allow], PlanMonitor(), width=7)
     config = dict(logger.experiment.config)
     summary = dict(logger.experiment.summary)
     logger.experiment.finish()
     assert config["width"] == 7
     assert set(config) >= PLAN
     assert set(summary) >= NOW
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1

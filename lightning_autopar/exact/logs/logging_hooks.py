@@ -97,7 +97,7 @@ def overridden(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, st
 
 def _home(hook: Any) -> str:
     """The Python module of a hook's function."""
-    return f"{getattr(inspect.unwrap(getattr(hook, '__func__', hook)), '__module__', '')}."
+    return f"{getattr(inspect.unwrap(_bare(hook)), '__module__', '')}."
 
 
 def is_log(name: str) -> bool:
@@ -141,7 +141,7 @@ def reached(
     left, seen = list(pairs), set()
     while left:
         function, owner = left.pop()
-        function = inspect.unwrap(getattr(function, "__func__", function))
+        function = inspect.unwrap(_bare(function))
         code = getattr(function, "__code__", None)
         if code is None:
             yield None, set(), owner
@@ -162,7 +162,7 @@ def _mentioned(
     held: list[Any] = []
     for name in {*names, *function.__code__.co_freevars}:
         for found in (*(vars(kind).get(name) for kind in kinds), *(space.get(name) for space in spaces)):
-            found = getattr(found, "__func__", found)
+            found = _bare(found)
             if inspect.isfunction(found):
                 yield found, owner
             elif found is not None and found is not owner and found is not module:
@@ -174,9 +174,14 @@ def _mentioned(
             continue
         for name in (*names, "__call__", *(("__init__",) if makes and kind is each else ())):
             found = inspect.getattr_static(kind, name, None)
-            found = getattr(found, "__func__", found)
+            found = _bare(found)
             if inspect.isfunction(found):
                 yield found, each
+
+
+def _bare(found: Any) -> Any:
+    """The function of a method. What else is found may be anything, and isn't asked: a W&B run's summary answers with a KeyError."""
+    return found.__func__ if isinstance(found, (types.MethodType, staticmethod, classmethod)) else found
 
 
 def _content(cell: types.CellType) -> Any:

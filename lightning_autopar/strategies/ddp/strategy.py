@@ -83,7 +83,13 @@ class DDPEngine(SplitMixin, DDPStrategy):
             with without_noise(_ADVICE):
                 return after_forward(output)
 
+        def without_hooks(*args: Any, **options: Any) -> Any:
+            with wrapped._inside_ddp_forward():
+                return wrapped.module.forward(*args, **options)
+
         wrapped.__dict__["_post_forward"] = once
+        # This call runs training_step. Hooks on the module's forward aren't called by that, as on one device, and would get its arguments.
+        wrapped.__dict__["_run_ddp_forward"] = without_hooks
         return wrapped
 
     @contextmanager

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 
-from lightning_autopar._fork import begin_child, die_with
+from lightning_autopar._fork import begin_child, die_with, track
 from lightning_autopar._lightning import Trainer, rank_zero_only
 from lightning_autopar._lightning_compat import (
     SIGTERMException,
@@ -117,6 +117,7 @@ def work(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
     def body() -> None:
         if default_device.type != "cpu":  # torch keeps this setting per thread
             torch.set_default_device(default_device)
+        track(here=rank == 0)
         _run(rank, job, stop_rendezvous, pipe)
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(body,), name="autopar-body")

@@ -32,6 +32,7 @@ from lightning_autopar._lightning import (
     pl,
 )
 from lightning_autopar._lightning_compat import TrainerFn, bare_optimizer, update_properties
+from lightning_autopar._root import package_of
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.step.initial_weights import drawn_on
 from lightning_autopar.memory.trace.parameter_use import GradientLooks
@@ -131,6 +132,43 @@ def plugin(precision: str, device_type: str) -> Precision:
     if precision == "bf16-true":
         return _Half("bf16-true")
     raise ValueError(f"a ZeRO plan runs at precision 32-true, bf16-mixed or bf16-true, but the Trainer's is {precision!r}; choose one")
+
+
+class _StepCall:
+    """Calls a step through DeepSpeed's forward, in place of Lightning's ``_ForwardRedirection``: without the user's hooks on the module's
+    own forward, which a step doesn't call on one device either.
+    """
+
+    def __call__(self, engine: Any, module: Any, name: str, *args: Any, **options: Any) -> Any:
+        """What the step returns."""
+        forward, calls = module.forward, (module._forward_pre_hooks, module._forward_hooks)
+        every = [list(hooks.items()) for hooks in calls]
+
+        def set_hooks(kept: Callable[[Any], bool]) -> None:
+            for hooks, items in zip(calls, every, strict=True):
+                hooks.clear()
+                hooks.update((number, hook) for number, hook in items if kept(hook))
+
+        def step(*args: Any, **options: Any) -> Any:
+            module.forward = forward
+            set_hooks(lambda hook: True)
+            try:
+                return getattr(module, name)(*args, **options)
+            finally:
+                every[:] = [list(hooks.items()) for hooks in calls]
+                set_hooks(_is_engines)
+
+        module.forward = step
+        set_hooks(_is_engines)
+        try:
+            return engine(*args, **options)
+        finally:
+            set_hooks(lambda hook: True)
+
+
+def _is_engines(hook: Any) -> bool:
+    """Whether a hook on a module is DeepSpeed's or this package's."""
+    return package_of(hook) in ("deepspeed", "lightning_autopar")
 
 
 class _ZeroStrategy(DeepSpeedStrategy):
@@ -328,6 +366,7 @@ class ZeroEngine(SplitMixin, ZeroFiles, _ZeroStrategy):
         doorway.import_deepspeed(run_plan.devices[0].kind)  # before Lightning does, which makes it look for devices
         super().__init__(config={}, parallel_devices=run_plan.torch_devices, logging_level=logging.ERROR)
         self._forked = forked
+        self._forward_redirection = _StepCall()  # type: ignore[assignment]  # called alike
         self.attach(run_plan)
 
     @property

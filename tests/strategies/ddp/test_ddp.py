@@ -44,8 +44,23 @@ class ByHand(Fitted):
         self.log("loss", loss)
 
 
+class Hooked(Fitted):
+    """Has hooks on its own forward, which some of its steps call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(lambda module, inputs: (inputs[0] / 2,))
+        self.register_forward_hook(lambda module, inputs, output: output * 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        return mse_loss((self if self.global_step % 2 else self.net)(batch[0]), batch[1])
+
+
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}])
-@pytest.mark.parametrize("make", [Fitted, Skipping])
+@pytest.mark.parametrize("make", [Fitted, Skipping, Hooked])
 def test_training_is_plain_lightnings(make: Any, options: dict[str, Any]) -> None:
     assert_same(make, numbers(), plan("ddp"), **options)
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.base.worker_exception import WorkerFailed
+from tests.strategies.ddp.test_ddp import Hooked
 from tests.strategies.fitted import QUIET, Fitted, assert_same, fit, numbers, plan
 from tests.strategies.modules import Regression, loader, on_rank
 
@@ -143,6 +144,11 @@ class Unusual(Fitted):
     def loss(self, batch: Any) -> Tensor:
         packed = self.packs(batch[0])
         return (self.net(packed.rows) - batch[1]).square().sum() / self.counts(packed)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hooks_on_the_module_s_own_forward_are_called_by_that_alone(stage: int) -> None:
+    assert_same(Hooked, numbers(), zero(stage))
 
 
 def test_modules_may_return_what_has_no_attributes() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_autopar._lightning import Callback, CombinedLoader, LightningModule, Logger, Trainer
+from lightning_autopar._lightning import Callback, CombinedLoader, LightningModule, Logger, Trainer, WandbLogger
 from lightning_autopar._lightning_compat import (
     TrainerFn,
     bare_optimizer,
@@ -73,6 +74,7 @@ class Results:
         built: FQNs of the modules that the run has put into others.
         steps: how many steps the optimizers had begun and ended.
         held: where the module itself holds an optimizer of the run: its submodule's FQN, the attribute's name, and which optimizer.
+        tracked: the configuration of the run of Weights & Biases, where the script has begun one.
     """
 
     value: Any
@@ -86,6 +88,7 @@ class Results:
     lost: list[str] = field(default_factory=list)
     built: list[str] = field(default_factory=list)
     held: list[tuple[str, str, int]] = field(default_factory=list)
+    tracked: dict[str, Any] = field(default_factory=dict)
 
 
 # -- before the fork -------------------------------------------------------------------------------------------------------------------
@@ -146,7 +149,7 @@ def survey(trainer: Trainer) -> Before:
             return {name: value for name, value in vars(target).items() if name not in _PRIVATE and not name.startswith("__composable_api")}
         return None
 
-    references = [strategy, *own, *tensors.values()]
+    references = [strategy, *own, *tensors.values(), *_begun_runs(trainer)]
     found = Survey(dict(_roots(trainer)), fields=fields, references=references, reached=reached.roots)
     numbers = {name: found.number(tensor) for name, tensor in tensors.items()}
     number = found.number(strategy)
@@ -159,6 +162,18 @@ def survey(trainer: Trainer) -> Before:
         modules=frozenset(name for name, _ in module.named_modules()),
         reached=frozenset(name for name, _ in reached.roots),
     )
+
+
+def _begun_runs(trainer: Trainer) -> list[Any]:
+    """The runs of Weights & Biases: those of loggers are begun now, so that workers go on with them, and the script after its workers. Each
+    is a connection of the process that it is in, and nothing to bring back.
+    """
+    runs = [each.experiment for each in trainer.loggers if isinstance(each, WandbLogger)]
+    return [*runs, run] if (run := _run_of_wandb()) is not None else runs
+
+
+def _run_of_wandb() -> Any:
+    return getattr(sys.modules.get("wandb"), "run", None)
 
 
 def _roots(trainer: Trainer) -> Iterator[tuple[str, Any]]:
@@ -260,6 +275,8 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     results.lost += sorted(before.left)
     results.progress = _on_cpu(progress_of(trainer))
     results.random = rng.capture({}, cuda=False)
+    if (run := _run_of_wandb()) is not None:
+        results.tracked = dict(run.config)
     for optimizer in optimizers:
         for index, group in enumerate(optimizer.param_groups):
             for option in [option for option, value in group.items() if option != "params" and not before.survey.travels(value, names)]:
@@ -446,6 +463,8 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     strategy.model = module
     restore_loaders(trainer, sent.get(_LOADERS, {}))
     restore_progress(trainer, first.progress)
+    if first.tracked:
+        _run_of_wandb().config.update(first.tracked, allow_val_change=True)
     rng.restore(first.random, {})
     if lost:
         warnings.warn(

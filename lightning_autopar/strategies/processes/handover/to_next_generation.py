@@ -230,7 +230,8 @@ def write_loggers(trainer: Trainer, before: Before, folder: Path) -> None:
             # Pickling a logger whose experiment can't be pickled stores the experiment's id (wandb, Comet).
             state = logger.__getstate__()
             for name, value in state.items() if isinstance(state, dict) else ():
-                if name != "_attach_id" and vars(logger).get(name, logger) is not value:  # is of a process that ends soon
+                own = vars(logger).get(name, logger)
+                if name != "_attach_id" and own is not value and survey.number(own) is None:  # is of a process that ends soon
                     values[number, name] = (value, None)
         parcel.loggers.append(
             (_class_of(logger), _portable(logger, {part: value for (owner, part), (value, _) in values.items() if owner == number}))
