@@ -204,8 +204,8 @@ def _be_child(parent: int, writer: int, gpus: bool, function: Callable[..., Any]
         _forget_handlers()
         _print_nothing()
         _write_nothing()
-        track(here=False)
         begin_child(gpus=gpus)
+        track(here=False)
         thread = threading.Thread(target=_answer, args=(writer, function, args), name="forked", daemon=True)
         thread.start()
         thread.join()
@@ -236,19 +236,59 @@ def _write_nothing() -> None:
 
 
 def track(*, here: bool) -> None:
-    """What the run of Weights & Biases takes from this process that its parent has begun, wherever the user keeps it.
+    """What goes to the trackers that the parent has begun: a run of Weights & Biases, and TensorBoard's event files. It may start threads.
 
     Args:
-        here: whether the run goes on here. If not, this process tries the user's code, or isn't the rank that speaks for all.
+        here: whether this process goes on with them. If not, it tries the user's code, or isn't the rank that speaks for all.
     """
+    for thread in _EVENT_THREADS:  # with the parent's gone, a writer would wait for room in its queue for ever
+        thread._queue.__init__(thread._queue.maxsize)
+        if not here:
+            thread._record_writer = _Nowhere()
+        threading.Thread.__init__(thread, daemon=True)
+        thread.start()
     tracker: Any = sys.modules.get("wandb")
     if (run := getattr(tracker, "run", None)) is None:
         return
     if here:
-        _ = run.dir  # the first of most calls connects a forked process to the run, but not that of its summary
+        _ = run.dir  # most calls connect a forked process to the run, but not those of its summary
         return
     silent = tracker.init(mode="disabled", config=dict(tracker.config), reinit="create_new")
     run.__class__, run.__dict__ = type(silent), vars(silent)
+
+
+class _Nowhere:
+    """Takes what a thread would write into an event file."""
+
+    closed = False
+
+    def write(self, data: bytes) -> None:
+        """Drops it."""
+
+    def flush(self) -> None:
+        """There is nothing to write."""
+
+
+#: The threads that write TensorBoard's event files (``tensorboard.summary.writer.event_file_writer``), as they were before the last fork.
+_EVENT_THREADS: list[Any] = []
+
+
+def _settle_events() -> None:
+    """Before a fork: what waits for an event file is in it, so that a child doesn't write it as well."""
+    _EVENT_THREADS.clear()
+    for thread in threading.enumerate():
+        if type(thread).__name__ != "_AsyncWriterThread":
+            continue
+        each: Any = thread
+        if each._record_writer.closed:  # in a worker, whose end was brought back
+            each.stop()
+            continue
+        each._queue.join()
+        each._record_writer.flush()
+        _EVENT_THREADS.append(each)
+
+
+os.register_at_fork(before=_settle_events)
 
 
 def _answer(writer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -18,6 +18,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.tensorboard import SummaryWriter
 
 from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan, PlanMonitor
 from tests.strategies.elastic.test_elastic import Regression, Watch, to
@@ -72,8 +73,8 @@ def hyperparameters(folder: Path) -> dict[str, Any]:
     return found
 
 
-def events(folder: Path) -> Any:
-    found = tensorboard.EventAccumulator(str(folder / "version_0"))
+def events(folder: Path, version: str = "version_0") -> Any:
+    found = tensorboard.EventAccumulator(str(folder / version))
     found.Reload()
     return found
 
@@ -154,6 +155,38 @@ def test_each_change_of_plan_is_logged_once_at_its_step(tmp_path: Path, monkeypa
     )
     assert len(written.Tensors("autopar/changes/text_summary")) == 3
     assert len(written.Scalars("hp_metric")) == 1
+
+
+class Writing(Net):
+    """Has a writer of its own, whose queue takes ten events, and writes more in a step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.writer = SummaryWriter(str(folder))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        for number in range(12):
+            self.writer.add_scalar(f"own/{number}", index, index)
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("allow", ["single", "ddp"])
+def test_event_files_that_the_script_began_get_each_event_once(allow: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """A writer's thread doesn't live in trials of planning, nor in workers."""
+    logger, module = TensorBoardLogger(tmp_path), Writing(tmp_path / "own")
+    logger.experiment.add_scalar("before", 1, 0)
+    module.writer.add_scalar("before", 1, 0)
+    fit([logger], [allow], module=module)
+    for writer in (logger.experiment, module.writer):
+        writer.add_scalar("after", 1, 0)
+        writer.close()
+    counts = [
+        {name: len(found.Scalars(name)) for name in found.Tags()["scalars"]}
+        for found in (events(tmp_path / "lightning_logs"), events(tmp_path / "own", ""))
+    ]
+    assert counts[0] == {"before": 1, "loss": 4, "epoch": 4, "after": 1}
+    assert counts[1] == {"before": 1, **{f"own/{number}": 4 for number in range(12)}, "after": 1}
+    assert not [each for each in recwarn if "brought back" in str(each.message)]
 
 
 class Tracker(ModuleType):

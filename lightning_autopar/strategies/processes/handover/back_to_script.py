@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ def survey(trainer: Trainer) -> Before:
             return {name: value for name, value in vars(target).items() if name not in _PRIVATE and not name.startswith("__composable_api")}
         return None
 
-    references = [strategy, *own, *tensors.values(), *_begun_runs(trainer)]
+    references = [strategy, *own, *tensors.values(), *_of_this_process(trainer)]
     found = Survey(dict(_roots(trainer)), fields=fields, references=references, reached=reached.roots)
     numbers = {name: found.number(tensor) for name, tensor in tensors.items()}
     number = found.number(strategy)
@@ -164,12 +165,14 @@ def survey(trainer: Trainer) -> Before:
     )
 
 
-def _begun_runs(trainer: Trainer) -> list[Any]:
-    """The runs of Weights & Biases: those of loggers are begun now, so that workers go on with them, and the script after its workers. Each
-    is a connection of the process that it is in, and nothing to bring back.
+def _of_this_process(trainer: Trainer) -> list[Any]:
+    """What isn't brought back, as it is of the process that it is in: threads and the queues that they serve, and runs of Weights & Biases,
+    which are connections. Those of loggers begin now, so that workers go on with them, and the script after its workers.
     """
     runs = [each.experiment for each in trainer.loggers if isinstance(each, WandbLogger)]
-    return [*runs, run] if (run := _run_of_wandb()) is not None else runs
+    threads = threading.enumerate()
+    found = [*threads, *(vars(each).get("_queue") for each in threads), *runs, _run_of_wandb()]
+    return [each for each in found if each is not None]
 
 
 def _run_of_wandb() -> Any:
