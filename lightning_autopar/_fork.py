@@ -35,8 +35,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import thread as pools
 from contextlib import ExitStack, contextmanager
+from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -112,6 +115,9 @@ def begin_child(*, gpus: bool) -> None:
         gpus: whether the child may use GPUs. If not, it sees none, so that a backward pass on the CPU makes no context on each of them, and
             what the user's code calls a GPU is the CPU.
     """
+    for pool in _POOLS:  # otherwise they would leave work to threads that are gone, for ever
+        pool._threads.clear()
+        pool._work_queue, pool._idle_semaphore, pool._shutdown_lock = SimpleQueue(), threading.Semaphore(0), threading.Lock()
     gc.freeze()  # a full collection would visit all that the parent has imported, and copy those pages into this process
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -267,6 +273,27 @@ class _Nowhere:
 
     def flush(self) -> None:
         """There is nothing to write."""
+
+
+#: The user's pools of threads that have had work.
+_POOLS: WeakSet[Any] = WeakSet()
+
+
+def _find_pools() -> None:
+    """Before a fork: which pools of threads there are. The collector knows them, and is asked only about pools that are new."""
+    working = {id(queue) for queue in pools._threads_queues.values()}
+    if not working <= {id(pool._work_queue) for pool in _POOLS}:
+        _POOLS.update(each for each in gc.get_objects() if isinstance(each, pools.ThreadPoolExecutor))
+
+
+os.register_at_fork(before=_find_pools)
+
+
+def of_this_process() -> list[Any]:
+    """What a forked process lacks, or has made anew: threads, the queues that they serve, and pools of threads."""
+    threads = threading.enumerate()
+    _find_pools()
+    return [*threads, *(queue for each in threads if (queue := vars(each).get("_queue")) is not None), *_POOLS]
 
 
 #: The threads that write TensorBoard's event files (``tensorboard.summary.writer.event_file_writer``), as they were before the last fork.

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -35,6 +36,20 @@ def test_result_comes_back_and_the_parent_is_untouched() -> None:
     assert result == [1, 2]
     assert box == [1]
     assert pid != os.getpid()
+
+
+def test_a_pool_of_threads_works_in_a_child_and_in_its_child() -> None:
+    """Of a pool that has worked a fork leaves the threads behind, for which its next task would wait."""
+    with ThreadPoolExecutor(2) as pool:
+        assert pool.submit(os.getpid).result() == os.getpid()
+
+        def nested() -> tuple[int, int, int]:
+            mine = pool.submit(os.getpid).result(timeout=20)
+            return os.getpid(), mine, run_forked(lambda: os.getpid() - pool.submit(os.getpid).result(timeout=20), timeout_seconds=30)
+
+        child, mine, difference = run_forked(nested, timeout_seconds=60)
+        assert (child, difference) == (mine, 0)
+        assert pool.submit(os.getpid).result(timeout=20) == os.getpid()
 
 
 def test_this_process_does_something_meanwhile() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from lightning_autopar._fork import of_this_process
 from lightning_autopar._lightning import Callback, CombinedLoader, LightningModule, Logger, Trainer, WandbLogger
 from lightning_autopar._lightning_compat import (
     TrainerFn,
@@ -166,13 +166,11 @@ def survey(trainer: Trainer) -> Before:
 
 
 def _of_this_process(trainer: Trainer) -> list[Any]:
-    """What isn't brought back, as it is of the process that it is in: threads and the queues that they serve, and runs of Weights & Biases,
-    which are connections. Those of loggers begin now, so that workers go on with them, and the script after its workers.
+    """What isn't brought back, as it is of the process that it is in: threads, their queues and pools, and runs of Weights & Biases, which
+    are connections. Those of loggers begin now, so that workers go on with them, and the script after its workers.
     """
     runs = [each.experiment for each in trainer.loggers if isinstance(each, WandbLogger)]
-    threads = threading.enumerate()
-    found = [*threads, *(vars(each).get("_queue") for each in threads), *runs, _run_of_wandb()]
-    return [each for each in found if each is not None]
+    return [*of_this_process(), *runs, *(() if (run := _run_of_wandb()) is None else (run,))]
 
 
 def _run_of_wandb() -> Any:
