@@ -36,6 +36,8 @@ _DTYPES = {
 _MOST = 1 << 23
 #: And nobody leaves out entries of larger samples.
 _MOST_OF_SAMPLE = 1 << 16
+#: So many numbers of a sample may say where something in it begins and ends.
+_PLACES = 4
 #: The comparisons with a value by which entries may count: each one's sign, its opposite and its function.
 _SIGNS = {"differs": "!=", "equals": "==", "above": ">", "upto": "<=", "from": ">=", "below": "<"}
 _OPPOSITE = {"differs": "equals", "equals": "differs", "above": "upto", "upto": "above", "from": "below", "below": "from"}
@@ -57,11 +59,11 @@ class Count:
         path: where in the batch the tensor is: keys, indices and names of attributes.
         kind: ``"differs"``: entries other than ``ignored``, or another one of ``_COMPARISONS`` with it; ``"sum"``: the sum of its entries;
             ``"finite"``: entries that are no NaN; ``"filled"``: rows of its last dimension that aren't all 0; ``"rows"``: its size in
-            dimension 0.
+            dimension 0; ``"alike"``: samples whose numbers are ``ignored`` and ``also``.
         ignored: the value of entries that don't count, or what entries are compared with; of a sum, what all entries were in batches that
             tell nothing.
         without: ``"first"`` or ``"last"``: entries of dimension 1 that are left out, as a causal model has no prediction for the first one.
-        also: of ``"differs"``: further values of entries that don't count.
+        also: of ``"differs"``: further values of entries that don't count; of ``"alike"``: a sample's further numbers.
         alike: further counts that planning couldn't tell from this one. They must agree in every batch.
     """
 
@@ -88,6 +90,7 @@ class Count:
             "sum": f"other numbers than {self.ignored:g}",
             "differs": f"entries of {self._values}",
             "filled": "rows of 0",
+            "alike": f"other numbers than {' and '.join(f'{value:g}' for value in (self.ignored, *self.also))}",
         }
         return f"{what.get(self.kind) or f'entries {_SIGNS[_OPPOSITE[self.kind]]} {self.ignored}'} in {self._place}"
 
@@ -127,11 +130,19 @@ class Count:
         """Which entries count."""
         if self.kind in ("finite", "filled"):
             return tensor.isfinite() if self.kind == "finite" else (tensor != 0).any(-1)
+        if self.kind == "alike":
+            rows, usual = tensor.reshape(len(tensor), -1), tensor.new_tensor((self.ignored, *self.also))
+            return (rows == usual).all(1) if rows.shape[1] == len(usual) else torch.zeros(len(rows), dtype=torch.bool)
         counted = _COMPARISONS[self.kind](tensor, self.ignored) if self.kind in _COMPARISONS else tensor != 0
         return reduce(Tensor.logical_and, (tensor != value for value in self.also), counted)
 
     def uncounted(self, tensor: Tensor) -> Tensor | None:
-        """A value for entries of this tensor that don't count; None where its type has none."""
+        """A value for entries of this tensor that don't count; None where its type has none. Of samples that are alike, another one, whose
+        numbers are one farther from zero, or nearer to each other.
+        """
+        if self.kind == "alike":
+            row = tensor[0]
+            return torch.where((row <= 0) | (row < row.double().mean()), row + 1, row - 1)
         if self.kind not in _COMPARISONS:
             return tensor.new_tensor(math.nan if self.kind == "finite" else 0)
         near = 1e-3 * max(1.0, abs(self.ignored)) if tensor.is_floating_point() else 1
@@ -224,6 +235,10 @@ def absent(batch: Any, samples: int, ignored: Collection[int], compared: Collect
         if not tensor.ndim or len(tensor) != samples or not 0 < tensor.numel() <= min(_MOST, samples * _MOST_OF_SAMPLE):
             continue
         ways: tuple[Literal["", "first", "last"], ...] = ("", "first", "last") if tensor.ndim > 1 else ("",)
+        usual = tensor[0].flatten().tolist() if tensor.dtype != torch.bool and tensor.numel() <= samples * _PLACES else []
+        tells = len({*usual}) > 1 or (usual and usual[0] <= (not tensor.is_floating_point()))
+        if tells and bool((tensor == tensor[0]).all()):
+            found.append((-1, (Count(path=path, kind="alike", ignored=usual[0], also=tuple(usual[1:])),)))  # where samples begin, say
         if tensor.is_floating_point():
             if not tensor.isnan().any():
                 found.append((2, (Count(path=path, kind="finite"),)))

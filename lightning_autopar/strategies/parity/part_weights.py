@@ -110,12 +110,13 @@ class LossArguments(TorchDispatchMode):
         known = self._from.get(_memory(args[0])) if args and isinstance(args[0], Tensor) else None
         if known is not None:
             value = args[1].item() if len(args) > 1 and isinstance(args[1], Tensor) and args[1].numel() == 1 else [*args, None][1]
+            number = isinstance(value, (int, float))
             kept = "filled" if name in _ROWS else known[2] or "differs" * (name in _ZEROS)
-            if name in _COMPARISONS and isinstance(value, (int, float)):
+            if name in _COMPARISONS and number:
                 self._note(known, _COMPARISONS[name], value)
             elif name in _TRUTHS or (name in _KEEPS and result.dtype == torch.bool):
                 self._note((known[0], known[1], kept), "differs", 0)
-            if name in _KEEPS or (kept and name in _ROWS | _ZEROS and (name not in _COMPARISONS or value == 0)):
+            if name in _KEEPS or (kept and name in _ROWS | _ZEROS and (name not in _COMPARISONS or (number and value == 0))):
                 self._from[_memory(result)] = result, known[1], kept
         return result
 
@@ -337,7 +338,7 @@ class Weighing:
         weighs = count.kind == "sum" and (tensor.is_floating_point() or (single and bool(counted > 1)))
         if weighs:  # an entry that isn't left out may weigh less
             counted = counted / 2 if tensor.is_floating_point() else counted // 2
-        if single or (tensor.ndim == 2 and count.kind == "filled"):
+        if single or count.kind == "alike" or (tensor.ndim == 2 and count.kind == "filled"):
             tensor[0] = counted if weighs else ignored
         else:  # its first entry counts and its last one doesn't, as some counts leave out either
             tensor[0, 1::2] = tensor[0, -1] = ignored
@@ -367,15 +368,20 @@ class Weighing:
         """
         lost: dict[tuple[str, str], list[Count]] = {}
         whole = self._counted(everything(self._batches.count))
-        for counts in absent(whole, self._batches.count, [*values, *_ignored_by(self._module)], self.compared):
+        tried = absent(whole, self._batches.count, [*values, *_ignored_by(self._module)], self.compared)
+        for counts in tried:
+            alike = counts[0].kind == "alike"  # this tells only whether anything else would be counted
+            if any(each.kind == "alike" and each.path == counts[0].path for each in lost.get(LOSS, ())):
+                continue
             # What weighs by a tensor's sum (lengths) says what its entries are: none is a filler.
             open_to = {
                 key: found for key, found in rules.matching.items() if not found or any(not _sums(rule, counts[0]) for rule in found)
             }
             # None of these can be told from the mean over samples here.
-            likely = {key: tuple(dict.fromkeys((*found, *counts))) if "mean" in found else found for key, found in open_to.items()}
+            more = [count for each in tried if each[0].path == counts[0].path for count in each] if alike else counts
+            likely = {key: tuple(dict.fromkeys((*found, *more))) if "mean" in found else found for key, found in open_to.items()}
             try:
-                with self.changed(counts[0], list(dict.fromkeys([*counts, *self._candidates])), few=True):
+                with self.changed(counts[0], list(dict.fromkeys([*more, *self._candidates])), few=True):
                     narrowed = LogComparison(matching=likely).narrowed(compare(self.shares(_SPLITS[0]))).matching
             except Exception:  # such an entry is no input of this step's: it would raise the same in a run
                 _LOG.debug("the step fails where not all of the batch counts", exc_info=True)
@@ -383,7 +389,8 @@ class Weighing:
             for key in (key for key, known in likely.items() if known and not narrowed[key]):
                 usual = float(counts[0].tensor(whole).flatten()[0]) if counts[0].kind == "sum" else counts[0].ignored
                 lost.setdefault(key, []).append(replace(counts[0], ignored=usual))
-            rules = replace(rules, matching={**rules.matching, **{key: narrowed[key] or rules.matching[key] for key in likely}})
+            if not alike:
+                rules = replace(rules, matching={**rules.matching, **{key: narrowed[key] or rules.matching[key] for key in likely}})
         return rules, lost
 
     def _over_splits(self, compare: Compare) -> LogComparison:

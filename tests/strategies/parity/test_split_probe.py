@@ -688,7 +688,15 @@ def test_means_over_samples_survive(make: Callable[[], Base], count: int) -> Non
     assert not plan.seeded
 
 
-@pytest.mark.parametrize("make", [Tokens, Contrastive, Mixup, LopsidedGAN])
+class Apart(Base):
+    """Compares each sample of its batch with each other one, as losses of metric learning do."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        return torch.cdist(out, out)[x[:, None, 0] != x[:, 0]].mean()
+
+
+@pytest.mark.parametrize("make", [Tokens, Contrastive, Mixup, LopsidedGAN, Apart])
 def test_other_losses_do_not(make: Callable[[], Base]) -> None:
     finding, _ = probe_split(make(), None, first_of(samples()))
     assert finding.probed
