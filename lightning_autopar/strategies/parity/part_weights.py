@@ -43,12 +43,10 @@ from lightning_autopar.exact.logs.logging_hooks import mentions
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
-from lightning_autopar.strategies.parity.recorded_backward import difference_of
+from lightning_autopar.strategies.parity.recorded_backward import EQUAL, difference_of
 from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)
-#: Relative difference up to which losses count as equal; see :mod:`.split_probe`.
-_EQUAL = 1e-5
 #: The splits that are looked at: two parts, three, and two of which one has twice as many samples.
 _SPLITS = (Dealing.even(2), Dealing.even(3), Dealing((0, 0, 1)))
 #: Finds out for a split what explains each value.
@@ -222,7 +220,7 @@ class Weighing:
         shares = self.shares(pairs)
         try:
             difference = difference_of(observe(shares), shares)
-            if difference > _EQUAL:
+            if difference > EQUAL:
                 with in_double():
                     difference = difference_of(observe(shares), shares)
         except Exception as error:  # more are picked than there are
@@ -246,7 +244,7 @@ class Weighing:
             observe: runs the step on the whole batch and on parts.
             in_double: makes a context in which the step runs in double precision.
         """
-        if self.rules or (difference <= _EQUAL and not (self.telling and self.undecided(self._of_losses(observed, shares), every=False))):
+        if self.rules or (difference <= EQUAL and not (self.telling and self.undecided(self._of_losses(observed, shares), every=False))):
             return False
         try:
             with in_double():

@@ -705,6 +705,19 @@ def test_other_losses_do_not(make: Callable[[], Base]) -> None:
     assert (finding.reason or "").endswith("is no mean over the samples")
 
 
+class Growing(Base):
+    """A teacher that began as a copy: its term of the loss is small beside the rest, for now."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        return F.mse_loss(out, x) + 1e-4 * out.mean(0).square().sum()
+
+
+def test_a_small_term_counts_and_rounding_does_not() -> None:
+    found, _ = probe_split(Growing(), None, first_of(samples()))
+    assert 1e-6 < found.difference < 1e-5
+
+
 def test_samples_that_are_picked_by_their_values() -> None:
     x = [torch.full((4,), float(value)) for value in (0, 1, 2, 3, 0, 1, 2, 3)]  # each half has the two largest
     found, _ = probe_split(Hardest(), None, first_of(x))
