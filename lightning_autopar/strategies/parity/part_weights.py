@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -71,6 +71,36 @@ _NEAR_ZERO = 1e-3
 _NAMES = ("pad", "ignore")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Entries:
+    """A tensor that holds entries of a batch.
+
+    Args:
+        tensor: the tensor.
+        paths: where in the batch these are.
+        times: by what each is multiplied.
+        plus: what is added to that.
+        zeros: which count it tells of where of the values only zeros are left.
+    """
+
+    tensor: Tensor
+    paths: list[Path] = field(default_factory=list)
+    times: float = 1
+    plus: float = 0
+    zeros: str = ""
+
+
+#: What becomes of entries that are computed with a number, and of what was multiplied and added before: both anew.
+_LINEAR: dict[Any, Callable[[float, float, float], tuple[float, float]]] = {
+    _ATEN.add: lambda times, plus, value: (times, plus + value),
+    _ATEN.sub: lambda times, plus, value: (times, plus - value),
+    _ATEN.rsub: lambda times, plus, value: (-times, value - plus),
+    _ATEN.neg: lambda times, plus, _: (-times, -plus),
+    _ATEN.mul: lambda times, plus, value: (times * value, plus * value),
+    _ATEN.div: lambda times, plus, value: (times / value, plus / value) if value else (0, 0),
+}
+
+
 class LossArguments(TorchDispatchMode):
     """While open, what cross-entropies are told: the value of entries that don't count, and what classes weigh. And what a step compares
     entries of its batch with by itself.
@@ -85,12 +115,11 @@ class LossArguments(TorchDispatchMode):
         #: The class that weighs most and the one that weighs least, where a loss weighs them.
         self.weighed: set[int] = set()
         self.compared: dict[Compared, None] = {}
-        #: By their memory: tensors that hold entries of the batch, where in it these are, and which count they tell of where of the values
-        #: only zeros are left.
-        self._from: dict[int, tuple[Tensor, list[Path], str]] = {}
+        #: By their memory: tensors that hold entries of the batch.
+        self._from: dict[int, _Entries] = {}
         for path, tensor in tensors_in(batch):
             if memory := _memory(tensor):
-                self._from.setdefault(memory, (tensor, [], ""))[1].append(path)
+                self._from.setdefault(memory, _Entries(tensor=tensor)).paths.append(path)
 
     def __exit__(self, *raised: Any) -> None:
         self._from.clear()
@@ -109,21 +138,31 @@ class LossArguments(TorchDispatchMode):
         if known is not None:
             value = args[1].item() if len(args) > 1 and isinstance(args[1], Tensor) and args[1].numel() == 1 else [*args, None][1]
             number = isinstance(value, (int, float))
-            kept = "filled" if name in _ROWS else known[2] or "differs" * (name in _ZEROS)
+            kept = "filled" if name in _ROWS else known.zeros or "differs" * (name in _ZEROS)
             if name in _COMPARISONS and number:
                 self._note(known, _COMPARISONS[name], value)
             elif name in _TRUTHS or (name in _KEEPS and result.dtype == torch.bool):
-                self._note((known[0], known[1], kept), "differs", 0)
-            if name in _KEEPS or (kept and name in _ROWS | _ZEROS and (name not in _COMPARISONS or (number and value == 0))):
-                self._from[_memory(result)] = result, known[1], kept
+                self._note(replace(known, zeros=kept), "differs", 0)
+            if name in _LINEAR and (number or name is _ATEN.neg) and not known.zeros and not kwargs and len(args) < 3:
+                times, plus = _LINEAR[name](known.times, known.plus, value)
+                self._from[_memory(result)] = replace(known, tensor=result, times=times, plus=plus)
+            elif name in _KEEPS or (kept and name in _ROWS | _ZEROS and (name not in _COMPARISONS or (number and value == 0))):
+                self._from[_memory(result)] = replace(known, tensor=result, zeros=kept)
         return result
 
-    def _note(self, known: tuple[Tensor, list[Path], str] | None, kind: str, value: float) -> None:
-        boolean = known is not None and known[0].dtype == torch.bool and not known[2]
-        if known is None or boolean or not math.isfinite(value) or (known[2] and abs(value) > _NEAR_ZERO):
+    def _note(self, known: _Entries | None, kind: str, value: float) -> None:
+        boolean = known is not None and known.tensor.dtype == torch.bool and not known.zeros
+        if known is None or boolean or not math.isfinite(value) or (known.zeros and abs(value) > _NEAR_ZERO):
             return
-        kind, value = (known[2], 0) if known[2] else (kind, int(value) if value == int(value) else value)
-        self.compared.update({(path, kind, value): None for path in known[1]})
+        if known.zeros:
+            kind, value = known.zeros, 0
+        if not known.times or (kind == "filled" and known.plus):
+            return
+        if known.times < 0:
+            kind = {"above": "from", "from": "above"}.get(kind, kind)
+        value = float(f"{(value - known.plus) / known.times:.12g}") if (known.times, known.plus) != (1, 0) else value
+        value = int(value) if value == int(value) else value
+        self.compared.update({(path, kind, value): None for path in known.paths})
 
 
 def _memory(tensor: Tensor) -> int:
