@@ -353,6 +353,49 @@ def test_lengths_that_differ_later_in_a_stream(plan: str, collate: Any) -> None:
     assert "the loss is a mean over the sum of batch[1]" in is_one_devices(ByLength, Streamed(Lengths(22)), PLANS[plan], collate=collate)
 
 
+class Placed(Tokens):
+    """Where its sentence begins and ends in a sample."""
+
+    def loss(self, batch: Any) -> Tensor:
+        ids, begin, end = (batch[0], *batch[1].T) if len(batch) == 2 else batch
+        position = torch.arange(ids.shape[1])
+        return super().loss((ids, ((position >= begin[:, None]) & (position < end[:, None])).float()))
+
+
+class Places(Late):
+    def __init__(self, column: bool) -> None:
+        super().__init__(22)
+        self.column = column
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        begin = 0 if bool(self.mask[index].all()) else 2
+        return self.ids[index], *([torch.tensor([begin, 6])] if self.column else [begin, 6])
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*is no mean, sum, maximum or minimum over the parts")
+@pytest.mark.parametrize(("plan", "column", "words"), [("ddp", False, "0"), ("single in parts", True, "0 and 6")])
+def test_a_stream_whose_samples_begin_elsewhere_later_ends_the_run(plan: str, column: bool, words: str) -> None:
+    """As long as all are alike, the loss is a mean over samples; and no count of a batch's entries is what it is a mean over."""
+    strategy = AutoParallelStrategy(plan=PLANS[plan], devices=f"{len(PLANS[plan].devices)}xcpu:1GiB")
+    with pytest.raises(ValueError, match=rf"this batch has other numbers than {words} in batch\[1\], and .*, so this batch can't be split"):
+        train(Placed, Streamed(Places(column)), strategy, limit_val_batches=0)
+
+
+class Sorted(Late):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.ids[index], max(0, index - 11) // 4
+
+
+class Classed(Tokens):
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0])[:, 0], batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_stream_in_which_one_class_comes_after_the_other_is_split() -> None:
+    is_one_devices(Classed, Streamed(Sorted(22)), PLANS["ddp"])
+
+
 class TwoMeans(Tokens):
     """No count explains it, once a mask has zeros."""
 

@@ -66,3 +66,25 @@ def test_validation_loaders_whose_batches_weigh_differently_are_foretold() -> No
     loaders = {"a": DataLoader(torch.randn(8, 4), batch_size=4), "b": DataLoader(torch.randn(7, 4), batch_size=4)}
     with pytest.raises(NothingFits, match="of one step have 4 and 3 samples"):
         fit(Validated(), DataLoader(torch.randn(8, 4), batch_size=4), CombinedLoader(loaders, "max_size"))
+
+
+class Gathers(Layers):
+    """Gathers its loss, or does so where its samples are large."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.always = always
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.always or batch.sum() > 0:
+            self.log("mean", self.all_gather(loss.detach()).mean())
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*all_gather is deprecated:FutureWarning")
+def test_gathering_on_some_ranks_alone_ends_all_of_them_with_the_line() -> None:
+    data = torch.ones(8, 4) * torch.tensor([1.0, -1.0] * 4)[:, None]
+    with pytest.raises(ValueError, match=r"training_step calls self.all_gather at test_refused_at_work.py:\d+ on some ranks and not on"):
+        fit(Gathers(always=False), DataLoader(data, batch_size=4))
+    fit(Gathers(always=True), DataLoader(data, batch_size=4))

@@ -78,7 +78,8 @@ class AbsentTensor(Tensor):
         """Below autograd: the operator on meta tensors."""
         if torch.Tag.nondeterministic_seeded in func.tags and not (RULES.strict or RULES.hollowing):
             _draw(func, args, kwargs or {})
-        return _hollow(func, args, kwargs or {})
+        lists = func.__name__.startswith("_foreach_") and args and not any(leaf.ndim for leaf in args[1:] if isinstance(leaf, Tensor))
+        return (_one_by_one if lists and not RULES.strict else _hollow)(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         """What it is; it has no data to print."""
@@ -277,7 +278,21 @@ def _hollow(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             _hollow_out(origin, leaf, described)
         return origin
 
+    if what and not func._schema.returns:  # what it writes to isn't among its results
+        for argument, value in zip(func._schema.arguments, meta_args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                map_leaves(value, to_hole)
     return map_leaves(result, to_hole)
+
+
+def _one_by_one(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """A function of lists of tensors, on each of their places: some may have values of other stages, and others not."""
+    results: list[Any] = []
+    for place in range(len(args[0])):
+        one = [[each[place]] if isinstance(each, (list, tuple)) else each for each in args]
+        absent = any(isinstance(leaf, (AbsentTensor, OverwrittenTensor)) for leaf in leaves_of((one, kwargs)))
+        results.append(_hollow(func, one, kwargs) if absent else func(*one, **kwargs))
+    return None if None in results else [result[0] for result in results]
 
 
 def _draw(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:

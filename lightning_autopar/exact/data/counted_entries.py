@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial, reduce
+from itertools import islice, product
 from typing import Any, Literal
 
 import numpy
@@ -36,6 +37,8 @@ _DTYPES = {
 _MOST = 1 << 23
 #: And nobody leaves out entries of larger samples.
 _MOST_OF_SAMPLE = 1 << 16
+#: So many numbers of a sample may say where something in it begins and ends.
+_PLACES = 4
 #: The comparisons with a value by which entries may count: each one's sign, its opposite and its function.
 _SIGNS = {"differs": "!=", "equals": "==", "above": ">", "upto": "<=", "from": ">=", "below": "<"}
 _OPPOSITE = {"differs": "equals", "equals": "differs", "above": "upto", "upto": "above", "from": "below", "below": "from"}
@@ -45,6 +48,8 @@ _COMPARISONS = {kind: _OPERATORS[sign] for kind, sign in _SIGNS.items()}
 Compared = tuple[Path, str, float]
 #: As many of these are tried.
 MOST_COMPARED = 16
+#: And as many ways in which several of one tensor may hold together.
+_MOST_TOGETHER = 8
 #: Relative difference up to which two ways to count agree: rounding of a sum of weights.
 _SAME = 1e-9
 
@@ -57,11 +62,12 @@ class Count:
         path: where in the batch the tensor is: keys, indices and names of attributes.
         kind: ``"differs"``: entries other than ``ignored``, or another one of ``_COMPARISONS`` with it; ``"sum"``: the sum of its entries;
             ``"finite"``: entries that are no NaN; ``"filled"``: rows of its last dimension that aren't all 0; ``"rows"``: its size in
-            dimension 0.
+            dimension 0; ``"alike"``: samples whose numbers are ``ignored`` and ``also``.
         ignored: the value of entries that don't count, or what entries are compared with; of a sum, what all entries were in batches that
             tell nothing.
         without: ``"first"`` or ``"last"``: entries of dimension 1 that are left out, as a causal model has no prediction for the first one.
-        also: of ``"differs"``: further values of entries that don't count.
+        also: of ``"differs"``: further values of entries that don't count; of ``"alike"``: a sample's further numbers.
+        within: further comparisons, each with its number, all of which hold for entries that count.
         alike: further counts that planning couldn't tell from this one. They must agree in every batch.
     """
 
@@ -70,6 +76,7 @@ class Count:
     ignored: float = 0
     without: Literal["", "first", "last"] = ""
     also: tuple[float, ...] = ()
+    within: tuple[tuple[str, float], ...] = ()
     alike: tuple[Count, ...] = ()
 
     @property
@@ -88,15 +95,18 @@ class Count:
             "sum": f"other numbers than {self.ignored:g}",
             "differs": f"entries of {self._values}",
             "filled": "rows of 0",
+            "alike": f"other numbers than {' and '.join(f'{value:g}' for value in (self.ignored, *self.also))}",
         }
-        return f"{what.get(self.kind) or f'entries {_SIGNS[_OPPOSITE[self.kind]]} {self.ignored}'} in {self._place}"
+        more = "".join(f" or {_SIGNS[_OPPOSITE[kind]]} {value}" for kind, value in self.within)
+        return f"{what.get(self.kind) or f'entries {_SIGNS[_OPPOSITE[self.kind]]} {self.ignored}'}{more} in {self._place}"
 
     def __str__(self) -> str:
         place = self._place
         place += {"": "", "first": "[:, 1:]", "last": "[:, :-1]"}[self.without]
         words = {"sum": f"the sum of {place}", "finite": f"{place} that aren't NaN", "rows": f"the rows of {place}"}
         words["filled"] = f"the rows of {place} that aren't all 0"
-        return words.get(self.kind) or f"{place} {_SIGNS[self.kind]} {self._values}"
+        more = "".join(f" and {_SIGNS[kind]} {value}" for kind, value in self.within)
+        return words.get(self.kind) or f"{place} {_SIGNS[self.kind]} {self._values}{more}"
 
     def tensor(self, batch: Any) -> Tensor:
         """The tensor.
@@ -127,11 +137,20 @@ class Count:
         """Which entries count."""
         if self.kind in ("finite", "filled"):
             return tensor.isfinite() if self.kind == "finite" else (tensor != 0).any(-1)
+        if self.kind == "alike":
+            rows, usual = tensor.reshape(len(tensor), -1), tensor.new_tensor((self.ignored, *self.also))
+            return (rows == usual).all(1) if rows.shape[1] == len(usual) else torch.zeros(len(rows), dtype=torch.bool)
         counted = _COMPARISONS[self.kind](tensor, self.ignored) if self.kind in _COMPARISONS else tensor != 0
-        return reduce(Tensor.logical_and, (tensor != value for value in self.also), counted)
+        further = (*(("differs", value) for value in self.also), *self.within)
+        return reduce(Tensor.logical_and, (_COMPARISONS[kind](tensor, value) for kind, value in further), counted)
 
     def uncounted(self, tensor: Tensor) -> Tensor | None:
-        """A value for entries of this tensor that don't count; None where its type has none."""
+        """A value for entries of this tensor that don't count; None where its type has none. Of samples that are alike, another one, whose
+        numbers are one farther from zero, or nearer to each other.
+        """
+        if self.kind == "alike":
+            row = tensor[0]
+            return torch.where((row <= 0) | (row < row.double().mean()), row + 1, row - 1)
         if self.kind not in _COMPARISONS:
             return tensor.new_tensor(math.nan if self.kind == "finite" else 0)
         near = 1e-3 * max(1.0, abs(self.ignored)) if tensor.is_floating_point() else 1
@@ -203,10 +222,25 @@ def _comparisons(batch: Any, samples: int, compared: Collection[Compared]) -> It
         if path in found and (kind != "filled" or found[path].ndim > 1):
             ways: tuple[Literal["", "first", "last"], ...] = ("", "first", "last") if found[path].ndim > 1 + (kind == "filled") else ("",)
             others = tuple(other for place, other_kind, other in compared if (place, other_kind) == (path, kind) == (path, "differs"))
-            several = [(kind, others[0], others[1:])] if len(others) > 1 else []
+            several = [Count(path=path, kind=kind, ignored=others[0], also=others[1:])] if len(others) > 1 else []
+            together = _together(path, found[path], compared)
             for each in dict.fromkeys((kind, _OPPOSITE.get(kind, kind))):
-                known = [(each, value, ()), *(several if each == "differs" else [])]
-                yield tuple(Count(path=path, kind=one, ignored=of, also=also, without=way) for one, of, also in known for way in ways)
+                known = [Count(path=path, kind=each, ignored=value), *(several if each == "differs" else []), *together]
+                yield tuple(replace(count, without=way) for count in known for way in ways)
+
+
+def _together(path: Path, tensor: Tensor, compared: Collection[Compared]) -> list[Count]:
+    """Counts of the entries for which several comparisons hold, of other kinds than ``differs`` alone: all as they hold for all entries, or
+    either way.
+    """
+    ways: list[list[tuple[str, float]]] = []
+    for kind, value in ((kind, value) for place, kind, value in compared if place == path and kind in _COMPARISONS):
+        holding = [each for each in (kind, _OPPOSITE[kind]) if bool(_COMPARISONS[each](tensor, value).all())]
+        ways.append([(each, value) for each in holding or (kind, _OPPOSITE[kind])])
+    if len(ways) < 2 or {way[0][0] for way in ways} == {"differs"}:
+        return []
+    each_way = islice(product(*ways), _MOST_TOGETHER)
+    return [Count(path=path, kind=first[0], ignored=first[1], within=tuple(rest)) for first, *rest in each_way]
 
 
 def absent(batch: Any, samples: int, ignored: Collection[int], compared: Collection[Compared] = ()) -> list[tuple[Count, ...]]:
@@ -224,6 +258,10 @@ def absent(batch: Any, samples: int, ignored: Collection[int], compared: Collect
         if not tensor.ndim or len(tensor) != samples or not 0 < tensor.numel() <= min(_MOST, samples * _MOST_OF_SAMPLE):
             continue
         ways: tuple[Literal["", "first", "last"], ...] = ("", "first", "last") if tensor.ndim > 1 else ("",)
+        usual = tensor[0].flatten().tolist() if tensor.dtype != torch.bool and tensor.numel() <= samples * _PLACES else []
+        tells = len({*usual}) > 1 or (usual and usual[0] <= (not tensor.is_floating_point()))
+        if tells and bool((tensor == tensor[0]).all()):
+            found.append((-1, (Count(path=path, kind="alike", ignored=usual[0], also=tuple(usual[1:])),)))  # where samples begin, say
         if tensor.is_floating_point():
             if not tensor.isnan().any():
                 found.append((2, (Count(path=path, kind="finite"),)))

@@ -11,6 +11,7 @@ import logging
 import math
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType, SimpleNamespace
@@ -564,7 +565,17 @@ def _parse(conf: Any) -> tuple[list[Optimizer], list[Any]]:
         warnings.simplefilter("ignore")
         optimizers, schedulers = parse_optimizers(conf)
     plain = [optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer for optimizer in optimizers]
+    take_hooks(plain)
     return plain, [scheduler["scheduler"] if isinstance(scheduler, Mapping) else scheduler for scheduler in schedulers]
+
+
+def take_hooks(optimizers: Iterable[Optimizer]) -> None:
+    """Let optimizers be hooked around their steps whose classes don't call torch's ``__init__``, as many don't that wrap another one."""
+    for optimizer in optimizers:
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            if type(hooks := vars(optimizer).get(name, {})) is dict:  # from which torch can't take a hook back
+                vars(optimizer)[name] = OrderedDict(hooks)
+                Optimizer._patch_step_function(optimizer)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

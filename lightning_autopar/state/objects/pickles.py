@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_autopar.state.objects.contents import ATOMS, CONTAINERS, fingerprint, importable
 
@@ -132,13 +133,17 @@ class Pickler(pickle.Pickler):
         if type(target) in weakref.ProxyTypes:
             return weakref.proxy, (target.__repr__.__self__,)  # its referent: the only way to get it
         kind: Any = type(target)
+        if isinstance(target, Optimizer) and (kind.__getstate__ is Optimizer.__getstate__ or kind.__setstate__ is Optimizer.__setstate__):
+            # Its pickle leaves out what its class adds: another optimizer, a count. A scheduler puts a function in the method's place.
+            own = {name: value for name, value in vars(target).items() if name != "step" and not name.endswith("_hooks")}
+            return _bare, (kind,), own
         anew = isinstance(kind.__new__, types.FunctionType) and _needs_arguments(kind)
         if (anew or self._path is not None) and kind not in copyreg.dispatch_table and not isinstance(target, _BY_NAME):
             reduced = target.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if self._path is not None:
                 held = getattr(target, "__dict__", {})
-                own = {id(each) for each in (held, *held.values())}
-                self._made |= {id(each): each for each in _containers(reduced) if id(each) not in own}
+                theirs = {id(each) for each in (held, *held.values())}
+                self._made |= {id(each): each for each in _containers(reduced) if id(each) not in theirs}
             plain = anew and reduced[0] is copyreg.__newobj__ and len(reduced[1]) == 1  # type: ignore[attr-defined]
             return (_bare, *reduced[1:]) if plain else reduced
         return NotImplemented

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from lightning_autopar._lightning import Trainer
 from lightning_autopar._lightning_compat import (
     TrainerFn,
+    bare_optimizer,
     before_transfers,
     data_of_one_device,
     hyperparameters_added,
@@ -42,6 +43,7 @@ from lightning_autopar.exact.step.micro_batches import MicroBatches
 from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.exact.step.step_rollback import StepState
+from lightning_autopar.memory.trace.bare_step import take_hooks
 from lightning_autopar.state.checkpoint import put_in_one_order, whole_optimizer_state, whole_state_dict
 from lightning_autopar.strategies.base import rank_measurement
 from lightning_autopar.strategies.base.out_of_memory.evaluations import Evaluations
@@ -251,6 +253,7 @@ class EngineMixin(ResumedStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the user's optimizers; a collective."""
         super().setup_optimizers(trainer)
+        take_hooks(map(bare_optimizer, self.optimizers))
         put_in_one_order(cast(Any, self.lightning_module), self.optimizers, ranks=self.run_plan.plan.world_size)
 
     def prepare_steps(self, trainer: Trainer) -> None:

@@ -6,12 +6,17 @@ Where each has the whole batch, what it logs is one device's, and nothing is red
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from inspect import isfunction
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch.nn import Parameter
 
 from lightning_autopar._lightning import Trainer
+from lightning_autopar._root import NOT_THE_USERS, is_users, package_of
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.logs.combined_values import already_global
 from lightning_autopar.exact.logs.logging_hooks import overridden
@@ -39,11 +44,14 @@ class SplitMixin(EngineMixin):
 
     averages = True
     _network: SharedNetwork | None = None
+    _gathers = False
+    _stepping_as = ""  # the name of the step that runs, where it may gather
 
     def prepare_steps(self, trainer: Trainer) -> None:
         """See :class:`.EngineMixin`."""
         if not self.run_plan.shared:
             super().prepare_steps(trainer)
+            self._gathers = self.splits and _names_all_gather(trainer.lightning_module)
             if self.splits and any(overridden(trainer, _HOOKS)):
                 self._exit.enter_context(noticed(self._weight, self._steps, self._exchange_in_hooks, GradientHooks(())))
             return
@@ -71,9 +79,49 @@ class SplitMixin(EngineMixin):
             wait_for_all_ranks("a hook ran backward through a network of its own", _ALONE)
             average(others, others)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``training_step`` on this rank's share."""
+        return self._gathering_alike(super().training_step, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``validation_step`` on this rank's share."""
+        return self._gathering_alike(super().validation_step, args, kwargs)
+
+    def _gathering_alike(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Where a step may gather, its end is told, too: under a condition on a rank's samples, not all ranks come to a call."""
+        if not self._gathers:
+            return step(*args, **kwargs)
+        with patched(self, "_stepping_as", step.__name__):
+            output = step(*args, **kwargs)
+            self._at("")
+        return output
+
+    def _at(self, line: str) -> None:
+        lines = [""] * self.run_plan.plan.world_size
+        dist.all_gather_object(lines, line, group=cast(Any, self._logging).host_group)
+        if len({*lines}) > 1:
+            calls = " and ".join(sorted({f"at {each}" for each in lines if each}))
+            raise ValueError(
+                f"{self._stepping_as} calls self.all_gather {calls} on some ranks and not on others, which wait for each other there: each "
+                "rank has other samples of the batch. Call it whatever the samples are, or run on one device (allow=['single'])"
+            )
+
     def all_gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Where the step has the whole batch, there is nothing to gather, as on one device."""
-        return tensor if self._network is not None else super().all_gather(tensor, *args, **kwargs)  # type: ignore[safe-super]
+        if self._network is not None:
+            return tensor
+        if self._stepping_as:
+            frame: Any = sys._getframe(1)
+            while frame is not None and not (is_users(frame) and "all_gather" in frame.f_code.co_names):
+                frame = frame.f_back
+            self._at("an unknown line" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
+        return super().all_gather(tensor, *args, **kwargs)  # type: ignore[safe-super]
+
+
+def _names_all_gather(module: Any) -> bool:
+    """Whether the code of the module's class, or of a base of it that is the user's, calls ``all_gather``."""
+    functions = (each for kind in type(module).__mro__ if package_of(kind) not in NOT_THE_USERS for each in vars(kind).values())
+    return any("all_gather" in each.__code__.co_names for each in functions if isfunction(each))
 
 
 def _whole(own: Callable[..., None]) -> Callable[..., None]:

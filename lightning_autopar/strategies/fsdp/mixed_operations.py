@@ -27,7 +27,7 @@ from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 _DISPATCHER: Any = DTensor._op_dispatcher
 #: Gathered tensors of which hooks have views, until the next step.
 _VIEWED: list[Tensor] = []
-_COPY = torch.ops.aten.copy_.default
+_COPY, _COPIES = torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default
 _PROPAGATE, _TAIL = _DISPATCHER._propagate_op_sharding_dispatch_slow_path, _DISPATCHER._dispatch_fast_path_python_tail
 
 
@@ -61,6 +61,10 @@ def part_of(whole: Tensor, shard: DTensor) -> Tensor:
 
 def _propagated(operation: Any, args: Any, kwargs: Any, *others: Any) -> Any:
     """What torch asks where it doesn't know how an operation's shards are computed yet; the answer for a mixed one is its result."""
+    if operation is _COPIES:  # torch has no rule for it
+        for target, source in zip(args[0], args[1], strict=True):
+            target.copy_(source)
+        return None
     written = [
         each
         for argument, value in zip(operation._schema.arguments, args, strict=False)

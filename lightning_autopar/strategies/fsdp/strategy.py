@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -375,8 +376,11 @@ def shard(
             unit.register_forward_hook(_without_views, with_kwargs=True)
             fully_shard(unit, **options, reshard_after_forward=reshard_after_forward)
         if not module.automatic_optimization:
-            # Each backward of a manual step frees the root's parameters, so a module that a step calls more than once must be a unit.
-            for child in _callable_children(module):
+            # Each backward of a manual step frees the root's parameters, so a module that a step calls more than once must be a unit. The
+            # root takes those that share a parameter, which no two units can have.
+            children = list(_callable_children(module))
+            holders = Counter(parameter for child in children for parameter in child.parameters())
+            for child in (each for each in children if all(holders[parameter] == 1 for parameter in each.parameters())):
                 child.register_forward_hook(_without_views, with_kwargs=True)
                 fully_shard(child, **options, reshard_after_forward=reshard_after_forward)
         fully_shard(module, **options)

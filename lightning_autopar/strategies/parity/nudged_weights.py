@@ -242,7 +242,7 @@ class LaterSteps(KeptRuns):
         except Exception as error:  # the user's step, on a part
             _LOG.debug("the step fails on a part after %s of the whole batch", name, exc_info=True)
             return f"{words}, and fails on a part of it ({error_line(error)})"
-        return None if by <= EQUAL else f"{words}: on parts of it the loss differs by {by:.2g} of it"
+        return None if by <= 10 * EQUAL else f"{words}: on parts of it the loss differs by {by:.2g} of it"
 
     @contextmanager
     def _buffers_noted(self) -> Iterator[None]:

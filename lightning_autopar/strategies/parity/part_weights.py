@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -43,12 +43,10 @@ from lightning_autopar.exact.logs.logging_hooks import mentions
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
-from lightning_autopar.strategies.parity.recorded_backward import difference_of
+from lightning_autopar.strategies.parity.recorded_backward import EQUAL, difference_of
 from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)
-#: Relative difference up to which losses count as equal; see :mod:`.split_probe`.
-_EQUAL = 1e-5
 #: The splits that are looked at: two parts, three, and two of which one has twice as many samples.
 _SPLITS = (Dealing.even(2), Dealing.even(3), Dealing((0, 0, 1)))
 #: Finds out for a split what explains each value.
@@ -73,6 +71,36 @@ _NEAR_ZERO = 1e-3
 _NAMES = ("pad", "ignore")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Entries:
+    """A tensor that holds entries of a batch.
+
+    Args:
+        tensor: the tensor.
+        paths: where in the batch these are.
+        times: by what each is multiplied.
+        plus: what is added to that.
+        zeros: which count it tells of where of the values only zeros are left.
+    """
+
+    tensor: Tensor
+    paths: list[Path] = field(default_factory=list)
+    times: float = 1
+    plus: float = 0
+    zeros: str = ""
+
+
+#: What becomes of entries that are computed with a number, and of what was multiplied and added before: both anew.
+_LINEAR: dict[Any, Callable[[float, float, float], tuple[float, float]]] = {
+    _ATEN.add: lambda times, plus, value: (times, plus + value),
+    _ATEN.sub: lambda times, plus, value: (times, plus - value),
+    _ATEN.rsub: lambda times, plus, value: (-times, value - plus),
+    _ATEN.neg: lambda times, plus, _: (-times, -plus),
+    _ATEN.mul: lambda times, plus, value: (times * value, plus * value),
+    _ATEN.div: lambda times, plus, value: (times / value, plus / value) if value else (0, 0),
+}
+
+
 class LossArguments(TorchDispatchMode):
     """While open, what cross-entropies are told: the value of entries that don't count, and what classes weigh. And what a step compares
     entries of its batch with by itself.
@@ -87,12 +115,11 @@ class LossArguments(TorchDispatchMode):
         #: The class that weighs most and the one that weighs least, where a loss weighs them.
         self.weighed: set[int] = set()
         self.compared: dict[Compared, None] = {}
-        #: By their memory: tensors that hold entries of the batch, where in it these are, and which count they tell of where of the values
-        #: only zeros are left.
-        self._from: dict[int, tuple[Tensor, list[Path], str]] = {}
+        #: By their memory: tensors that hold entries of the batch.
+        self._from: dict[int, _Entries] = {}
         for path, tensor in tensors_in(batch):
             if memory := _memory(tensor):
-                self._from.setdefault(memory, (tensor, [], ""))[1].append(path)
+                self._from.setdefault(memory, _Entries(tensor=tensor)).paths.append(path)
 
     def __exit__(self, *raised: Any) -> None:
         self._from.clear()
@@ -110,21 +137,32 @@ class LossArguments(TorchDispatchMode):
         known = self._from.get(_memory(args[0])) if args and isinstance(args[0], Tensor) else None
         if known is not None:
             value = args[1].item() if len(args) > 1 and isinstance(args[1], Tensor) and args[1].numel() == 1 else [*args, None][1]
-            kept = "filled" if name in _ROWS else known[2] or "differs" * (name in _ZEROS)
-            if name in _COMPARISONS and isinstance(value, (int, float)):
+            number = isinstance(value, (int, float))
+            kept = "filled" if name in _ROWS else known.zeros or "differs" * (name in _ZEROS)
+            if name in _COMPARISONS and number:
                 self._note(known, _COMPARISONS[name], value)
             elif name in _TRUTHS or (name in _KEEPS and result.dtype == torch.bool):
-                self._note((known[0], known[1], kept), "differs", 0)
-            if name in _KEEPS or (kept and name in _ROWS | _ZEROS and (name not in _COMPARISONS or value == 0)):
-                self._from[_memory(result)] = result, known[1], kept
+                self._note(replace(known, zeros=kept), "differs", 0)
+            if name in _LINEAR and (number or name is _ATEN.neg) and not known.zeros and not kwargs and len(args) < 3:
+                times, plus = _LINEAR[name](known.times, known.plus, value)
+                self._from[_memory(result)] = replace(known, tensor=result, times=times, plus=plus)
+            elif name in _KEEPS or (kept and name in _ROWS | _ZEROS and (name not in _COMPARISONS or (number and value == 0))):
+                self._from[_memory(result)] = replace(known, tensor=result, zeros=kept)
         return result
 
-    def _note(self, known: tuple[Tensor, list[Path], str] | None, kind: str, value: float) -> None:
-        boolean = known is not None and known[0].dtype == torch.bool and not known[2]
-        if known is None or boolean or not math.isfinite(value) or (known[2] and abs(value) > _NEAR_ZERO):
+    def _note(self, known: _Entries | None, kind: str, value: float) -> None:
+        boolean = known is not None and known.tensor.dtype == torch.bool and not known.zeros
+        if known is None or boolean or not math.isfinite(value) or (known.zeros and abs(value) > _NEAR_ZERO):
             return
-        kind, value = (known[2], 0) if known[2] else (kind, int(value) if value == int(value) else value)
-        self.compared.update({(path, kind, value): None for path in known[1]})
+        if known.zeros:
+            kind, value = known.zeros, 0
+        if not known.times or (kind == "filled" and known.plus):
+            return
+        if known.times < 0:
+            kind = {"above": "from", "from": "above"}.get(kind, kind)
+        value = float(f"{(value - known.plus) / known.times:.12g}") if (known.times, known.plus) != (1, 0) else value
+        value = int(value) if value == int(value) else value
+        self.compared.update({(path, kind, value): None for path in known.paths})
 
 
 def _memory(tensor: Tensor) -> int:
@@ -221,7 +259,7 @@ class Weighing:
         shares = self.shares(pairs)
         try:
             difference = difference_of(observe(shares), shares)
-            if difference > _EQUAL:
+            if difference > EQUAL:
                 with in_double():
                     difference = difference_of(observe(shares), shares)
         except Exception as error:  # more are picked than there are
@@ -245,7 +283,7 @@ class Weighing:
             observe: runs the step on the whole batch and on parts.
             in_double: makes a context in which the step runs in double precision.
         """
-        if self.rules or (difference <= _EQUAL and not (self.telling and self.undecided(self._of_losses(observed, shares), every=False))):
+        if self.rules or (difference <= EQUAL and not (self.telling and self.undecided(self._of_losses(observed, shares), every=False))):
             return False
         try:
             with in_double():
@@ -337,7 +375,7 @@ class Weighing:
         weighs = count.kind == "sum" and (tensor.is_floating_point() or (single and bool(counted > 1)))
         if weighs:  # an entry that isn't left out may weigh less
             counted = counted / 2 if tensor.is_floating_point() else counted // 2
-        if single or (tensor.ndim == 2 and count.kind == "filled"):
+        if single or count.kind == "alike" or (tensor.ndim == 2 and count.kind == "filled"):
             tensor[0] = counted if weighs else ignored
         else:  # its first entry counts and its last one doesn't, as some counts leave out either
             tensor[0, 1::2] = tensor[0, -1] = ignored
@@ -367,15 +405,20 @@ class Weighing:
         """
         lost: dict[tuple[str, str], list[Count]] = {}
         whole = self._counted(everything(self._batches.count))
-        for counts in absent(whole, self._batches.count, [*values, *_ignored_by(self._module)], self.compared):
+        tried = absent(whole, self._batches.count, [*values, *_ignored_by(self._module)], self.compared)
+        for counts in tried:
+            alike = counts[0].kind == "alike"  # this tells only whether anything else would be counted
+            if any(each.kind == "alike" and each.path == counts[0].path for each in lost.get(LOSS, ())):
+                continue
             # What weighs by a tensor's sum (lengths) says what its entries are: none is a filler.
             open_to = {
                 key: found for key, found in rules.matching.items() if not found or any(not _sums(rule, counts[0]) for rule in found)
             }
             # None of these can be told from the mean over samples here.
-            likely = {key: tuple(dict.fromkeys((*found, *counts))) if "mean" in found else found for key, found in open_to.items()}
+            more = [count for each in tried if each[0].path == counts[0].path for count in each] if alike else counts
+            likely = {key: tuple(dict.fromkeys((*found, *more))) if "mean" in found else found for key, found in open_to.items()}
             try:
-                with self.changed(counts[0], list(dict.fromkeys([*counts, *self._candidates])), few=True):
+                with self.changed(counts[0], list(dict.fromkeys([*more, *self._candidates])), few=True):
                     narrowed = LogComparison(matching=likely).narrowed(compare(self.shares(_SPLITS[0]))).matching
             except Exception:  # such an entry is no input of this step's: it would raise the same in a run
                 _LOG.debug("the step fails where not all of the batch counts", exc_info=True)
@@ -383,7 +426,8 @@ class Weighing:
             for key in (key for key, known in likely.items() if known and not narrowed[key]):
                 usual = float(counts[0].tensor(whole).flatten()[0]) if counts[0].kind == "sum" else counts[0].ignored
                 lost.setdefault(key, []).append(replace(counts[0], ignored=usual))
-            rules = replace(rules, matching={**rules.matching, **{key: narrowed[key] or rules.matching[key] for key in likely}})
+            if not alike:
+                rules = replace(rules, matching={**rules.matching, **{key: narrowed[key] or rules.matching[key] for key in likely}})
         return rules, lost
 
     def _over_splits(self, compare: Compare) -> LogComparison:

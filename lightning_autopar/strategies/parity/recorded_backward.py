@@ -26,8 +26,9 @@ from lightning_autopar.exact.step.shared_network import gradients_asked_for
 from lightning_autopar.strategies.parity.draw_probe import Observation
 from lightning_autopar.strategies.parity.own_functions import Signature, not_linear, own_functions, signature
 
-#: Relative difference of losses that count as equal: rounding of float32 sums taken in another order.
-EQUAL = 1e-5
+#: Relative difference of losses that count as equal: rounding of float32 sums taken in another order. A term of the loss may be small now,
+#: as a teacher's that began as a copy, and grow.
+EQUAL = 1e-6
 #: A parameter's gradient that is so small beside all others' is rounding, such as a bias's before a normalization.
 _NOTHING = 1e-4
 #: So many of a gradient's elements are looked at at once.

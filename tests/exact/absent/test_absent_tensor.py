@@ -256,3 +256,14 @@ def test_sequences_are_packed_and_padded_by_lengths_that_are_here() -> None:
     assert found.tolist() == lengths.tolist()
     with pytest.raises(MissingValue, match="reads lengths that another stage has"):
         nn.utils.rnn.pack_padded_sequence(absent(3, 5, 2), absent(3, dtype=torch.int64), batch_first=True)
+
+
+def test_functions_of_lists_skip_what_is_absent_alone() -> None:
+    here, other = torch.ones(2), torch.full((2,), 3.0)
+    torch._foreach_lerp_([absent(3), here], [absent(3), other], 0.5)
+    assert here.tolist() == [2.0, 2.0]
+    missing, found = torch._foreach_mul([absent(3), here], 2.0)
+    assert is_absent(missing)
+    assert found.tolist() == [4.0, 4.0]
+    with pytest.raises(MissingValue, match="is written to with the tensor, whose values another stage has"):
+        torch._foreach_copy_([here], [absent(2)])

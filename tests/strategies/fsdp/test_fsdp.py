@@ -323,6 +323,26 @@ def test_two_optimizers_by_hand(reshard: bool) -> None:
     assert_same(Adversarial, numbers(), plan("fsdp", reshard=reshard))
 
 
+class TiedByHand(Text):
+    """Its embedding and its head, two modules that the step calls, share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("loss", loss)
+
+
+def test_tied_weights_by_hand() -> None:
+    assert_same(TiedByHand, tokens(), plan("fsdp"))
+
+
 # -- hooks -------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
+from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning import grads as lightning_grads
@@ -233,6 +234,12 @@ class Trial:
                     self.counted = tuple(name for name, value in step.buffers.items() if not same_values(value, before[name]))
             outcome.notes = tuple(rehearsal.notes)
         self._after = copy
+        for optimizer in rehearsal.optimizers:
+            state = optimizer.state_dict()
+            entries = state["state"] if "state" in state else dict.fromkeys(filter(torch.is_tensor, tree_leaves(state)))
+            if not all(type(position) is int for position in entries):
+                words = "keeps a state that isn't torch's (of each parameter, by its number), so that those of stages can't be put together"
+                return f"the optimizer {type(optimizer).__name__} {words}"
         return None
 
     def _stages(self, cuts: tuple[str, ...]) -> dict[str, Outcome] | str:

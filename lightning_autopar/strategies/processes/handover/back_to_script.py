@@ -9,6 +9,7 @@ weights and states, and its stages' changes.
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import sys
 import warnings
@@ -60,6 +61,8 @@ _PRIVATE = (
 )
 _LIGHTNINGS_OWN = within("loops", "trainer", "accelerators", "plugins")
 _MODULE = "module"
+#: The attributes of each optimizer: what its class adds (another optimizer, slow weights) may not travel.
+_EVERY_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(())]))) | {"step"}
 _OPTIMIZERS, _LOADERS = "the optimizers", "the trainer's data loaders"
 
 
@@ -283,6 +286,17 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
             for option in [option for option, value in group.items() if option != "params" and not before.survey.travels(value, names)]:
                 del group[option]  # otherwise the whole optimizer would be lost
                 results.lost.append(f"the optimizer.param_groups[{index}].{option}")
+    for optimizer in optimizers:
+        for name, value in list(vars(optimizer).items()):
+            if name in _EVERY_OPTIMIZERS or before.survey.travels(value, names):
+                continue
+            if isinstance(value, torch.optim.Optimizer):
+                value.state.clear()  # of shards, say; where the outer one has a form of its own, it holds this
+                if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+                    results.lost.append(f"the state of the optimizer.{name}")
+            if not before.survey.travels(value, names):
+                delattr(optimizer, name)
+                results.lost.append(f"the optimizer.{name}")
     results.held = [
         (path, name, index)
         for path, child in module.named_modules()
@@ -341,13 +355,14 @@ def _with_pickles(state: Mapping[Any, Any], name: str, lost: list[str]) -> dict[
     """
     kept: dict[Any, Any] = {}
     for key, value in state.items():
-        path = f"{name}.{key}"
-        if isinstance(value, dict):
-            kept[key] = _with_pickles(value, path, lost)
+        if isinstance(key, Tensor):  # a parameter, which is another object there
+            lost.append(f"{name}'s entries by parameters")
+        elif isinstance(value, dict):
+            kept[key] = _with_pickles(value, f"{name}.{key}", lost)
         elif isinstance(value, Tensor) or _has_pickle(value):
             kept[key] = value
         else:
-            lost.append(path)
+            lost.append(f"{name}.{key}")
     return kept
 
 
@@ -454,8 +469,12 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     sent = _apply(before, workers, taken, dict(_tensors(module)), saved, lost)
     optimizers, configs = sent.get(_OPTIMIZERS, ([], []))
     for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=False):  # empty where the states were too large
-        groups = {"param_groups": optimizer.state_dict()["param_groups"]} if "state" in state else {}
-        load_whole_optimizer_state(optimizer, state | groups)
+        try:
+            groups = {"param_groups": optimizer.state_dict()["param_groups"]} if "state" in state else {}
+            load_whole_optimizer_state(optimizer, state | groups)
+        except Exception:  # of a class of the user's, without all of its attributes
+            logging.getLogger(__name__).debug("an optimizer's state can't be loaded", exc_info=True)
+            lost.append(f"the state of the optimizer {type(optimizer).__name__}")
     for path, name, index in first.held if optimizers else ():
         vars(module.get_submodule(path))[name] = optimizers[index]
     strategy: Any = trainer.strategy

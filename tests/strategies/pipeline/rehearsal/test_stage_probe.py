@@ -187,14 +187,24 @@ class Learning(torch.optim.SGD):
         return loss
 
 
+class Counting(torch.optim.SGD):
+    """Keeps one number of all parameters beside the states of each."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.state["seen"] = {"steps": self.state.get("seen", {"steps": 0})["steps"] + 1}
+        return loss
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda parameters: torch.optim.LBFGS(parameters, max_iter=3), "the optimizer LBFGS asks for the step 3 times"),
         (lambda parameters: Global(parameters, 0.1), "as if it looked at all parameters together"),
         (lambda parameters: Learning(parameters, 0.1), "the optimizer sets 'lr' by all parameters together"),
+        (lambda parameters: Counting(parameters, 0.1), "the optimizer Counting keeps a state that isn't torch's"),
     ],
-    ids=["LBFGS", "norm", "settings"],
+    ids=["LBFGS", "norm", "settings", "state"],
 )
 def test_optimizers_that_look_at_all_parameters(make: Callable[[Any], Any], words: str) -> None:
     module = Stack(2)

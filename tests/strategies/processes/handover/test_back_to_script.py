@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -360,6 +361,52 @@ def test_two_optimizers_come_back_and_the_modules_own_reference_with_them(engine
     assert not lost
     assert not differences(*([optimizer.state_dict() for optimizer in each.optimizers] for each in (expected, trainer)))
     assert net.own is trainer.optimizers[1]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As packages write it: it doesn't call torch's ``__init__``, and its state is the inner one's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}  # type: ignore[assignment]  # as some of them are
+        self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, inner.defaults, defaultdict(dict)
+        self.calls = 0
+        self.slow = [[parameter.detach().clone() for parameter in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        self.calls += 1
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            if self.calls % 2 == 0:
+                torch._foreach_lerp_(slow, group["params"], 0.5)
+                torch._foreach_copy_(group["params"], slow)
+        return loss
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups = self.inner.param_groups
+
+
+class Ahead(Net):
+    def configure_optimizers(self) -> Any:
+        return Lookahead(torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad], 1e-2))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_an_optimizer_around_another_one_comes_back_with_it(engine: str, tmp_path: Path) -> None:
+    expected, theirs, _ = train("plain", tmp_path, module=pl.seed_everything(3, verbose=False) and Ahead())
+    trainer, net, lost = train(engine, tmp_path, module=pl.seed_everything(3, verbose=False) and Ahead())
+    (found,) = trainer.optimizers
+    assert type(found) is Lookahead
+    assert type(found.inner) is torch.optim.AdamW
+    assert found.calls == expected.optimizers[0].calls
+    assert all("optimizer.slow" in words for words in lost)  # which are shards
+    torch.testing.assert_close(net.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
+    assert not differences(*([optimizer.state_dict()["state"] for optimizer in each.optimizers] for each in (expected, trainer)))
 
 
 @pytest.mark.filterwarnings("ignore")
