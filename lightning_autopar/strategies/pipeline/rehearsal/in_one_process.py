@@ -201,15 +201,17 @@ class Together:
         return self.stages[-1].replay.outputs.pop(0)
 
     def end_epoch(self) -> str | None:
-        """Run the hooks around an epoch's steps that may look at parameters, on each stage, as those of later epochs too where they ask for
-        that; a sentence if one needs another stage's, or keeps a copy of them.
+        """Run the hooks around an epoch's steps that may look at parameters or call a part of the module, on each stage, as those of later
+        epochs too where they ask for that; a sentence if one needs another stage's, or keeps a copy of them.
         """
+        module = self.stages[0].module
+        words = {*_PARAMETERS, *(name for name, child in module.named_children() if next(child.parameters(), None) is not None)}
         for index, stage in enumerate(self.stages):
             epochs = getattr(stage.rehearsal._trainer, "max_epochs", None) or -1
             last = epochs - 1 if epochs > 0 else _TRIED
             for name in (name for name in (*_AROUND, _SAVING) if is_overridden(name, stage.module)):
                 hook, before = getattr(stage.module, name), names_of_absent(stage.module)
-                if not mentions([hook], stage.module, lambda word: word in _PARAMETERS):
+                if not mentions([hook], stage.module, lambda word: word in words):
                     continue
                 later = mentions([hook], stage.module, lambda word: word in _NUMBERS)
                 for number in dict.fromkeys((*range(min(_TRIED, last + 1)), last) if later else (0,)):
