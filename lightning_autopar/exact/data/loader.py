@@ -6,6 +6,7 @@ one process. Which strategy runs, and how its ranks communicate, it doesn't know
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from lightning_autopar._lightning import pl_worker_init_function
+from lightning_autopar._root import LIGHTNING
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.batch_order import Order, draws_at_start_only, draws_nothing, index_sampler
 from lightning_autopar.exact.data.collate import CollateAll, CollateParts, CollateRows, CollateSamples
@@ -75,6 +77,8 @@ class ExactLoader(DataLoader[Any]):
         by_samples: with ``collate_all``, a batch that can't be cut into rows is collated from the rank's own samples.
         alike: whether all ranks called it with the same number; a collective. Where each rank collates its own samples, the ranks compare
             their parts' shapes at every batch; if the shapes differ, as some parts are padded further, each rank collates the whole batch.
+        of_trainer: whether a Trainer has it, which gives it to users, too: code that isn't Lightning's iterates over the user's loader
+            (``update_bn(trainer.train_dataloader, self.average)`` in a hook), and has the whole batches.
 
     Raises:
         ValueError: if rank, world size or dealing make no sense, or the loader already distributes its samples.
@@ -88,6 +92,7 @@ class ExactLoader(DataLoader[Any]):
     _load_all: bool
     _collate_all: bool
     _by_samples: bool
+    _of_trainer: bool
     _alike: Callable[[int], bool] | None
     _sync: Callable[[object], object] | None
     _boundary: Callable[[int], None] | None
@@ -118,6 +123,7 @@ class ExactLoader(DataLoader[Any]):
         by_samples: bool = False,
         alike: Callable[[int], bool] | None = None,
         parts: int = 1,
+        of_trainer: bool = False,
     ) -> None:
         # DataLoader's own constructor is left out on purpose: its attributes are those of the user's loader.
         if isinstance(loader, ExactLoader):
@@ -132,7 +138,7 @@ class ExactLoader(DataLoader[Any]):
         own: dict[str, Any] = {}
         self.__dict__.update(wrapped=loader, _rank=rank, _world_size=world_size, _dealing=dealing, _whole_batches=whole_batches)
         self.__dict__.update(_load_all=load_all or collate_all, _collate_all=collate_all, _by_samples=by_samples, _alike=alike)
-        self.__dict__.update(_parts=parts, _sync=sync, _boundary=boundary, _progress=progress, _own=own)
+        self.__dict__.update(_parts=parts, _of_trainer=of_trainer, _sync=sync, _boundary=boundary, _progress=progress, _own=own)
         self.__dict__.update(_source=_find_source(loader), _inner=None, _order=None, _track=None, _resume=None, _shared_random=None)
         self.__dict__.update(shares=deque(maxlen=_SHARES_KEPT), _split=self._find_split())
         if world_size > 1 or sync is not None:
@@ -182,6 +188,8 @@ class ExactLoader(DataLoader[Any]):
     # -- iteration ------------------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._of_trainer and not f"{sys._getframe(1).f_globals.get('__name__', '')}.".startswith((*LIGHTNING, "lightning_autopar.")):
+            return alone(iter, self.wrapped)
         self.__dict__["_own"] = rng.find_generators(self._places())
         return LoaderPass(self)
 

@@ -216,11 +216,13 @@ class Combiner:
         """What the whole batch weighs in its epoch's mean, from the parts' (rows, batch size).
 
         Sizes that follow the part's rows add up; one that doesn't (``batch_size=1``, or the loader's as a constant) means the same with any
-        number of parts. A value's sizes that were added up once always are: a hook that halves batches may leave each part one row.
+        number of parts. A value's sizes that were added up once always are: a hook that halves batches may leave each part one row. Sizes
+        that looked like one and later don't (two views of each sample, on two ranks) go on by that scale, as an epoch's mean has but one.
         """
         first = sizes[0][1]
         if any(size != first for _, size in sizes):
-            return sum(size for _, size in sizes)
+            total = sum(size for _, size in sizes)
+            return total if entry.key not in self._constant else max(1, round(total / len(sizes)))
         if self._constant.get(entry.key) != first:
             follows = all(size == rows for rows, size in sizes)
             ragged = len({rows for rows, _ in sizes}) > 1

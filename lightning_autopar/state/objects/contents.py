@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import torch
@@ -141,7 +141,8 @@ def fingerprint(buffer: Any) -> bytes:
         data = torch.empty(0, dtype=torch.uint8) if freed else bytes_of(buffer.contiguous())
         data = data.cpu() if data.device.type != "cpu" else data
     elif isinstance(buffer, numpy.ndarray):
-        data = torch.frombuffer(memoryview(cast(Any, buffer)).cast("B") if buffer.size else bytearray(1), dtype=torch.uint8)
+        # Not by memoryview(), which there is none of times.
+        data = torch.frombuffer(buffer.reshape(-1).view(numpy.uint8) if buffer.nbytes else bytearray(1), dtype=torch.uint8)
     else:
         data = torch.frombuffer(buffer, dtype=torch.uint8)
     if data.numel() < 2 * _BLOCK_BYTES:

@@ -52,6 +52,7 @@ def exact_loader(
         world_size=data_ranks,
         dealing=Dealing(plan.dealing) if data_ranks > 1 else None,
         whole_batches=trainer.predicting,
+        of_trainer=True,
         sync=broadcast if shares_order and (trainer.training or not orders_alike(dataloader)) else None,
         progress=fit_progress(trainer) if trainer.training else None,
         # With several loaders it isn't known whether their samples draw random numbers; a single rank loads all samples anyway.

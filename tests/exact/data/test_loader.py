@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -831,3 +832,9 @@ def test_parts_are_collated_beside_the_batch(workers, rank):
         ]
     else:
         assert told == [(2, ([1, 3, 3, 3], 2), ([1], 1), ([3, 3, 3], 1)), (1, ([6] * 6, 1), ([6] * 6, 1))]
+
+
+def test_users_who_iterate_over_a_trainers_loader_have_whole_batches():
+    loader = ExactLoader(DataLoader(torch.arange(6), batch_size=4), rank=1, world_size=2, of_trainer=True)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5]]
+    assert [batch.tolist() for batch, _, _ in CombinedLoader(loader, "sequential")] == [[1, 3], [5]]

@@ -76,3 +76,13 @@ def test_what_added_up_once_is_no_constant_later() -> None:
         combiner.fold([[entry("loss", 1.0, rows, batch_size=rows // 2, of=2 * rows)] for _ in range(2)])[0].batch_size for rows in (4, 2)
     ]
     assert sizes == [4, 2]
+
+
+def test_sizes_of_two_views_are_on_one_scale() -> None:
+    """Each sample counts twice, so that each of two ranks names the number of all samples, as a constant would."""
+    combiner = Combiner()
+    sizes = [
+        combiner.fold([[entry("loss", 1.0, rows, batch_size=2 * rows, of=sum(batch))] for rows in batch])[0].batch_size
+        for batch in ((5, 5), (5, 4), (3, 3), (2, 1))
+    ]
+    assert sizes == [10, 9, 6, 3]

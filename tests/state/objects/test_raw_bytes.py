@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -48,3 +49,10 @@ def test_a_freed_tensor_has_a_fingerprint() -> None:
 def test_a_single_element_has_bytes_whatever_its_stride(one: Tensor) -> None:
     assert fingerprint(one) == fingerprint(torch.tensor([5]))
     assert next(iter(_pieces(one))).tolist() == [5, *[0] * 7]
+
+
+@pytest.mark.parametrize("kind", ["datetime64[D]", "timedelta64[ns]", [("at", "datetime64[s]"), ("count", "i4")]])
+def test_an_array_of_times_has_a_fingerprint(kind: Any) -> None:
+    times = numpy.zeros((2, 3), dtype=kind)
+    assert fingerprint(times) == fingerprint(times.copy()) != fingerprint(numpy.zeros((2, 4), dtype=kind))
+    assert fingerprint(times[:0]) == fingerprint(times[:0].copy())

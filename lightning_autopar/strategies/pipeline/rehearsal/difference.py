@@ -239,6 +239,19 @@ def _attributes(module: LightningModule, blocks: Sequence[str]) -> Iterator[tupl
                 yield f"{prefix}.{name}" if prefix else name, value
 
 
+def names_of_absent(module: LightningModule) -> set[str]:
+    """The names of attributes, parameters and buffers in which the module has tensors of another stage."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {name for name, value in (*tensors, *_attributes(module, ())) if _holds_absent(value, 0)}
+
+
+def _holds_absent(value: Any, depth: int) -> bool:
+    if isinstance(value, nn.Module):
+        value = [*value.parameters(), *value.buffers()]
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return is_absent(value) or (depth <= _DEEP and any(_holds_absent(each, depth + 1) for each in values))
+
+
 def _alike(one: Any, other: Any, depth: int) -> bool:
     """Whether two values are the same, judged by numbers, texts, tensors and their containers."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):

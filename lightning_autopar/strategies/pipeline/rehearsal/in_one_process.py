@@ -25,15 +25,21 @@ from lightning_autopar.exact.logs.logging_hooks import mentions
 from lightning_autopar.memory.fakes.fake_copies import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep, Silent, default_dtype
 from lightning_autopar.memory.trace.no_writes import no_effects
+from lightning_autopar.strategies.pipeline.rehearsal.difference import names_of_absent, of_hook
 from lightning_autopar.strategies.pipeline.run.stage_draws import in_short, python_states
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
 from lightning_autopar.strategies.pipeline.stages.module_state import StageParameters, take_stages
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 
-#: Hooks after an epoch's or a run's last step, the one that adds to a checkpoint, and the names by which code asks for parameters.
-_EPOCH_END = ("on_train_epoch_end", "on_train_end", "on_fit_end")
+#: Hooks around an epoch's steps and at a run's end, the one that adds to a checkpoint, and names by which code gets at parameters.
+_AROUND = (
+    *(f"on_validation_{when}" for when in ("start", "epoch_start", "epoch_end", "end")),
+    *("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end"),
+)
 _SAVING = "on_save_checkpoint"
-_PARAMETERS = ("parameters", "named_parameters", "weight", "bias", "state_dict")
+_PARAMETERS = ("parameters", "named_parameters", "weight", "bias", "state_dict", "deepcopy")
+#: By which code may do something else later in the run, and how many numbers are tried, one after the other, before the last epoch's.
+_NUMBERS, _TRIED = ("current_epoch", "global_step"), 20
 
 #: A part of a batch: a function that makes it anew each time, since a step may change it; and its weight in the whole batch's loss.
 Part = tuple[Callable[[], Any], float]
@@ -195,19 +201,31 @@ class Together:
         return self.stages[-1].replay.outputs.pop(0)
 
     def end_epoch(self) -> str | None:
-        """Run the hooks of an epoch's end that may look at parameters, on each stage; a sentence if one needs another stage's."""
+        """Run the hooks around an epoch's steps that may look at parameters or call a part of the module, on each stage, as those of later
+        epochs too where they ask for that; a sentence if one needs another stage's, or keeps a copy of them.
+        """
+        module = self.stages[0].module
+        words = {*_PARAMETERS, *(name for name, child in module.named_children() if next(child.parameters(), None) is not None)}
         for index, stage in enumerate(self.stages):
-            hooks = [name for name in (*_EPOCH_END, _SAVING) if is_overridden(name, stage.module)]
-            for name in hooks:
-                if mentions([getattr(stage.module, name)], stage.module, lambda word: word in _PARAMETERS):
+            epochs = getattr(stage.rehearsal._trainer, "max_epochs", None) or -1
+            last = epochs - 1 if epochs > 0 else _TRIED
+            for name in (name for name in (*_AROUND, _SAVING) if is_overridden(name, stage.module)):
+                hook, before = getattr(stage.module, name), names_of_absent(stage.module)
+                if not mentions([hook], stage.module, lambda word: word in words):
+                    continue
+                later = mentions([hook], stage.module, lambda word: word in _NUMBERS)
+                for number in dict.fromkeys((*range(min(_TRIED, last + 1)), last) if later else (0,)):
                     stage.rehearsal.notes.clear()
+                    stage.rehearsal.give_number(number)
                     saved = {"state_dict": _saved(stage.module, whole=index == 0)}
                     with recorded_logs(stage.module), _read_by_loggers(), no_effects():
                         stage.rehearsal._hook(name, *[saved] * (name == _SAVING))
                         if index == 0:  # it alone writes the file
                             stage.rehearsal._called(name, _read, saved)
                     if found := next((note for note in stage.rehearsal.notes if MissingValue.__name__ in note), None):
-                        return found
+                        return of_hook(found)
+                    if kept := names_of_absent(stage.module) - before:
+                        return f"in stages {name} keeps a copy of weights in {min(kept)!r}, and each stage holds a part of them"
         return None
 
     def _taken(self, stage: Stage) -> dict[str, Tensor]:

@@ -35,7 +35,6 @@ from lightning_autopar.strategies.pipeline.rehearsal.difference import (
     Step,
     difference,
     leftovers_apart,
-    of_hook,
     tensor_distance,
 )
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision, Together, rehearse
@@ -271,7 +270,7 @@ class Trial:
             return left
         self.appended.update(dict.fromkeys(left))
         if self._fn == "fit" and (sentence := together.end_epoch()) is not None:
-            return of_hook(sentence)
+            return sentence
         return found
 
     def _collect(self, step: Step, together: Together, before: Sequence[Mapping[str, Tensor]], theirs: Step) -> None:

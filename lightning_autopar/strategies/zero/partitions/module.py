@@ -98,6 +98,20 @@ class Traces:
         for path, child in self._root.named_modules():
             names, hooks = self._known[path]
             self._theirs[path] = set(vars(child)) - names, _hooks(child) - hooks
+        paths = {id(child): path for path, child in self._root.named_modules()}
+        nn.Module.__getstate__ = lambda child: self._state(paths.get(id(child)), child)  # type: ignore[method-assign]
+
+    def _state(self, path: str | None, child: nn.Module) -> Any:
+        """What a copy and a pickle of a module take: what the user's has."""
+        state: Any = object.__getstate__(child)
+        if path is None or not isinstance(state, dict):
+            return state
+        state = {name: value for name, value in state.items() if name not in self._names(path, child)}
+        state["_parameters"] = self._kinds.get(path, dict)(child._parameters)
+        for name, hooks in state.items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _own(hook))
+        return state
 
     def attributes(self) -> dict[int, set[str]]:
         """DeepSpeed's attributes of each module, by its id."""
@@ -109,6 +123,8 @@ class Traces:
 
     def undo(self) -> None:
         """Remove DeepSpeed's hooks and attributes; parameters keep their values."""
+        if "__getstate__" in vars(nn.Module):
+            del nn.Module.__getstate__
         for path, child in self._root.named_modules():
             _, hooks = self._theirs.get(path, (set(), set()))
             for place, key in hooks:
@@ -121,6 +137,11 @@ class Traces:
             for name in list(vars(parameter)):
                 if known is not None and name not in known:
                     delattr(parameter, name)
+
+
+def _own(hook: Any) -> bool:
+    """Whether it is DeepSpeed's hook, or one of this package's."""
+    return f"{getattr(hook, '__module__', '')}.".startswith(("deepspeed.", "lightning_autopar."))
 
 
 def _hooks(module: nn.Module) -> set[tuple[str, int]]:

@@ -694,3 +694,31 @@ def test_norms_are_put_aside_for_who_imported_them_by_name() -> None:
         assert float(parameter.grad.max()) == 5.0
     assert float(clip([parameter], 0.1)) > 8
     assert float(parameter.grad.max()) < 1
+
+
+class Snapshots(Tells):
+    """Keeps a copy of its head now and then, or calls a block, before a validation."""
+
+    def __init__(self, *, keeps: bool, every: int) -> None:
+        super().__init__()
+        self.keeps, self.every = keeps, every
+        self.kept: list[Any] = []
+
+    def on_validation_start(self) -> None:
+        if self.current_epoch % self.every == self.every - 1:
+            if self.keeps:
+                self.kept.append(copy.deepcopy(self.head))
+            else:
+                self.mean = float(self.blocks[0](torch.ones(1, 8)).mean())
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_hooks_around_a_validation_are_tried_in_later_epochs(every: int) -> None:
+    def refused(*, keeps: bool, every: int) -> str:
+        trainer = pl.Trainer(accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        return probe_stages(Snapshots(keeps=keeps, every=every), trainer, {"training_step": batch()}, "fit").value.refusal or ""
+
+    keeps = "in stages on_validation_start keeps a copy of weights in 'kept', and each stage holds a part of them"
+    assert refused(keeps=True, every=every).startswith(keeps)
+    assert "in stages on_validation_start fails ('__float__' reads the values of the parameter" in refused(keeps=False, every=every)
+    assert not refused(keeps=True, every=5)

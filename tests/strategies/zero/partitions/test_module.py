@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Odd(nn.Module):
         self.frozen = nn.Linear(3, 3)
         self.frozen.requires_grad_(False)
         self.norm = nn.BatchNorm1d(4)
+        self.act = nn.ReLU()
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
@@ -221,6 +223,11 @@ def test_weights_of_stage_3_come_whole_go_in_parts_and_are_seen_whole(tmp_path: 
         with pytest.warns(UserWarning, match=r"first\.weight is used outside of a step"):
             assert_like(float(module.first.weight.detach().norm()), float(other["first.weight"].norm()))
         assert_like(copy.deepcopy(module.first.weight).data, other["first.weight"])
+        copied = copy.deepcopy(module)
+        assert_like(dict(copied.state_dict()), other)
+        assert vars(copied).keys() == vars(Odd()).keys()
+        copied.first(torch.ones(1, 5)).sum().backward()  # none of DeepSpeed's hooks
+        assert pickle.loads(pickle.dumps(nn.Sequential(module.act))) is not None
         with torch.no_grad():
             module.first.bias.mul_(2)
             module.first.weight.data.add_(1)
