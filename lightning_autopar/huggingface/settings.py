@@ -48,7 +48,6 @@ class Settings:
         checkpointing: whether gradient checkpointing is switched on.
         checkpointed: the field that switches it, which transformers has renamed.
         layers: names of the classes that FSDP shards as units.
-        on_cpu: whether the plan's devices are CPUs.
         peak_bytes: as predicted, on the fullest device.
         weighed: whether the loss is a mean over each part of a batch, so that parts of different sizes have to be weighed.
     """

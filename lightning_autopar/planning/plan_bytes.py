@@ -40,7 +40,6 @@ def host_bytes(
     (``state/scratch_files.py``), and writes them from there. To read it, each replica loads the whole file; engines that shard map it.
 
     Args:
-        plan: of any engine.
         precision: the Trainer's; it decides which copies DeepSpeed keeps.
         on_cpu: whether the devices are CPUs, which lock no pages.
         workers: the DataLoader's, on each rank.
@@ -80,7 +79,6 @@ def predict(
 
     Args:
         footprint: of the module, at the whole batch.
-        plan: of any engine.
         inventory: has the plan's devices.
         precision: the Trainer's; it decides which copies DeepSpeed keeps.
         engine: what runs the plan; ours of that name, unless given.

@@ -31,8 +31,6 @@ class Comparison:
         measured: bytes by category: ``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"buffers"`` and ``"rest"`` at the peak of a
             training step, ``"allocated"``, their sum; on a GPU ``"reserved"`` by torch's allocator and ``"context"`` beside it. Unknown
             figures are missing.
-        predicted_seconds: of a step.
-        measured_seconds: of a step.
     """
 
     device: str

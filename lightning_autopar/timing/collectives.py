@@ -51,7 +51,6 @@ class Group:
     """The links that a collective between some devices uses.
 
     Args:
-        size: how many ranks.
         nodes: on how many nodes.
         most: on one node at most.
         intra: bytes per second that a rank reaches on its node, infinite where each is alone there; those of an all-reduce in ``reducing``.

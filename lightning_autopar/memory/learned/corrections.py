@@ -71,7 +71,6 @@ class RunRecord:
         shape: :func:`plan_shape` of its plan.
         title: that plan's title.
         devices: what each rank's device was: :func:`device_name`.
-        ranks: one for each.
         day: when, as "2026-11-21".
         short: whether memory ran out: then the run needs more than was measured.
     """

@@ -80,8 +80,6 @@ def chart(height: float, label: str, *children: str, class_: str | None = None) 
 
     Args:
         height: in pixels.
-        label: what it shows, for those who can't see it.
-        children: markup.
     """
     return element("svg", *children, role="img", aria_label=label, width="100%", height=height, class_=class_)
 

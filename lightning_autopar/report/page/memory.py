@@ -42,7 +42,6 @@ def memory_section(report: Report, candidate: Candidate) -> Html:
     """Bars by device, and the figures.
 
     Args:
-        report: has the candidate's devices.
         candidate: one with a prediction.
     """
     return element(
@@ -56,7 +55,6 @@ def memory_figure(report: Report, candidate: Candidate) -> Figure:
     """A bar for each device by category, against what may be used.
 
     Args:
-        report: has the candidate's devices.
         candidate: one with a prediction.
     """
     bars = bars_of(report, candidate, most=_MOST_BARS)

@@ -35,9 +35,7 @@ class Span:
     """Something that a rank does, with its begin and end.
 
     Args:
-        rank: of the plan's.
         start_seconds: since the step began.
-        end_seconds: likewise.
         label: of which block or stage.
         lane: a GPU computes and communicates at once, on two lanes; all work of a rank's cores is on the first.
     """

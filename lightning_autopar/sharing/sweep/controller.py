@@ -44,7 +44,6 @@ class SweepRun:
     """One run, from the list to its end.
 
     Args:
-        listed: as it was asked for.
         ways: how it may run, by prediction.
         known: whether its length is predicted, rather than taken to be that of the longest.
         plan: what runs or ran, in words.
@@ -52,9 +51,7 @@ class SweepRun:
         predicted_seconds: when it was started, corrected by what other runs took.
         seconds: measured; of the last attempt.
         began: in the sweep's seconds, the last attempt.
-        attempts: so far.
         exit_code: of the last attempt, None before its end.
-        status: what it shows of itself.
     """
 
     listed: ListedRun
@@ -101,7 +98,6 @@ def prospects(sweep: ListedSweep, looked: Mapping[str, DryRunResult], folder: Sw
     """The sweep's runs with the ways that were found for them, and the devices.
 
     Args:
-        sweep: as it is asked for.
         looked: what was found of each run that isn't done.
     """
     reports = {name: each.report for name, each in looked.items() if each.report is not None}
@@ -162,7 +158,6 @@ class Controller:
     """One sweep at work.
 
     Args:
-        sweep: as it is asked for.
         runs: of :func:`prospects`.
         children: which the runs are to be among.
         show: is told of each change, and every second.

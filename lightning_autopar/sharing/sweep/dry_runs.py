@@ -55,7 +55,6 @@ def look_at(
     Args:
         devices: as ``--devices`` takes them.
         children: which the processes are to be among.
-        at_once: so many at a time.
         show: is told how far it is.
 
     Raises:

@@ -28,7 +28,6 @@ class ListedRun:
     """One run.
 
     Args:
-        name: its own in the sweep.
         words: what follows ``lightning-autopar run``: options, the script, its arguments.
         priority: a larger one starts first.
         env: variables that it gets besides this process's.
@@ -52,7 +51,6 @@ class ListedSweep:
 
     Args:
         name: whose folder is ``sweep-<name>``.
-        runs: in their order.
         devices: a spec, or as the Trainer takes them.
         retries: how often a run that fails is started again.
     """

@@ -217,8 +217,6 @@ class Survey:
         """The parts that differ now, each with its value and a digest; and those that no longer exist.
 
         Args:
-            names: as in :meth:`changes`.
-            under: as in :meth:`changes`.
             reached: whether to look at what functions reach, besides ``under``.
             skip: which parts aren't looked at.
             lazy: give None for the digest of a part that obviously differs, and count parts as different that are too large to be searched.
@@ -271,7 +269,6 @@ class Survey:
 
         Args:
             owner: the part's object: its number, or anything else for one that isn't in the survey.
-            names: as in :meth:`changes`.
         """
         if isinstance(owner, int):
             found = self._digest(owner, part, value, names=names)

@@ -322,8 +322,6 @@ class EngineMixin(ResumedStrategy):
         """The states of the module and of the optimizers, for the process that started the run; a collective.
 
         Args:
-            module: the trained one.
-            optimizers: the user's.
             affordable: says whether that process can take the optimizers' states, if so many ranks each have as much of them as this one;
                 if not, none are returned.
         """

@@ -152,9 +152,6 @@ class Meter:
 
     A CPU device has no counter of its own: two steps run under a :class:`lightning_autopar.memory.allocation_recorder.AllocationRecorder`.
     A GPU's allocator has counters of its own, which are read.
-
-    Args:
-        device_id: the device's id in the inventory.
     """
 
     def __init__(self, device_id: str) -> None:
@@ -431,11 +428,7 @@ class GpuSteps:
         self._at_peak: int | None = None
 
     def note(self, point: Point | None, peak_bytes: int, gradient_bytes: int) -> None:
-        """The part before this point is over; None: the whole step is.
-
-        Args:
-            gradient_bytes: gradients that are there now.
-        """
+        """The part before this point is over; None: the whole step is."""
         if peak_bytes > self._peak_bytes:
             self._peak_bytes, self._risen = peak_bytes, True
             self._at_peak = None if point == "gradients" else self._there  # during backward nobody knows which

@@ -246,12 +246,7 @@ def _bare_seconds(clock: Clock) -> float:
 
 
 def cases(device: torch.device, *, common: bool = True, rare: Collection[str] = tuple(RARE)) -> Iterator[Case]:
-    """The cases to measure, the most important first: on a GPU, time is left for the last ones only where torch must load little.
-
-    Args:
-        common: whether to give the cases of what every step has.
-        rare: the kinds of :data:`RARE` whose cases to give.
-    """
+    """The cases to measure, the most important first: on a GPU, time is left for the last ones only where torch must load little."""
     gpu = device.type == "cuda"
     if common:
         yield from _common(device, gpu=gpu)

@@ -62,9 +62,6 @@ def asked_for(trainer: Trainer) -> SnapshotSettings | None:
 def snapshot_settings(trainer: Trainer, batch: BatchRule) -> SnapshotSettings | None:
     """How the run is to be saved and moved; None where no callback asks for it, or nothing is trained.
 
-    Args:
-        batch: what a batch is to several devices.
-
     Raises:
         ValueError: if each device draws batches of its own.
     """
@@ -96,7 +93,6 @@ class ElasticRun:
     Args:
         trainer: as before the run.
         function: the trainer's, with ``args`` and ``kwargs``.
-        how: how the run is saved and moved.
         shown: where the run is shown, and asked for something.
     """
 

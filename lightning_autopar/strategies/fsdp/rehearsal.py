@@ -65,7 +65,6 @@ def rehearse_fsdp(
         module: the user's module, set up; it stays as it is.
         shard_fqns: the modules that are sharded as units of their own; see :attr:`lightning_autopar.plans.Plan.shard`.
         flops: of a step on the whole batch.
-        conduct: what the traced step itself does to parameters; None where it wasn't traced.
         by_plan: whether the plan says how the module is sharded, and not its ``configure_model``.
     """
     refusal = unshardable(module)

@@ -65,13 +65,10 @@ class FSDPPlayer(Player):
     """A rank of FSDP2.
 
     Args:
-        rows: samples of each of its micro-batches.
-        recompute: indices of the blocks that keep only what enters them.
         units: indices of the blocks that are units of their own; the root has the rest.
         rank: in the group over which parameters are split.
         world_size: of that group.
         reshard: whether a unit's parameters are freed between forward and backward.
-        widths: of parameters and gradients, beside those in the tape.
         offloads: whether shards, gradients and the optimizer lie in host memory.
     """
 

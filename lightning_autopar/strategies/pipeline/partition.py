@@ -209,7 +209,6 @@ class StageTables:
             shards: over how many replicas its states are cut.
             whole: whether the batch is a single micro-batch. Then gradients are complete as activations go, and not there before: the
                 larger of both counts, which is the least that may be.
-            lingers: see :func:`lingers`.
             blocks: the first block and the one after the last; the whole table unless given.
         """
         found: Table = self._once(shards, whole)[blocks] + (flight - 1) * self.held[blocks]
@@ -297,8 +296,6 @@ def stage_seconds(part_seconds: Sequence[float], send_seconds: Callable[[int], f
     Args:
         part_seconds: of each part of the step, for one micro-batch, on the stage's device.
         send_seconds: of so many bytes to the next stage.
-        footprint: at the whole batch.
-        share: a micro-batch's part of it.
     """
     assert footprint.tape is not None, "asked before"
     blocks = len(footprint.blocks)

@@ -50,15 +50,11 @@ class PipelinePlayer(Player):
     """A rank of a pipeline.
 
     Args:
-        machine: its device.
-        script: the step.
         footprint: whose step it is, with its tape.
         rows: samples of each micro-batch that is played.
-        recompute: indices of the blocks that keep only what enters them.
         borders: with which part of the tape each stage begins, and how many there are (outer part i is number 2i, block i is 2i + 1).
         actions: what the rank does in a step, in order.
         receives: for each of them, those whose inputs it begins to receive just before.
-        schedule: whose order it is.
         samples: of the rank's part of the batch.
         replicas: how many ranks average the gradients of the same stages.
     """

@@ -49,7 +49,6 @@ def find_batch_size(
         finder: the callback, which the trainer doesn't have now.
         prospects: finds out about the step with the batch size as it is then.
         function: the trainer's ``_fit_impl``.
-        arguments: its arguments, by name.
 
     Raises:
         NothingFits: if no plan fits.

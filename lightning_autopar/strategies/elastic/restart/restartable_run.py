@@ -53,9 +53,6 @@ _SUMS_SECONDS = 3.0
 def leaving(trainer: Trainer, peers: Peers, batch: BatchRule) -> SnapshotSettings | None:
     """How to save a run in a launcher's processes; None where ``CheckpointMigrate`` doesn't ask for it, or nothing is trained.
 
-    Args:
-        batch: what a batch is to several devices.
-
     Raises:
         ValueError: if each device draws batches of its own.
     """
@@ -79,7 +76,6 @@ class RestartableRun:
     """One call of ``fit`` in processes that may be started anew.
 
     Args:
-        how: how the run is saved.
         run: the same call as an elastic run of this process alone, which gives the run's key and the survey of its objects before the run.
         trainer: as before the run.
     """

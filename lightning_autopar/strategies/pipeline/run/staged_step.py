@@ -167,8 +167,6 @@ class StagedStep:
         """Run the user's ``validation_step``, ``test_step`` or ``predict_step`` on the whole batch; returns its output on every rank.
 
         Args:
-            args: the step's, the batch first.
-            share: the replica's of the whole batch.
             parts: in how many parts, where it has as many samples.
             put_together: makes the whole batch's output of the parts', and of how many samples these have.
         """

@@ -49,8 +49,6 @@ class BlockResults:
 
         Args:
             forward: the block's own, for shapes that can't be told otherwise.
-            args: what it is called with.
-            kwargs: the same by name.
         """
         output = self._output
         if output is None:

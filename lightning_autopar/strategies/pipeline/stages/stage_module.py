@@ -80,7 +80,6 @@ class StageModule(nn.Module):
 
     Args:
         module: the user's, its blocks' ``forward`` is replaced on the instance; stages of one module share it.
-        cuts: FQNs of the blocks with which the second and every later stage begins.
         call: runs the user's hook of that name on that micro-batch, and returns its result.
 
     Raises:

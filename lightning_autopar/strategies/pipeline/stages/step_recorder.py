@@ -54,9 +54,6 @@ class _Number:
 class StepRecorder:
     """Watches one run of a step.
 
-    Args:
-        blocks: FQNs.
-
     Raises:
         ValueError: if there is no block of a name.
     """

@@ -432,7 +432,6 @@ class SharedParameters:
 
     Args:
         module: with absent tensors.
-        pipeline: the ranks over which it is spread.
         replicas: the global ranks of every replica, this one's among them, in the pipeline's order.
     """
 

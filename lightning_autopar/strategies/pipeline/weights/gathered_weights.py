@@ -32,7 +32,6 @@ class _Described:
 
     Args:
         shape: whole.
-        dtype: its type.
         alias: the name of an earlier one in the same memory.
         value: itself, where it is tiny.
     """
@@ -52,7 +51,6 @@ def whole_state_dict(module: nn.Module, pipeline: Pipeline, *, keep: bool, scrat
     It sends one tensor at a time. On other ranks it returns the rank's own part, with absent tensors.
 
     Args:
-        pipeline: the ranks over which it is spread.
         keep: whether the first rank wants it; the other replicas of a sharded pipeline take part and get nothing.
         scratch: where tensors from other ranks are put.
     """

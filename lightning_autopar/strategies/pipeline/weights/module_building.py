@@ -76,7 +76,6 @@ def make_whole(module: nn.Module, pipeline: Pipeline) -> None:
 
     Args:
         module: with absent tensors; which names are tied is the same on every rank.
-        pipeline: the ranks over which it is spread.
     """
     tensors = _firsts(module)
     holders = pipeline.tell({name for name, tensor in tensors.items() if not is_absent(tensor)})

@@ -462,7 +462,6 @@ def _apply(
     """Change the parent's objects as the workers' have changed; returns what rank 0 has sent besides.
 
     Args:
-        before: :func:`survey` of the time before the fork.
         workers: their changes, in rank order.
         taken: for each of them, what is taken of it.
         tensors: the module's, by name.

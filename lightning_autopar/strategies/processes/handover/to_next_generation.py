@@ -56,7 +56,6 @@ def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int, sha
     """Write the objects that this rank has changed; every rank calls it between two batches, and then goes on unchanged.
 
     Args:
-        before: the survey of the parent.
         folder: where files go; it exists.
         rank: this rank. Rank 0 writes its state; where a module's stages lie on several ranks, each writes what its stages changed of the
             module.
@@ -98,7 +97,6 @@ def read_objects(trainer: Trainer, before: Before, folder: Path) -> None:
 
     Args:
         trainer: about to enter its loops.
-        before: the survey of the parent.
         folder: that :func:`write_objects` wrote into.
 
     If the script was started anew and has other objects than before, only the values under names of parameters and the like are taken over;
@@ -247,7 +245,6 @@ def carry_loggers_in(trainer: Trainer, before: Before, folder: Path) -> None:
 
     Args:
         trainer: as it was before the fork.
-        before: the survey of the parent.
         folder: that :func:`write_objects` or :func:`write_loggers` wrote into.
     """
     survey = before.survey
@@ -352,9 +349,7 @@ def write(
         values: the parts that differ, each with its digest where that is known.
         path: of both files, less their endings.
         sent: to send along, where it can be.
-        extras: see :class:`CarriedObjects`.
         digests: whether others' versions are compared with this one, however large it is.
-        shards: see :class:`Packing`.
     """
     survey, packing = things.survey, things.packing(shards)
     payloads: dict[Any, Any] = {}
