@@ -377,18 +377,15 @@ class AutoLauncher(Launcher):
             decision = peers.hear()
         try:
             if not peers.are_reruns:
-                self._take_own_device(decision.run_plan, peers.rank)
+                # Each process of a launcher takes a lease on its own device. Others then see the memory as this process's.
+                device = decision.run_plan.plan.devices[peers.rank]
+                needed = decision.run_plan.needed_bytes
+                short = self._strategy.leases.take({device: needed[device]} if device in needed else {}, self._strategy.devices_now)
+                if short is not None:
+                    rank_zero_warn(f"autopar: the launcher gave this run a device that isn't free: {words(short)}")
             return self._run_decided_with_peers(decision, peers, how, function, args, kwargs, trainer)
         finally:
             self._strategy.leases.release()
-
-    def _take_own_device(self, run_plan: RunPlan, rank: int) -> None:
-        """Each process of a launcher takes a lease on its own device, whose memory others then see as this process's."""
-        device = run_plan.plan.devices[rank]
-        needed = run_plan.needed_bytes
-        short = self._strategy.leases.take({device: needed[device]} if device in needed else {}, self._strategy.devices_now)
-        if short is not None:
-            rank_zero_warn(f"autopar: the launcher gave this run a device that isn't free: {words(short)}")
 
     def _run_decided_with_peers(
         self,

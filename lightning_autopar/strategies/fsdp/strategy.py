@@ -9,6 +9,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -78,7 +79,7 @@ BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_back
 _DIMENSIONS = ("data_parallel", "tensor_parallel")
 
 
-class _ShardingStrategy(ModelParallelStrategy):
+class _ShardingStrategy(whole.OneFile, ModelParallelStrategy):
     """Lightning's ModelParallelStrategy without its demand that the user shards the module, and with plain checkpoints."""
 
     run_plan: RunPlan
@@ -87,9 +88,6 @@ class _ShardingStrategy(ModelParallelStrategy):
     _names: Mapping[int, str] = {}  # replaced, never modified
     #: Whether parameters, gradients and the optimizer's state lie in host memory between uses.
     _offloads = False
-
-    def _configure_launcher(self) -> None:
-        """The processes exist already."""
 
     def setup_environment(self) -> None:
         """Join the group and build the mesh, without re-seeding: every rank goes on from the parent's RNG state."""
@@ -109,18 +107,9 @@ class _ShardingStrategy(ModelParallelStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Where ``configure_model`` builds the module: in host memory, with the device's draws. Only rank 0 gives a large one values."""
-        where = shapes_only() if self._shapes_only else torch.device("cpu")
+        where = shapes_only() if (self.run_plan.large and self.global_rank != 0) else torch.device("cpu")
         with where, drawn_on(self.root_device), self.precision_plugin.tensor_init_context():
             yield
-
-    @property
-    def _shapes_only(self) -> bool:
-        return self.run_plan.large and self.global_rank != 0
-
-    @property
-    def _module(self) -> Any:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module, then build the user's optimizers on the shards; the order is Lightning's."""
@@ -249,25 +238,6 @@ class _ShardingStrategy(ModelParallelStrategy):
             self._gathered.reshard()
         return output
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
-        return self._evaluation(super().validation_step, args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
-        return self._evaluation(super().test_step, args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
-        return self._evaluation(super().predict_step, args, kwargs)
-
-    def _evaluation(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Reshard after the step: no backward pass follows that would."""
-        with self._gathered.inside(step.__name__):
-            output = step(*args, **kwargs)
-        self._gathered.reshard()
-        return output
-
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Recomputation in backward calls modules, which must not count as calls by a hook."""
         with self._gathered.inside(None):
@@ -296,11 +266,6 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     plain_copies = staticmethod(plain_copies)
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Lightning hands the optimizers' plain states to :meth:`load_optimizer_state_dict`."""
-        return True
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state dict on rank 0, nothing elsewhere; a collective."""
         return whole.whole_state_dict(self._module, keep=self.is_global_zero)
@@ -315,19 +280,6 @@ class _ShardingStrategy(ModelParallelStrategy):
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Map the file, so that a rank reads only its part; a user's own CheckpointIO is used if there is one."""
-        return whole.read_checkpoint(self.checkpoint_io, self.broadcast(checkpoint_path), weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's part of the checkpoint's weights."""
-        whole.load_whole_state_dict(self._module, checkpoint["state_dict"], strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's part of the checkpoint's optimizer states."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            whole.load_whole_optimizer_state(optimizer, state)
-
 
 class FSDPEngine(SplitMixin, _ShardingStrategy):
     """Executes an FSDP plan: each rank has a shard of parameters, gradients and optimizer state. The plan's blocks are units of their own;
@@ -335,6 +287,18 @@ class FSDPEngine(SplitMixin, _ShardingStrategy):
     """
 
     completes_gradients = True
+
+    def evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Reshard after the step: no backward pass follows that would."""
+
+        @wraps(step)
+        def resharded(*args: Any, **kwargs: Any) -> Any:
+            with self._gathered.inside(step.__name__):
+                output = step(*args, **kwargs)
+            self._gathered.reshard()
+            return output
+
+        return resharded
 
     def new_gradients_on_host(self) -> Iterator[Tensor]:
         """The gradients, which FSDP2 puts into host memory when they are reduced."""

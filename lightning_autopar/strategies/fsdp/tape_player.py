@@ -165,7 +165,11 @@ class FSDPPlayer(Player):
         elif part.mark == "backward" and index in self.parameters:
             self._end_of_forward()
             self._running = index
-            self._gather_backward(index)
+            if index not in self._gathered and self.parameters[index]:
+                flat = self._fill(index)
+                self._copy_out(index)
+                self.machine.drop(flat)
+            self._prefetch(index)
         elif part.mark == "optimizer":
             self._end_of_backward()
 
@@ -248,13 +252,6 @@ class FSDPPlayer(Player):
         before = self._previous[after]
         if before != ROOT and before not in self._gathered and before not in self._ahead and self.parameters[before]:
             self._ahead[before] = self._fill(before)
-
-    def _gather_backward(self, unit: int) -> None:
-        if unit not in self._gathered and self.parameters[unit]:
-            flat = self._fill(unit)
-            self._copy_out(unit)
-            self.machine.drop(flat)
-        self._prefetch(unit)
 
     # -- reducing --------------------------------------------------------------------------------------------------------------------------
 

@@ -240,7 +240,7 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
     assert footprint.tape is not None, "asked before"
     blocks = len(footprint.blocks)
     parts = parts_of(footprint.tape, blocks)
-    layers = [_layer(footprint, number) for number in range(len(parts))]
+    layers = [(footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]) for number in range(len(parts))]
     kept, running = _part_bytes(parts, layers, share, recompute)
     also = np.zeros((3, len(parts)))
     for use in footprint.also_uses:
@@ -307,7 +307,3 @@ def stage_seconds(part_seconds: Sequence[float], send_seconds: Callable[[int], f
     received = np.array([0.0, *(known[size] for size in sizes), 0.0])
     found: Table = sums[None, :] - sums[:, None] + received[:, None]
     return found
-
-
-def _layer(footprint: Footprint, number: int) -> LayerFootprint:
-    return footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]

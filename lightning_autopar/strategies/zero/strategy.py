@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -144,9 +145,6 @@ class _ZeroStrategy(DeepSpeedStrategy):
     _edits: Edits
     _frozen: frozenset[int] = frozenset()
     _backward_ran = False
-
-    def _configure_launcher(self) -> None:
-        """The processes exist already."""
 
     def setup_environment(self) -> None:
         """Join the group, without re-seeding: every rank goes on from the parent's RNG state."""
@@ -329,6 +327,16 @@ class ZeroEngine(SplitMixin, ZeroFiles, _ZeroStrategy):
         super().__init__(config={}, parallel_devices=run_plan.torch_devices, logging_level=logging.ERROR)
         self._forked = forked
         self.attach(run_plan)
+
+    def evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step sees parameters that DeepSpeed gathers."""
+
+        @wraps(step)
+        def gathered(*args: Any, **kwargs: Any) -> Any:
+            with self.inside(step=True):
+                return step(*args, **kwargs)
+
+        return gathered
 
     @property
     def _partitioned(self) -> bool:

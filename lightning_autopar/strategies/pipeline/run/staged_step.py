@@ -186,7 +186,10 @@ class StagedStep:
             stage.begin(signatures, idle=idle)
         for module in self._modules.values():
             module.hook = run.hook
-        schedule = self._schedule(run.number)
+        if run.number not in self._schedules:
+            assert self._plan.schedule is not None
+            self._schedules[run.number] = make_schedule(self._plan.schedule, self._stages, run.number, self._weigh)
+        schedule = self._schedules[run.number]
         last = any(stage.is_last for stage in self._stages)
         target = torch.arange(run.number) if last else None
         self._run = run
@@ -214,12 +217,6 @@ class StagedStep:
         owners = [(module.get_submodule(path), name) for path, _, name in (each.rpartition(".") for each in self._appended)]
         found = [getattr(owner, name, None) for owner, name in owners]
         return [each if isinstance(each, list) else [] for each in found]
-
-    def _schedule(self, number: int) -> Any:
-        if number not in self._schedules:
-            assert self._plan.schedule is not None
-            self._schedules[number] = make_schedule(self._plan.schedule, self._stages, number, self._weigh)
-        return self._schedules[number]
 
     def _signatures(self, run: _Run) -> list[Signature | None]:
         """The micro-batches' signatures: all on which shapes and gradients at a boundary depend."""

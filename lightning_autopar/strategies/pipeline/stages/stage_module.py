@@ -188,7 +188,10 @@ class _Run:
             self._router.run = None
             self.owns = False
             set_strict(before)
-            self._put_buffers_back()
+            # Code of another stage may have replaced buffers
+            for owner, name, buffer in self._written:
+                if is_absent(owner._buffers[name]) and not is_absent(buffer):
+                    owner._buffers[name] = buffer
             # Break cycles, so that nothing of the run waits for Python's garbage collector.
             self._watch.forget()
             self._found.clear()
@@ -212,12 +215,6 @@ class _Run:
         """Run the user's hook, which is watched; making the batch isn't."""
         with self._watch.watching(self._router.opaque):
             return hook(*args, **kwargs)
-
-    def _put_buffers_back(self) -> None:
-        """Restore buffers that code of another stage has replaced."""
-        for owner, name, buffer in self._written:
-            if is_absent(owner._buffers[name]) and not is_absent(buffer):
-                owner._buffers[name] = buffer
 
     # -- code outside of blocks ----------------------------------------------------------------------------------------------------------
 

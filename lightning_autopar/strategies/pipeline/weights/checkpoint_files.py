@@ -44,8 +44,7 @@ class StagedState(OneFile):
             group: of this rank's pipeline; None stands for all ranks.
             replicas: every pipeline's global ranks, in the order of their first stages.
         """
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         self._pipeline = Pipeline.of(group, self.root_device)
         self._replica = [tuple(ranks) for ranks in replicas].index(self._pipeline.ranks)
         self._shared = SharedParameters(module, self._pipeline, replicas)
@@ -86,14 +85,11 @@ class StagedState(OneFile):
 
     def originals(self) -> dict[str, Tensor]:
         """The tensors that the first rank has built, before it gives away other ranks' parts; empty elsewhere."""
-        module = self.lightning_module
-        assert module is not None
-        return module_building.tensors_of(module) if self.run_plan.large and self._is_first else {}
+        return module_building.tensors_of(self._module) if self.run_plan.large and self._is_first else {}
 
     def spread(self, originals: Mapping[str, Tensor]) -> None:
         """The module has its absent tensors: give each rank its part of what the first rank has built; every rank calls it."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         everyone = Pipeline.of(None, self.root_device)
         # Also if it was built before the fork: then every rank has values, and there is nothing to give.
         if self.run_plan.large and any(everyone.tell(any(tensor.is_meta for tensor in module_building.tensors_of(module).values()))):
@@ -106,21 +102,13 @@ class StagedState(OneFile):
     def _is_first(self) -> bool:
         return int(getattr(self, "global_rank", 0)) == 0
 
-    @property
-    def _scratch_folder(self) -> str:
-        module = self.lightning_module
-        assert module is not None
-        return str(module.trainer.default_root_dir)
-
     # -- files -------------------------------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state dict on rank 0, the rank's own part with absent tensors elsewhere; a collective."""
-        module, pipeline = self.lightning_module, self._pipeline
-        assert module is not None
-        assert pipeline is not None
+        assert self._pipeline is not None
         with scratch.ScratchFile(self._scratch_folder) as room:
-            return weights.whole_state_dict(module, pipeline, keep=self._replica == 0, scratch=room)
+            return weights.whole_state_dict(self._module, self._pipeline, keep=self._replica == 0, scratch=room)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The optimizer's whole state on rank 0, the rank's own part elsewhere; a collective."""
@@ -128,21 +116,10 @@ class StagedState(OneFile):
         with scratch.ScratchFile(self._scratch_folder) as room:
             return weights.whole_optimizer_state(bare_optimizer(optimizer), self._pipeline, keep=self._replica == 0, scratch=room)
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's part of the checkpoint's weights."""
-        assert self.lightning_module is not None
-        weights.load_whole_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's part of the checkpoint's optimizer states."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            weights.load_whole_optimizer_state(optimizer, state)
-
     # -- afterwards --------------------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Make the module whole and plain again on every rank, for code after the run in this process; a collective."""
-        assert self.lightning_module is not None
         assert self._pipeline is not None
-        module_building.make_whole(self.lightning_module, self._pipeline)
+        module_building.make_whole(self._module, self._pipeline)
         optimizers_to_device(self.optimizers, torch.device("cpu"))

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
 from lightning_autopar.exact.absent.absent_tensor import is_absent
-from lightning_autopar.state.checkpoint import like
 from lightning_autopar.state.scratch_files import ScratchFile, hand_back_pages
 from lightning_autopar.strategies.pipeline.weights.tensor_transfers import Pipeline
 
@@ -161,41 +160,3 @@ def _describe(own: Mapping[str, Tensor]) -> dict[str, _Described]:
             value=tensor.detach().cpu().clone() if tiny else None,
         )
     return described
-
-
-# -- loaded ----------------------------------------------------------------------------------------------------------------------------
-
-
-def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
-    """Load this rank's part of a whole state dict; from a mapped file it reads only that part.
-
-    Raises:
-        RuntimeError: as ``Module.load_state_dict`` does, on missing or unexpected keys or shapes that differ, where ``strict``.
-    """
-    current = module.state_dict()
-
-    def part(name: str, value: Any) -> Any:
-        there = current.get(name)
-        if not isinstance(value, Tensor) or not isinstance(there, Tensor) or value.shape != there.shape:
-            return value  # load_state_dict reports it
-        return there if is_absent(there) else like(value, there)
-
-    module.load_state_dict({name: part(name, value) for name, value in state_dict.items()}, strict=strict)
-
-
-def load_whole_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load this rank's part of an optimizer's whole state dict."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def part(value: Any, parameter: Tensor) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        cut = like(value, parameter) if value.shape == parameter.shape else value
-        return cut.clone() if cut is value else cut  # the file needn't stay
-
-    parts = {
-        position: tree_map(lambda value, parameter=parameters[position]: part(value, parameter), values)
-        for position, values in state["state"].items()
-        if position >= len(parameters) or not is_absent(parameters[position])
-    }
-    optimizer.load_state_dict({**state, "state": parts})

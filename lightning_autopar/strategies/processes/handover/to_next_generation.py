@@ -154,7 +154,8 @@ def _take_over_parts(things: RunObjects, parcels: list[CarriedObjects], folder: 
     taken, _ = merged(list[Changes](parcels))
     compared: Any = _compare(things, parcels, taken) if trainer.global_rank == 0 else None
     alike, back, mine = trainer.strategy.broadcast(compared)
-    lost = _lost(parcels, mine)
+    found = {part for parcel in parcels for part in parcel.parts}
+    lost = [name for parcel in parcels for part, name in parcel.kept.items() if part not in found and part not in mine]
     for number, (parcel, parts) in enumerate(zip(parcels, taken, strict=True)):
         wanted = parts - alike
         unpacking = unpacking_of(parcel.data, parcel, things, folder / _RANK.format(number), wanted)
@@ -194,12 +195,6 @@ def _compare(things: RunObjects, parcels: list[CarriedObjects], taken: list[set[
     back = {key for key in (*found, *gone) if key not in changed and survey.had(*key)}
     mine = set(found) | {(("module", name), part) for name, each in things.modules.items() for part in vars(each)}
     return alike, back, mine
-
-
-def _lost(parcels: list[CarriedObjects], mine: set[Any]) -> list[str]:
-    """The names of the parts that couldn't be handed over, and weren't made anew here."""
-    found = {part for parcel in parcels for part in parcel.parts}
-    return [name for parcel in parcels for part, name in parcel.kept.items() if part not in found and part not in mine]
 
 
 # -- loggers ----------------------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.state import scratch_files as scratch
+from lightning_autopar.state.checkpoint import load_whole_optimizer_state, load_whole_state_dict
 from lightning_autopar.state.scratch_files import ScratchFile
 from lightning_autopar.strategies.pipeline.weights import gathered_weights as weights
 from lightning_autopar.strategies.pipeline.weights import module_building
@@ -48,7 +49,7 @@ def in_stages(rank: int, kind: str) -> tuple[Any, torch.optim.Optimizer]:
     state = copy.deepcopy(optimizer.state_dict())
     hollow(module, KEPT[rank])
     staged = optimizer_of(module, kind)
-    weights.load_whole_optimizer_state(staged, state)
+    load_whole_optimizer_state(staged, state, copies=True)
     return module, staged
 
 
@@ -111,11 +112,11 @@ def loaded(rank: int, world_size: int, path: str) -> Any:
     hollow(module, KEPT[rank])
     optimizer = optimizer_of(module, "adamw")
     saved = torch.load(path, mmap=True, weights_only=True)
-    weights.load_whole_state_dict(module, saved["state_dict"], strict=True)
-    weights.load_whole_optimizer_state(optimizer, saved["optimizer"])
+    load_whole_state_dict(module, saved["state_dict"], strict=True)
+    load_whole_optimizer_state(optimizer, saved["optimizer"], copies=True)
     for wrong, words in (({"embed.weight": torch.zeros(2, 2)}, "size mismatch"), ({"more": torch.zeros(2)}, "Unexpected key")):
         with pytest.raises(RuntimeError, match=words):
-            weights.load_whole_state_dict(module, {**saved["state_dict"], **wrong}, strict=True)
+            load_whole_state_dict(module, {**saved["state_dict"], **wrong}, strict=True)
     with ScratchFile() as room:
         state = weights.whole_state_dict(module, pipeline(), keep=True, scratch=room)
         states = weights.whole_optimizer_state(optimizer, pipeline(), keep=True, scratch=room)
