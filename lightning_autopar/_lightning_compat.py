@@ -293,8 +293,6 @@ def call_on_exception(trainer: Trainer, error: BaseException, *, finalize: bool)
     """Call the hooks that ``_call_and_handle_interrupt`` calls when a run ends by an exception (``_interrupt``).
 
     Args:
-        trainer: with the engine in place.
-        error: the exception, for the ``on_exception`` hooks.
         finalize: whether to finalize the loggers too; where the exception goes on to Lightning, it does that.
     """
     trainer.state.status = TrainerStatus.INTERRUPTED
@@ -374,7 +372,6 @@ def data_of_one_device(trainer: Trainer, around: Callable[[], AbstractContextMan
     """The DataModule's next ``setup`` sees no other ranks: one that keeps a rank's part of the data would leave the others to nobody.
 
     Args:
-        trainer: whose DataModule it is.
         around: makes the context manager around the call.
     """
     datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
@@ -399,7 +396,6 @@ def loaders_of_one_device(trainer: Trainer, around: Callable[[], AbstractContext
     """While open, the user's hooks for loaders see no other ranks, neither through torch nor through the trainer.
 
     Args:
-        trainer: whose hooks they are.
         around: makes the context manager around each call of a hook.
     """
 

@@ -302,9 +302,7 @@ class Engine(ABC):
         """Whether the step survives this very plan, tried in a forked child once it is chosen: a ``Check``.
 
         Args:
-            plan: the one that was chosen.
             first: the step; what splitting its batch changes isn't looked at again.
-            finding: of :meth:`look`.
         """
         raise AssertionError(f"nothing of a plan of {self.name} is left to try")
 
@@ -324,7 +322,6 @@ class Engine(ABC):
         """Plans on these devices that only a search by bytes and seconds finds, remedies included: the best ones that fit into memory.
 
         Args:
-            devices: of one kind.
             shown: whether to give one for the report even where none is of interest.
         """
         return ()

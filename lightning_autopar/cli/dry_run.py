@@ -71,7 +71,6 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
     Trainer a call of ``evaluate`` runs nothing. The script's Trainer gets our strategy, if it names another one.
 
     Args:
-        wanted: what to plan for, beside what the script says.
         on_plan: told of each function of the trainer that is about to be planned for.
 
     Raises:

@@ -128,7 +128,6 @@ def build_plan(question: Question, devices: Sequence[Device], engine: str, *reas
     unless the ranks have their devices already.
 
     Args:
-        devices: of one kind.
         reasons: why this plan is as it is; the first says what the engine does.
     """
     footprint, inventory, constraints = question.footprint, question.inventory, question.constraints

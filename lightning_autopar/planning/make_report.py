@@ -153,8 +153,6 @@ def make_report(
 
     Args:
         inventory: the devices; at least one.
-        predict: bytes of a plan; :func:`lightning_autopar.planning.plan_bytes.predict` unless given.
-        rates: rates of devices, for the seconds; data sheets' unless given.
         plans: what runs the step can take no others; unless given, the search finds them.
 
     Raises:

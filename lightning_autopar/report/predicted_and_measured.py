@@ -138,7 +138,6 @@ def warnings(candidate: Candidate, budgets: Mapping[str, int], comparisons: Sequ
 
     Args:
         candidate: the plan that ran; its ``needs`` are the prediction with the margin for what it may miss.
-        budgets: bytes that a plan may use, by device id.
     """
     found = []
     for each in comparisons:

@@ -349,9 +349,6 @@ class Figures:
 def by_category(report: Report, candidate: Candidate) -> Figures:
     """The candidate's bytes at its fullest moment, and the bytes left: a column for each group of devices that hold the same, of many the
     fullest.
-
-    Args:
-        candidate: one with a prediction.
     """
     bars = bars_of(report, candidate, most=_MOST_COLUMNS)
     held = [candidate.bytes[bar.devices[0].id] for bar in bars]

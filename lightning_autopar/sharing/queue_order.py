@@ -188,9 +188,6 @@ def reserve(
 
     Args:
         plan: gives what the best plan for these devices takes; None where nothing fits.
-        inventory: the devices as they are now, less what others were promised.
-        leases: others'.
-        now_ns: on the host's monotonic clock.
         quantum: see :func:`quantum_seconds`, which it is by default.
         refused: names of leases that aren't asked, see :class:`Asking`.
 
@@ -274,9 +271,7 @@ def may_ask(leases: Iterable[Lease], priority: int, now_ns: int, quantum: float,
     """The leases whose runs may be asked to make room for one of this priority, the first to ask first.
 
     Args:
-        leases: others'.
         priority: of the run that would ask.
-        now_ns: on the host's monotonic clock.
         quantum: seconds, see :func:`quantum_seconds`.
         refused: names of those that aren't to be asked.
     """

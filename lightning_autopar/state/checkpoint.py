@@ -109,7 +109,6 @@ def own_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
 
     Args:
         module: with absent tensors.
-        keep: whether this rank wants the result; the others get an empty dict.
     """
     state = module.state_dict()
     elsewhere = {
@@ -149,9 +148,6 @@ def _whole(tree: Any, keep: bool) -> Any:
 
 def without_shards(checkpoint: dict[str, Any], *, keep: bool) -> dict[str, Any]:
     """A checkpoint with whole tensors in the place of the shards that callbacks and hooks have put into it; a collective.
-
-    Args:
-        keep: whether this rank wants the result.
 
     Raises:
         ValueError: if the ranks have put different shards into it, so that nobody knows which belong together.

@@ -497,7 +497,6 @@ def announced(
     """While open, ``enter`` is called for each backward pass and each optimizer's step, also those that the user starts.
 
     Args:
-        optimizers: those to watch.
         automatic: whether the optimizer follows backward; if not, the user's step decides what follows.
         nested: gets the name of a function whose backward runs another backward pass, from which parameters get gradients.
     """

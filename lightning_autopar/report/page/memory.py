@@ -43,11 +43,7 @@ def memory_section(report: Report, candidate: Candidate) -> Html:
 
 
 def memory_figure(report: Report, candidate: Candidate) -> Figure:
-    """A bar for each device by category, against what may be used.
-
-    Args:
-        candidate: one with a prediction.
-    """
+    """A bar for each device by category, against what may be used."""
     bars = bars_of(report, candidate, most=_MOST_BARS)
     shown, there = sum(len(bar.devices) for bar in bars), len(candidate.plan.devices)
     few = f" {shown} of {there} devices, the fullest." if shown < there else ""

@@ -122,11 +122,7 @@ def step_section(report: Report, candidate: Candidate) -> Html:
 
 
 def step_figure(report: Report, candidate: Candidate) -> Figure:
-    """A row for each rank, equal ranks as one.
-
-    Args:
-        candidate: one with a prediction of its time.
-    """
+    """A row for each rank, equal ranks as one."""
     plan = candidate.plan
     limit = max(_MOST_RANKS, min(0 if engines.of(plan).splits else plan.devices_per_replica, _MOST_STAGES))
     spans = timeline(report.footprint, plan, report.inventory, precision=report.precision, rates=report.rates, ranks=limit)

@@ -197,7 +197,6 @@ def measure_device(
     """Measure the curves of one device that no other process of ours uses.
 
     Args:
-        subject: under which the curves are kept.
         common: whether to measure what every step has.
         rare: the kinds of :data:`RARE` to measure.
         seconds: how long it may take. Later cases run only a few times; after three times as long none runs any more. A thing that wasn't

@@ -165,9 +165,7 @@ def fsdp_bytes(
     """What a rank holds at the peak of a step.
 
     Args:
-        footprint: of the module, at the whole batch.
         moments: of the footprint, on the rank's share of the batch, with the plan's blocks recomputed.
-        share: the rank's part of the batch.
         copies: whether a collective copies what it sends, as gloo does.
     """
     sharding = sharding_of(footprint, plan, rank, widths)

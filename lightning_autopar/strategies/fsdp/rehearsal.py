@@ -62,9 +62,7 @@ def rehearse_fsdp(
     """Whether FSDP2 runs the module's training step as one process does.
 
     Args:
-        module: the user's module, set up; it stays as it is.
         shard_fqns: the modules that are sharded as units of their own; see :attr:`lightning_autopar.plans.Plan.shard`.
-        flops: of a step on the whole batch.
         by_plan: whether the plan says how the module is sharded, and not its ``configure_model``.
     """
     refusal = unshardable(module)

@@ -119,7 +119,6 @@ def moves(starts: Sequence[int], until: Column, pace: Sequence[float], cuttable:
         starts: the block with which each stage but the first begins.
         until: the seconds of all blocks before each one, and of all.
         pace: by how much longer each rank takes.
-        cuttable: for each block, whether a stage may begin with it.
     """
     ends = np.array([0, *starts, len(until) - 1])
     sizes, work, ranks = np.diff(ends), np.diff(until[ends]), len(pace)
@@ -232,7 +231,6 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
     """The tables of a footprint that was traced.
 
     Args:
-        footprint: at the whole batch.
         share: a micro-batch's part of it.
         rows_share: a replica's part of it.
         recompute: whether all blocks that can be are recomputed.

@@ -203,7 +203,6 @@ def unstaged(conduct: Conduct | None, untried: str) -> Check | None:
     """Why not to take a pipeline whose stages can't be tried; None where nothing in the traced step could run differently in stages.
 
     Args:
-        conduct: what the step itself does with parameters; None where it wasn't traced.
         untried: why they can't be tried, as the end of a sentence.
     """
     if conduct is None:

@@ -127,8 +127,6 @@ class StagedStep:
         """Run the user's ``training_step``, with forward and backward of all micro-batches; returns its output, without a graph.
 
         Args:
-            args: the step's, the batch first.
-            share: the replica's of the whole batch.
             goes_back: whether there is a backward at all.
 
         Raises:

@@ -193,7 +193,6 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     """Collect this rank's results; every rank must call it, since sharded weights are gathered together.
 
     Args:
-        value: what the trainer's function returned.
         before: :func:`survey` of the time before the fork.
         folder: where files for the parent go.
         rank: this rank; only rank 0's state is written.
@@ -392,7 +391,6 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     """Put a run's results into the parent's trainer and module, and warn once of what couldn't be brought back.
 
     Args:
-        before: :func:`survey` of the time before the fork.
         results: of the ranks that wrote any, in rank order.
 
     Raises:

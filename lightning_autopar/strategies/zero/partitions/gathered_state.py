@@ -292,7 +292,6 @@ def load_optimizer_state(optimizer: Optimizer, parts: Mapping[int, FlatPart], st
     """Load this rank's part of an optimizer's whole state dict.
 
     Args:
-        parts: of what is in its groups, by id.
         state: whole, keyed by position.
 
     Raises:
