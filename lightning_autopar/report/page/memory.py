@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_autopar.report.page.drawing import Figure, Row, axis
-from lightning_autopar.report.page.markup import Html, element, figures, rect, share
+from lightning_autopar.report.page.markup import Figure, Html, Row, axis, element, figures, rect, share
 from lightning_autopar.report.page.style import CATEGORIES, color_class
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.report.table import Bar, bars_of, by_category, by_layer

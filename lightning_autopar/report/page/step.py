@@ -15,8 +15,7 @@ from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
-from lightning_autopar.report.page.drawing import Figure, Row, axis
-from lightning_autopar.report.page.markup import Html, element, figures, percent, rect, share, text
+from lightning_autopar.report.page.markup import Figure, Html, Row, axis, element, figures, percent, rect, share, text
 from lightning_autopar.report.page.style import color_class
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.report.table import by_part
