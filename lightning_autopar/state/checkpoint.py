@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+from torchmetrics import Metric
 
 from lightning_autopar._lightning import CheckpointIO, Strategy, TorchCheckpointIO
 from lightning_autopar._lightning_compat import bare_optimizer
@@ -182,6 +183,18 @@ def gathered(shard: Tensor, **options: Any) -> Tensor:
         there = DTensor.from_local(local, mesh, there.placements, run_check=False, shape=shard.shape, stride=shard.stride())
     whole: Tensor = there.full_tensor(**options)
     return whole.to(shard.device)
+
+
+def spread_metrics(module: nn.Module, *, first: bool) -> None:
+    """Give all ranks rank 0's states of the metrics, which are no buffers, and the values to which these are reset; a collective."""
+    for metric in (child for child in module.modules() if isinstance(child, Metric)):
+        states = {name: getattr(metric, name) for name in metric._defaults}
+        kept: list[Any] = [tree_map_only(Tensor, Tensor.cpu, (states, metric._defaults)) if first else None]
+        dist.broadcast_object_list(kept, src=0)
+        if not first:
+            metric._defaults = kept[0][1]
+            for name, state in kept[0][0].items():
+                setattr(metric, name, state)
 
 
 def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool) -> None:

@@ -49,11 +49,10 @@ from lightning_autopar.strategies.base.out_of_memory.gpu_limit import GpuLimit
 from lightning_autopar.strategies.base.out_of_memory.predictions import Predictions
 from lightning_autopar.strategies.base.out_of_memory.rerun import Reruns
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, OPTIMIZER, RunningStep
-from lightning_autopar.strategies.base.plan_changes import PlanChanges
 from lightning_autopar.strategies.base.process_group import all_alike, everyones, hidden_from_users, stopped_together
 from lightning_autopar.strategies.base.rank_measurement import Meter
 from lightning_autopar.strategies.base.resume import ResumedStrategy
-from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.base.run_plan import PlanChanges, RunPlan
 from lightning_autopar.strategies.base.trainer_loaders import Dropped, exact_loader
 
 

@@ -24,7 +24,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torchmetrics import Metric
 
 from lightning_autopar._lightning import ModelParallelStrategy, Trainer
 from lightning_autopar._lightning_compat import (
@@ -216,14 +215,7 @@ class _ShardingStrategy(whole.OneFile, ModelParallelStrategy):
         for name, buffer in self._module.named_buffers():
             if name not in persistent:
                 buffer.copy_(self.broadcast(buffer.cpu() if self.global_rank == 0 else None))
-        for metric in (child for child in self._module.modules() if isinstance(child, Metric)):
-            # Metrics' states are no buffers, but to_empty erases them, and the values to which they are reset.
-            states = {name: getattr(metric, name) for name in metric._defaults}
-            kept: Any = self.broadcast(tree_map_only(Tensor, Tensor.cpu, (states, metric._defaults)) if self.global_rank == 0 else None)
-            if self.global_rank != 0:
-                metric._defaults = kept[1]
-                for name, state in kept[0].items():
-                    setattr(metric, name, state)
+        whole.spread_metrics(self._module, first=self.global_rank == 0)
         set_random_states(self.broadcast(random_states(self.root_device)), self.root_device)
 
     # -- steps: the only time when parameters are whole --------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.refused_parameters import refuse_new
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.pipeline.run.replicas import Replicas
-from lightning_autopar.strategies.pipeline.run.stage_agreement import agree_on_overflow
 from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
+from lightning_autopar.strategies.pipeline.run.stage_shapes import agree_on_overflow
 from lightning_autopar.strategies.pipeline.run.staged_step import StagedStep
 from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage
 from lightning_autopar.strategies.pipeline.stages.module_state import StageParameters, assign, take_stages

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_autopar._lightning_compat import SIGTERMException
-from lightning_autopar.strategies.base.plan_changes import PlanChange, PlanChanges
+from lightning_autopar.strategies.base.run_plan import PlanChange, PlanChanges
 from lightning_autopar.strategies.base.worker_exception import LEFT_BY_ALL
 
 #: The agent may ask for a snapshot after which training goes on, or for one after which the workers leave.

@@ -26,9 +26,8 @@ from lightning_autopar.exact.step.micro_batches import detached, joined, several
 from lightning_autopar.exact.step.users_backward import weighed
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.pipeline.run.stage_agreement import SameBatch
 from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
-from lightning_autopar.strategies.pipeline.run.stage_shapes import Signature, signature_of
+from lightning_autopar.strategies.pipeline.run.stage_shapes import SameBatch, Signature, signature_of
 from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage, count_parts, make_schedule
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 
@@ -105,7 +104,7 @@ class StagedStep:
         self._schedules: dict[int, Any] = {}
         self._same: SameBatch | None = None
         self._tables: list[dict[str, Any]] = []
-        #: The current batch's fingerprint, see :mod:`.stage_agreement`.
+        #: The current batch's fingerprint, see :class:`.stage_shapes.SameBatch`.
         self.fingerprint = 0
         self._run: _Run | None = None
 

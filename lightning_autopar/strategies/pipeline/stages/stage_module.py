@@ -26,9 +26,8 @@ from lightning_autopar.exact.absent.absent_tensor import (
     resolved,
 )
 from lightning_autopar.exact.absent.rules import recording_absence, set_strict
-from lightning_autopar.strategies.pipeline.stages.block_router import Router
+from lightning_autopar.strategies.pipeline.stages.block_router import BlockResults, Router
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import EXTRA, CutTensor, Staging, StepRecording
-from lightning_autopar.strategies.pipeline.stages.skipped_blocks import BlockResults
 from lightning_autopar.strategies.pipeline.stages.tainted_tensors import TaintMode, mark, results_of, written_by
 
 

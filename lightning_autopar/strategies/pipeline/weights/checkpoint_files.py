@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
 
 from lightning_autopar._lightning_compat import bare_optimizer, optimizers_to_device
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.step.initial_weights import random_states, set_random_states
 from lightning_autopar.state import scratch_files as scratch
-from lightning_autopar.state.checkpoint import OneFile
+from lightning_autopar.state.checkpoint import OneFile, spread_metrics
 from lightning_autopar.state.pretrained import shapes_only
 from lightning_autopar.state.scratch_files import hand_back_pages
 from lightning_autopar.strategies.pipeline.weights import gathered_weights as weights
@@ -168,21 +166,9 @@ def spread(module: nn.Module, originals: Mapping[str, Tensor], everyone: Pipelin
             if name in names:
                 everyone.send(tensor, rank)
         hand_back_pages()
-    for metric in (child for child in module.modules() if isinstance(child, Metric)):
-        _spread_metric(metric, first)
+    spread_metrics(module, first=first)
     dist.broadcast_object_list(states := [random_states(everyone.device)], src=0)
     set_random_states(states[0], everyone.device)
-
-
-def _spread_metric(metric: Metric, first: bool) -> None:
-    """Spread a metric's states, which are no buffers, and the values to which they are reset."""
-    states = {name: getattr(metric, name) for name in metric._defaults}
-    dist.broadcast_object_list(kept := [tree_map_only(Tensor, Tensor.cpu, (states, metric._defaults)) if first else None], src=0)
-    if not first:
-        assert kept[0] is not None
-        metric._defaults = kept[0][1]
-        for name, state in kept[0][0].items():
-            setattr(metric, name, state)
 
 
 def make_whole(module: nn.Module, pipeline: Pipeline) -> None:

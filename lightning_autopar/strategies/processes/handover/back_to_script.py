@@ -46,16 +46,11 @@ from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, Survey,
 from lightning_autopar.state.pretrained import move_tensors
 from lightning_autopar.state.scratch_files import save_without_copies
 from lightning_autopar.strategies.base.rank_measurement import Measured
+from lightning_autopar.strategies.processes.handover.run_objects import NOT_THE_USERS
 from lightning_autopar.text import format_bytes
 
 #: Optimizer states larger than this share of the host's memory aren't brought back; a warning says so.
 _OPTIMIZER_SHARE = 0.25
-#: Attributes that a module, its submodules and a DataModule have from Lightning and torch, or from engines.
-_PRIVATE = (
-    (frozenset(vars(nn.Module())) - {"training"})
-    | {"_trainer", "_fabric", "_device_mesh", "_device", "_jit_is_scripting", "trainer", "training", "_iterator"}
-    | {"forward", "log", "training_step", "validation_step", "test_step", "predict_step"}
-)
 _LIGHTNINGS_OWN = within("loops", "trainer", "accelerators", "plugins")
 _MODULE = "module"
 _OPTIMIZERS, _LOADERS = "the optimizers", "the trainer's data loaders"
@@ -143,7 +138,9 @@ def survey(trainer: Trainer) -> Before:
             return {name: value for name, value in vars(target).items() if name not in ("log", "log_dict")}
         if id(target) in inside or target is datamodule or isinstance(target, DataLoader):
             # fully_shard keeps its state in the module under keys of that prefix
-            return {name: value for name, value in vars(target).items() if name not in _PRIVATE and not name.startswith("__composable_api")}
+            return {
+                name: value for name, value in vars(target).items() if name not in NOT_THE_USERS and not name.startswith("__composable_api")
+            }
         return None
 
     references = [strategy, *own, *tensors.values()]
