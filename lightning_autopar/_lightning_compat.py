@@ -154,12 +154,8 @@ def requests_changed(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iter
         def __init__(self, **arguments: Any) -> None:
             super().__init__(**change(arguments))
 
-    before = trainer_module._AcceleratorConnector
-    trainer_module._AcceleratorConnector = Changed  # type: ignore[assignment, misc]
-    try:
+    with patched(trainer_module, "_AcceleratorConnector", Changed):
         yield
-    finally:
-        trainer_module._AcceleratorConnector = before  # type: ignore[misc]
 
 
 @contextmanager
@@ -230,11 +226,8 @@ def hyperparameters_added(trainer: Trainer, values: Mapping[str, Any]) -> Iterat
                     add()
             before(of)
 
-    trainer_module._log_hyperparams = log  # type: ignore[assignment]
-    try:
+    with patched(trainer_module, "_log_hyperparams", log):
         yield
-    finally:
-        trainer_module._log_hyperparams = before
 
 
 @contextmanager

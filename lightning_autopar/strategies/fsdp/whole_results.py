@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from functools import cache, wraps
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_autopar._lightning_compat import DummyExperiment
+from lightning_autopar._temporary import patched
 from lightning_autopar.state.checkpoint import gathered
 from lightning_autopar.strategies.base.process_group import in_hook, wait_for_all_ranks
 
@@ -172,15 +173,9 @@ def allow_mixed() -> None:
     _DISPATCHER._allow_implicit_replication = True
 
 
-@contextmanager
-def mixed_refused() -> Iterator[None]:
+def mixed_refused() -> AbstractContextManager[None]:
     """While open, torch refuses them."""
-    before = _DISPATCHER._allow_implicit_replication
-    _DISPATCHER._allow_implicit_replication = False
-    try:
-        yield
-    finally:
-        _DISPATCHER._allow_implicit_replication = before
+    return patched(_DISPATCHER, "_allow_implicit_replication", False)
 
 
 def part_of(whole: Tensor, shard: DTensor) -> Tensor:

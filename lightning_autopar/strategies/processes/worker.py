@@ -36,6 +36,7 @@ from lightning_autopar._lightning_compat import (
     share_cores,
     without_word_of_signals,
 )
+from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.state import gpu_pickles
@@ -142,12 +143,8 @@ def _make_scratch(folder: Path) -> None:
     """
     if len(str(folder)) > _LONGEST_SOCKET_FOLDER:
         return
-    before = tempfile.tempdir
-    tempfile.tempdir = str(folder)
-    try:
+    with patched(tempfile, "tempdir", str(folder)):
         util.get_temp_dir()
-    finally:
-        tempfile.tempdir = before
 
 
 def _leave_it_to_the_parent(number: int, frame: Any) -> None:
