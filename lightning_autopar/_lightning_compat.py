@@ -67,7 +67,6 @@ __all__ = [
     "SIGTERMException",
     "TrainerFn",
     "TunerExit",
-    "arguments_from",
     "attach_data",
     "bare_optimizer",
     "call_on_exception",
@@ -75,6 +74,7 @@ __all__ = [
     "default_backend",
     "distributed_is_initialized",
     "find_free_network_port",
+    "from_snapshot",
     "has_own_loaders",
     "hyperparameters_added",
     "init_dist_connection",
@@ -474,9 +474,9 @@ def run_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
-def arguments_from(snapshot: Path, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments by name, with the snapshot in place of their checkpoint."""
-    return {**run_arguments(function, args, kwargs), "ckpt_path": str(snapshot), "weights_only": False}
+def from_snapshot(call: partial[Any], snapshot: Path) -> partial[Any]:
+    """The call of one of them, with a snapshot in place of its checkpoint."""
+    return partial(call, ckpt_path=str(snapshot), weights_only=False)
 
 
 # -- for memory/trace/first_batch.py and memory/trace/bare_step.py --------------------
