@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.callbacks.checkpoint_migrate import CheckpointMigrate
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.elastic.run_state import MoveRequest
+from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 
 PACKAGE = "lightning_autopar."
