@@ -67,7 +67,6 @@ __all__ = [
     "SIGTERMException",
     "TrainerFn",
     "TunerExit",
-    "arguments_from",
     "attach_data",
     "bare_optimizer",
     "call_on_exception",
@@ -75,6 +74,7 @@ __all__ = [
     "default_backend",
     "distributed_is_initialized",
     "find_free_network_port",
+    "from_snapshot",
     "has_own_loaders",
     "hyperparameters_added",
     "init_dist_connection",
@@ -154,12 +154,8 @@ def requests_changed(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iter
         def __init__(self, **arguments: Any) -> None:
             super().__init__(**change(arguments))
 
-    before = trainer_module._AcceleratorConnector
-    trainer_module._AcceleratorConnector = Changed  # type: ignore[assignment, misc]
-    try:
+    with patched(trainer_module, "_AcceleratorConnector", Changed):
         yield
-    finally:
-        trainer_module._AcceleratorConnector = before  # type: ignore[misc]
 
 
 @contextmanager
@@ -235,11 +231,8 @@ def hyperparameters_added(trainer: Trainer, values: Mapping[str, Any]) -> Iterat
                     add()
             before(of)
 
-    trainer_module._log_hyperparams = log  # type: ignore[assignment]
-    try:
+    with patched(trainer_module, "_log_hyperparams", log):
         yield
-    finally:
-        trainer_module._log_hyperparams = before
 
 
 @contextmanager
@@ -298,8 +291,6 @@ def call_on_exception(trainer: Trainer, error: BaseException, *, finalize: bool)
     """Call the hooks that ``_call_and_handle_interrupt`` calls when a run ends by an exception (``_interrupt``).
 
     Args:
-        trainer: with the engine in place.
-        error: the exception, for the ``on_exception`` hooks.
         finalize: whether to finalize the loggers too; where the exception goes on to Lightning, it does that.
     """
     trainer.state.status = TrainerStatus.INTERRUPTED
@@ -379,7 +370,6 @@ def data_of_one_device(trainer: Trainer, around: Callable[[], AbstractContextMan
     """The DataModule's next ``setup`` sees no other ranks: one that keeps a rank's part of the data would leave the others to nobody.
 
     Args:
-        trainer: whose DataModule it is.
         around: makes the context manager around the call.
     """
     datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
@@ -404,7 +394,6 @@ def loaders_of_one_device(trainer: Trainer, around: Callable[[], AbstractContext
     """While open, the user's hooks for loaders see no other ranks, neither through torch nor through the trainer.
 
     Args:
-        trainer: whose hooks they are.
         around: makes the context manager around each call of a hook.
     """
 
@@ -490,9 +479,9 @@ def run_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
-def arguments_from(snapshot: Path, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments by name, with the snapshot in place of their checkpoint."""
-    return {**run_arguments(function, args, kwargs), "ckpt_path": str(snapshot), "weights_only": False}
+def from_snapshot(call: partial[Any], snapshot: Path) -> partial[Any]:
+    """The call of one of them, with a snapshot in place of its checkpoint."""
+    return partial(call, ckpt_path=str(snapshot), weights_only=False)
 
 
 # -- for memory/trace/first_batch.py and memory/trace/bare_step.py --------------------

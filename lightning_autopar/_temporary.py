@@ -58,8 +58,9 @@ class Calls(list[Callable[[], None]]):
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute, and put back or remove it on leaving."""
-    own = name in vars(owner)
-    before = vars(owner).get(name)
+    is_property = hasattr(getattr(type(owner), name, None), "__set__")
+    own = is_property or name in vars(owner)
+    before = getattr(owner, name) if is_property else vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield

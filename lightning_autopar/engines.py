@@ -31,8 +31,6 @@ class Question:
 
     Args:
         footprint: what a step needs, at the whole batch.
-        inventory: all devices.
-        constraints: what a plan must keep to.
     """
 
     footprint: Footprint
@@ -63,11 +61,8 @@ class Rank:
 
     Args:
         footprint: of the module, at the whole batch.
-        plan: of the engine that is asked.
         number: the rank's, from 0.
         rows: samples of the batch that it takes.
-        device: on which it runs.
-        precision: Lightning's name.
         moments: gives the moments of the step on the rank's share of the batch, with the plan's blocks recomputed. It computes them once,
             when it is first called, for all engines.
     """
@@ -197,7 +192,6 @@ class Engine(ABC):
         """Plans on these devices without remedies, those that take more memory and less time first.
 
         Args:
-            question: what is asked.
             devices: of one kind.
         """
 
@@ -205,7 +199,6 @@ class Engine(ABC):
         """The TrainingArguments with which transformers' own Trainer runs a plan, without the batch's.
 
         Args:
-            plan: of this engine.
             layers: names of the classes of the blocks that are sharded as units.
             recomputing: the arguments that switch recomputation on; empty where the plan recomputes nothing.
         """
@@ -309,9 +302,7 @@ class Engine(ABC):
         """Whether the step survives this very plan, tried in a forked child once it is chosen: a ``Check``.
 
         Args:
-            plan: the one that was chosen.
             first: the step; what splitting its batch changes isn't looked at again.
-            finding: of :meth:`look`.
         """
         raise AssertionError(f"nothing of a plan of {self.name} is left to try")
 
@@ -331,8 +322,6 @@ class Engine(ABC):
         """Plans on these devices that only a search by bytes and seconds finds, remedies included: the best ones that fit into memory.
 
         Args:
-            search: what predicts them.
-            devices: of one kind.
             shown: whether to give one for the report even where none is of interest.
         """
         return ()
@@ -370,11 +359,6 @@ class Engine(ABC):
         """The player of a rank's tape on the modelled allocator; None where the tape can't be played.
 
         Args:
-            machine: the rank's device.
-            script: the step.
-            footprint: whose step it is.
-            plan: one of this engine's.
-            rank: whose.
             rows: samples of each of the rank's micro-batches.
         """
         return None

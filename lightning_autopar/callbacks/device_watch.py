@@ -181,7 +181,6 @@ class DeviceLook:
         at: Unix time.
         kind: ``"event"``: something happened to the devices; ``"verdict"``: what was decided.
         word: which event, or what was decided.
-        text: the sentence.
         device: of an event, the id of its device.
         plan: the title of the plan that ran.
         devices: and its devices.
@@ -201,11 +200,7 @@ class DeviceLook:
 
 
 class Watch:
-    """What is known of a run from one look to the next.
-
-    Args:
-        run: which one it is.
-    """
+    """What is known of a run from one look to the next."""
 
     def __init__(self, timeline: list[DeviceLook] | None = None, run: RunState | None = None) -> None:
         self.timeline: list[DeviceLook] = [] if timeline is None else timeline

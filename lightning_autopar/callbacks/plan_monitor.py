@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_autopar._lightning import Callback, CSVLogger, Logger, TensorBoardLogger, pl, rank_zero_info, rank_zero_warn
 from lightning_autopar.report.predicted_and_measured import Comparison, compare, metrics, table, warnings
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
-from lightning_autopar.strategies.base.plan_changes import Arrival, PlanChanges
+from lightning_autopar.strategies.base.run_plan import Arrival, PlanChanges
 
 
 class PlanMonitor(Callback):

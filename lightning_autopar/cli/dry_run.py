@@ -71,7 +71,6 @@ def dry_run(script: Script, wanted: Wanted | None = None, *, on_plan: Callable[[
     Trainer a call of ``evaluate`` runs nothing. The script's Trainer gets our strategy, if it names another one.
 
     Args:
-        wanted: what to plan for, beside what the script says.
         on_plan: told of each function of the trainer that is about to be planned for.
 
     Raises:
@@ -121,6 +120,7 @@ def _plan_for_train(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str]
 def _planning(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None]) -> Iterator[None]:
     """While open, every Trainer gets our strategy, and plans instead of running."""
     from lightning_autopar._lightning_compat import attach_data, run_arguments
+    from lightning_autopar._temporary import patched
     from lightning_autopar.cli.replace_strategy import strategies_replaced
     from lightning_autopar.report.report import NothingFits
     from lightning_autopar.strategies.elastic.start_elastic_fit import watchers
@@ -149,10 +149,5 @@ def _planning(found: list[DryRun], wanted: Wanted, on_plan: Callable[[str], None
         strategy.mute(trainer)  # no exception hook of a callback or DataModule is called: there was no run
         raise _Planned
 
-    original = AutoLauncher.launch
-    AutoLauncher.launch = functools.wraps(original)(launch)  # type: ignore[method-assign, assignment]
-    try:
-        with strategies_replaced(built, wanted):
-            yield
-    finally:
-        AutoLauncher.launch = original  # type: ignore[method-assign]
+    with patched(AutoLauncher, "launch", functools.wraps(AutoLauncher.launch)(launch)), strategies_replaced(built, wanted):
+        yield

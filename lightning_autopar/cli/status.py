@@ -126,7 +126,10 @@ def show_status(*, as_json: bool, watch_seconds: float | None) -> int:
         raise ValueError("--watch draws on a terminal, and standard output is none; add --json for a line of JSON at each look")
     try:
         if watch_seconds is None:
-            _show_once(as_json=as_json)
+            if as_json:
+                print(json.dumps(look().to_dict(), indent=2))
+            else:
+                _console().print(_page(look()))
         elif as_json:
             while True:
                 print(json.dumps(look().to_dict()), flush=True)
@@ -140,13 +143,6 @@ def show_status(*, as_json: bool, watch_seconds: float | None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe; Python would report that once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return _DONE
-
-
-def _show_once(*, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(look().to_dict(), indent=2))
-    else:
-        _console().print(_page(look()))
 
 
 def _watch_page(seconds: float) -> None:
@@ -229,7 +225,7 @@ def _blocks(box: Box) -> Iterator[RenderableType]:
             figures = ((used, "used"), (status.leased_bytes, "leased"), (status.predicted_bytes, last))
             sizes = ", ".join(f"{format_bytes(kind[device])} {word}" for kind, word in figures if device in kind)
             lines.append(f"{short_device(device)}  {sizes}")
-        pace, ends = _pace(status), _ends(status, box.at)
+        pace, ends = ("" if status.step_seconds is None else f"{status.step_seconds:.3g}"), _ends(status, box.at)
         words = [f"step {_steps(status)}" if _steps(status) else "", f"{pace} s/step" if pace else "", f"ends in {ends}" if ends else ""]
         lines.append(", ".join(filter(None, words)))
         lines.append(_why(status, box.at))
@@ -253,10 +249,6 @@ def _script(status: RunStatus) -> str:
 
 def _steps(status: RunStatus) -> str:
     return "" if status.step is None else str(status.step) + ("" if status.steps is None else f"/{status.steps}")
-
-
-def _pace(status: RunStatus) -> str:
-    return "" if status.step_seconds is None else f"{status.step_seconds:.3g}"
 
 
 def _ends(status: RunStatus, now: float) -> str:

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lightning_autopar.sharing.sweep.controller import Controller, SweepRun
-    from lightning_autopar.sharing.sweep.folder import SweepFolder
     from lightning_autopar.sharing.sweep.jobs import Schedule, SweepDevice
-    from lightning_autopar.sharing.sweep.runs_file import ListedSweep
+    from lightning_autopar.sharing.sweep.runs_file import ListedSweep, SweepFolder
 
 _DONE, _FAILED = 0, 1
 _EXAMPLES = """\
@@ -71,7 +70,7 @@ def sweep_scripts(options: argparse.Namespace) -> int:
     from lightning_autopar.sharing.sweep.child_processes import Children, noted_signals
     from lightning_autopar.sharing.sweep.controller import Controller, first_schedule, prospects
     from lightning_autopar.sharing.sweep.dry_runs import Stopped, look_at
-    from lightning_autopar.sharing.sweep.folder import sweep_folder
+    from lightning_autopar.sharing.sweep.runs_file import sweep_folder
 
     check_files(json=options.result)
     sweep = _listed(options)

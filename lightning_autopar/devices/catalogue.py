@@ -53,14 +53,12 @@ class KnownDevice:
         name: its name in a spec, ``"H100-80GB"``.
         aliases: other names that a spec may use; one that several models share is ambiguous.
         device_names: the names that the driver gives it, lower case; a device's name matches if it is one of them.
-        generation: of its architecture.
         total_bytes: memory as CUDA reports it.
         flops: peak floating-point operations per second, a multiply-add counting two, by dtype: ``"fp64"``, ``"fp32"``, ``"tf32"``,
             ``"bf16"``, ``"fp16"``. A dtype that its matrix units don't know is absent.
         measured: the measured rate that large matrix products sustain, by dtype; absent where no measurement is known.
         multiprocessors: streaming multiprocessors (compute units on AMD).
         l2_bytes: the cache that all of them share.
-        memory_bytes_per_second: bandwidth of its memory.
         nvlink_bytes_per_second: NVLink (Infinity Fabric on AMD) of all its links together, one direction; None without.
         mesh: whether each link always leads to one other device, so that fewer devices share fewer links (no switch between them).
         pcie_bytes_per_second: PCIe, one direction.

@@ -39,7 +39,6 @@ def device_events(before: Inventory, now: Inventory, devices: Collection[str] = 
     """What happened between two looks.
 
     Args:
-        before: the devices as they were.
         devices: ids of those that the run's plan uses.
     """
     was, there = ({device.id: device for device in inventory.devices} for inventory in (before, now))

@@ -50,7 +50,6 @@ def host_cores(*, root: Path = _ROOT, available: int | None = None) -> int:
     """Cores that this process may use: those it is allowed to run on, within the cgroups' CPU quotas; at least 1.
 
     Args:
-        root: where ``/proc`` and ``/sys`` are.
         available: number of cores that the scheduler allows; by default what the system says.
     """
     if available is None:
@@ -161,7 +160,6 @@ def machine_identity(host_threads: int, *, root: Path = _ROOT) -> tuple[str, ...
 
     Args:
         host_threads: cores that this process may use.
-        root: where ``/proc`` is; another than ``/`` is for tests.
     """
     driver = next(iter(_lines(root / "proc" / "driver" / "nvidia" / "version")), "").strip()
     versions = {"torch": _version("torch"), "lightning": _root.version(), "lightning-autopar": _version("lightning-autopar")}

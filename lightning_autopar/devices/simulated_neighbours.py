@@ -35,7 +35,6 @@ class Neighbour:
     Args:
         taken_bytes: memory that they hold.
         slowdown: how many times longer work takes than on an idle device, at least 1.
-        gone: whether the device isn't there.
         error: what is wrong with it; None for nothing.
     """
 

@@ -85,9 +85,6 @@ def parse_spec(spec: str, *, host_bytes: tuple[int, int] | None = None, cores: i
 def split_host(count: int, *, host_bytes: tuple[int, int] | None = None) -> Inventory:
     """The host as ``count`` CPU devices, each with its share of the cores and of the free memory.
 
-    Args:
-        host_bytes: the host's total and free memory; by default as it is.
-
     Raises:
         ValueError: if ``count`` is less than 1, or too large.
     """

@@ -4,8 +4,7 @@ Its loop stays transformers' own: nothing here trains. A plan becomes TrainingAr
 
 Modules, in reading order:
 
-    settings            Settings: the plan as TrainingArguments, handed to the processes that run it
-    training_arguments  each TrainingArguments that the script makes
+    settings            Settings: the plan as TrainingArguments, for the processes that run it; each TrainingArguments of the script
     last_batches        an epoch's last batch, shared out among the processes
     train_calls         the script's calls of ``train``
     trainer_step        a training step of its Trainer as a LightningModule's, and its footprint

@@ -16,9 +16,8 @@ from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.engines import Question
 from lightning_autopar.huggingface.relaunch import launched_by_others
-from lightning_autopar.huggingface.settings import Batch, Settings
+from lightning_autopar.huggingface.settings import Batch, Settings, told_by
 from lightning_autopar.huggingface.trainer_step import Look, checkpointing_field, has_own, look
-from lightning_autopar.huggingface.training_arguments import told_by
 from lightning_autopar.memory.allocator.options import options_from_environment
 from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.device_bytes import DeviceBytes

@@ -13,8 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning_autopar._autoload import when_executed
-from lightning_autopar.huggingface.settings import Batch, Settings
-from lightning_autopar.huggingface.training_arguments import told_by, watch_arguments
+from lightning_autopar.huggingface.settings import Batch, Settings, told_by, watch_arguments
 
 log = logging.getLogger(__name__)
 

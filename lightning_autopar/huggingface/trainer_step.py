@@ -109,7 +109,6 @@ def look(trainer: Any, rows: int, precision: str, target: Target) -> Look | Fail
     Args:
         trainer: transformers', as ``train`` was called.
         rows: samples of one step.
-        precision: Lightning's name of it.
     """
     try:
         return _look(trainer, rows, precision, target)

@@ -24,7 +24,6 @@ def scaled(footprint: Footprint, batch_size: int) -> Footprint:
     validation step grows in proportion, but doesn't shrink: its loader has a batch size of its own.
 
     Args:
-        footprint: as traced.
         batch_size: samples, at least one.
     """
     share = Fraction(batch_size, max(1, footprint.batch_size))

@@ -138,7 +138,6 @@ class HostNeed:
         """The sentence with the figures and the remedy, for a plan that doesn't fit.
 
         Args:
-            inventory: where the plan was to run.
             margin: share of the free memory that is left alone.
         """
         told = [f"{format_bytes(self.offload + self.pinned)} offloaded"]

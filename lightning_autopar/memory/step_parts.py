@@ -143,9 +143,6 @@ _KNOWN: dict[int, tuple[weakref.ref[Tape], list[StepPart]]] = {}
 def parts_of(tape: Tape, blocks: int) -> list[StepPart]:
     """The parts of a step, in the order in which they run; computed once for each tape.
 
-    Args:
-        blocks: how many blocks the footprint has.
-
     Returns:
         ``2 * blocks + 1`` of them.
     """

@@ -108,7 +108,6 @@ def sizes_between(batch_size: int, tried: Sequence[int], best: int, count: int =
     Args:
         batch_size: that the ranks share; 0 where each has its own.
         best: of those the best.
-        count: at most so many.
     """
     below = max((size for size in tried if size < best), default=best)
     last = best

@@ -128,11 +128,7 @@ def build_plan(question: Question, devices: Sequence[Device], engine: str, *reas
     unless the ranks have their devices already.
 
     Args:
-        question: what is asked.
-        devices: of one kind.
-        engine: its name.
         reasons: why this plan is as it is; the first says what the engine does.
-        values: fields of the plan.
     """
     footprint, inventory, constraints = question.footprint, question.inventory, question.constraints
     chosen = {device.id for device in devices}

@@ -75,7 +75,6 @@ def largest_rows(rows: tuple[int, int], needs: tuple[int, int], budget: int, mos
     Args:
         rows: two numbers of samples.
         needs: bytes for each of them.
-        budget: bytes that are there.
     """
     (few, many), (less, more) = rows, needs
     if few == many or more <= less:
@@ -110,7 +109,6 @@ class Remedies:
 
     Args:
         block_seconds: gives the seconds that recomputing a block costs.
-        speed: of each device.
     """
 
     def __init__(self, appraiser: Appraiser, block_seconds: BlockSeconds, speed: Speeds) -> None:

@@ -153,8 +153,6 @@ def make_report(
 
     Args:
         inventory: the devices; at least one.
-        predict: bytes of a plan; :func:`lightning_autopar.planning.plan_bytes.predict` unless given.
-        rates: rates of devices, for the seconds; data sheets' unless given.
         plans: what runs the step can take no others; unless given, the search finds them.
 
     Raises:
@@ -166,12 +164,7 @@ def make_report(
     ask = _Ask(predict, rates)
     asked = Question(footprint=footprint, inventory=inventory, constraints=constraints)
     if constraints.pinned is not None:
-        # An evaluation runs whole batches, even if training splits them. A pipeline's schedule keeps its micro-batches.
-        plan = constraints.pinned
-        if not footprint.training and engines.of(plan).takes_remedies:
-            plan = replace(plan, micro_batches=1)
-        check_pinned(plan, footprint, inventory, constraints)
-        candidates = [ask.evaluate(asked, plan, confirm=True)]
+        candidates = [_pinned(asked, constraints.pinned, ask)]
     elif plans is not None:
         candidates = ask.order(asked, plans)
     else:
@@ -214,13 +207,19 @@ def best_candidate(footprint: Footprint, inventory: Inventory, constraints: Cons
     if constraints.pinned is None:
         first = Search(footprint, inventory, constraints, None, rates).first()
         return first if first is not None and first.fits else None
-    plan = constraints.pinned
-    if not footprint.training and engines.of(plan).takes_remedies:
-        plan = replace(plan, micro_batches=1)  # as in make_report
-    check_pinned(plan, footprint, inventory, constraints)
     asked = Question(footprint=footprint, inventory=inventory, constraints=constraints)
-    found = _Ask(None, rates).evaluate(asked, plan, confirm=True)
+    found = _pinned(asked, constraints.pinned, _Ask(None, rates))
     return found if found.fits else None
+
+
+def _pinned(asked: Question, plan: Plan, ask: _Ask) -> Candidate:
+    """The pinned plan's candidate; raises ValueError as :func:`check_pinned`. An evaluation runs whole batches, even if training splits
+    them. A pipeline's schedule keeps its micro-batches.
+    """
+    if not asked.footprint.training and engines.of(plan).takes_remedies:
+        plan = replace(plan, micro_batches=1)
+    check_pinned(plan, asked.footprint, asked.inventory, asked.constraints)
+    return ask.evaluate(asked, plan, confirm=True)
 
 
 def _lengths_that_fit(asked: Question, best: Candidate, ask: _Ask, *, reruns: bool) -> str:

@@ -63,7 +63,6 @@ def raw_batch_seconds(plan: Plan, report: Report, *, split_batch: bool = True, r
     Args:
         plan: its devices are among the report's.
         report: whose footprint, devices and rates count.
-        split_batch: whether ranks share a batch.
         residuals: if given, earlier runs that correct the prediction.
     """
     plain = Constraints(precision=report.precision, residuals=residuals or Corrections(), split_batch=split_batch)
@@ -90,7 +89,6 @@ def pace_of(
         report: of the devices as they are now.
         step_seconds: those measured recently under the current plan.
         factors: the factors by which this run's earlier plans missed, by :func:`plan_kind`.
-        split_batch: whether ranks share a batch.
         raw: gives :func:`raw_batch_seconds` of a plan, where it is cached.
     """
     predicted = raw or partial(raw_batch_seconds, report=report, split_batch=split_batch)

@@ -40,7 +40,6 @@ def host_bytes(
     (``state/scratch_files.py``), and writes them from there. To read it, each replica loads the whole file; engines that shard map it.
 
     Args:
-        plan: of any engine.
         precision: the Trainer's; it decides which copies DeepSpeed keeps.
         on_cpu: whether the devices are CPUs, which lock no pages.
         workers: the DataLoader's, on each rank.
@@ -79,10 +78,7 @@ def predict(
     """What each device of the plan holds at its fullest moment: in a step, in a validation, at a checkpoint, or before the first step.
 
     Args:
-        footprint: of the module, at the whole batch.
-        plan: of any engine.
         inventory: has the plan's devices.
-        precision: the Trainer's; it decides which copies DeepSpeed keeps.
         engine: what runs the plan; ours of that name, unless given.
 
     Returns:
@@ -170,11 +166,7 @@ def replay(
         limit_bytes: the most that may be reserved; None: no limit.
         options: the allocator's settings; torch's defaults unless given.
         rows: samples that the rank takes; by default its share of the traced batch.
-        workspaces: the bytes that libraries take from the allocator outside of the tape: in forward's thread, then in backward's.
         script: the footprint's tape as :func:`~lightning_autopar.memory.allocator.tape_parts.read_script` gives it, where it is at hand.
-        engine: what runs the plan; ours of that name, unless given.
-        first_look: whether a few steps will do.
-        beyond: of a first look, whether to go on without the limit where it is met, and nothing was given back before.
 
     Raises:
         ValueError: if the footprint has no tape, or the plan can't be played.

@@ -94,8 +94,6 @@ class Appraiser:
     """Predicts and ranks plans for one question: this footprint, these devices, these constraints.
 
     Args:
-        footprint: what one step needs.
-        constraints: what a plan must keep to.
         predict: bytes of a plan; :func:`lightning_autopar.planning.plan_bytes.predict` unless given.
         rates: rates of devices, for the seconds; data sheets' unless given.
         predictions: what is known from other questions, to the same ``predict`` and ``rates``.
@@ -418,8 +416,6 @@ def host_need(
 
     Args:
         footprint: that of the plan's batch.
-        plan: of any engine.
-        inventory: with the plan's devices.
         needs: bytes that must be there, by device id.
         margin: share of the free memory that is left alone.
     """

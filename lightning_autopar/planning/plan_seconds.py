@@ -48,8 +48,6 @@ def part_seconds(
     Args:
         footprint: at the whole batch.
         share: of the batch that it runs at a time.
-        precision: Lightning's name of it.
-        rates: of single operations; data sheets' unless given.
         issued: whether a part of a GPU's work takes as long as its host issues it, where that is longer.
     """
     source = slowed(rates or DATA_SHEET, (device,))

@@ -60,7 +60,6 @@ class Finalists:
     """Replays for one search, each configuration once.
 
     Args:
-        footprint: what one step needs.
         constraints: with the allocator's settings.
         budget: bytes that a plan may use, by device.
     """

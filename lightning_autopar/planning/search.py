@@ -168,7 +168,8 @@ class Search:
         options = self._options()
         self._look_at_all(options)
         while True:
-            self._confirm(options)
+            while self.constraints.objective == "speed" and self._refuted():
+                self._look_at_all(options)
             if between := self._between(options):
                 self._look_at_all(between)
                 options += between
@@ -189,11 +190,6 @@ class Search:
                 options += between
             else:
                 return
-
-    def _confirm(self, options: Sequence[Plan]) -> None:
-        """Go on with the search until a replay shows that the best plan fits."""
-        while self.constraints.objective == "speed" and self._refuted():
-            self._look_at_all(options)
 
     def _refuted(self) -> bool:
         """Whether replays show that the best plan so far doesn't fit: then the search goes on with what they taught."""
@@ -217,7 +213,11 @@ class Search:
             elif self.appraiser.goes_through(self._replayed(best.plan)):
                 continue
             if not self.appraiser.hopeful:
-                self._judge_again()
+                # Replays may have shown since whether a plan fits that was not replayed itself
+                for key, one in self._seen.items():
+                    if not one.replayed and self.finalists.can_replay(one):
+                        self._seen[key] = self.appraiser.candidate(one.plan)
+                self._found = [self._seen[replace(one.plan, reasons=())] for one in self._found]
             refuted = True
         if refuted:
             fitting = [self.appraiser.batch_seconds(one) for one in self._found if self.finalists.may_fit(one)]
@@ -229,13 +229,6 @@ class Search:
         limit, sort = self.appraiser.batch_seconds(best) * (1 + WORTHWHILE), sort_of(best.plan)
         confirmed = (one for one in self._found if one.replayed and one.fits and sort_of(one.plan) == sort)
         return any(self.appraiser.batch_seconds(one) <= limit for one in confirmed)
-
-    def _judge_again(self) -> None:
-        """Say anew of each plan that wasn't replayed whether it fits, by what replays have shown since."""
-        for key, one in self._seen.items():
-            if not one.replayed and self.finalists.can_replay(one):
-                self._seen[key] = self.appraiser.candidate(one.plan)
-        self._found = [self._seen[replace(one.plan, reasons=())] for one in self._found]
 
     def _replayed(self, plan: Plan, *, learns: bool = True, lasting: bool = False) -> Candidate:
         """The plan's candidate, replayed; the search learns from it, also what the allocator would hold without a limit if ``learns``."""

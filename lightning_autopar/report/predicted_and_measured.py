@@ -31,8 +31,6 @@ class Comparison:
         measured: bytes by category: ``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"buffers"`` and ``"rest"`` at the peak of a
             training step, ``"allocated"``, their sum; on a GPU ``"reserved"`` by torch's allocator and ``"context"`` beside it. Unknown
             figures are missing.
-        predicted_seconds: of a step.
-        measured_seconds: of a step.
     """
 
     device: str
@@ -140,7 +138,6 @@ def warnings(candidate: Candidate, budgets: Mapping[str, int], comparisons: Sequ
 
     Args:
         candidate: the plan that ran; its ``needs`` are the prediction with the margin for what it may miss.
-        budgets: bytes that a plan may use, by device id.
     """
     found = []
     for each in comparisons:

@@ -308,7 +308,6 @@ def bars_of(report: Report, candidate: Candidate, *, most: int) -> list[Bar]:
     """The plan's devices, equal ones as one bar, in the order of their first ranks.
 
     Args:
-        report: has the candidate's devices.
         candidate: one with a prediction.
         most: at most so many bars; if there are more, those with least left.
     """
@@ -350,10 +349,6 @@ class Figures:
 def by_category(report: Report, candidate: Candidate) -> Figures:
     """The candidate's bytes at its fullest moment, and the bytes left: a column for each group of devices that hold the same, of many the
     fullest.
-
-    Args:
-        report: has the candidate's devices.
-        candidate: one with a prediction.
     """
     bars = bars_of(report, candidate, most=_MOST_COLUMNS)
     held = [candidate.bytes[bar.devices[0].id] for bar in bars]

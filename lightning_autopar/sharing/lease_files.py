@@ -68,11 +68,7 @@ class LeaseFile(LiveFile):
 
     Args:
         wants: bytes by device id.
-        run: a name for others to read.
-        priority: see :class:`Lease`.
-        elastic: see :class:`Lease`.
         since_ns: see :class:`Lease`; now by default.
-        part_of: see :class:`Lease`.
 
     Raises:
         OSError: if the file can't be written; nothing is left behind then.

@@ -107,11 +107,9 @@ class Ledger:
         Args:
             wants: bytes by device id.
             look: looks at the devices, after others' leases were read: so what they take meanwhile is counted twice rather than not at all.
-            run: a name for others to read.
             instead_of: what this run has and gives back for it, once it is granted; its memory must count as free.
             beside: what this run has and keeps for now, whose memory counts as free, too.
             within_seconds: how long to wait until others that ask at the same time have decided.
-            priority: of the run, for others to read.
             elastic: whether it can give devices back before its end.
             since_ns: when the run first asked for anything, on the monotonic clock; now by default.
             part_of: the process whose run it is a part of, if another's than this one.

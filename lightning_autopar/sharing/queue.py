@@ -71,7 +71,6 @@ class PlaceFile(LiveFile):
 
     Args:
         folder: that all runs of the host share.
-        run: a name for others to read.
         priority: from -100 to 100, larger first.
         since_ns: when the run first asked, on the monotonic clock; now by default.
 

@@ -44,7 +44,6 @@ def left_for_later(
     Args:
         inventory: the devices as they are now, less what others were promised.
         leases: others'.
-        ahead: see :func:`ahead`.
         now_ns: on the host's monotonic clock.
         from_ns: when the run would begin, if later than now: the devices as they are expected then.
         ends_ns: when the run is expected to end; it keeps what it takes for ever, unless given.
@@ -189,10 +188,6 @@ def reserve(
 
     Args:
         plan: gives what the best plan for these devices takes; None where nothing fits.
-        inventory: the devices as they are now, less what others were promised.
-        leases: others'.
-        ahead: see :func:`~lightning_autopar.sharing.queue_order.ahead`.
-        now_ns: on the host's monotonic clock.
         quantum: see :func:`quantum_seconds`, which it is by default.
         refused: names of leases that aren't asked, see :class:`Asking`.
 
@@ -276,9 +271,7 @@ def may_ask(leases: Iterable[Lease], priority: int, now_ns: int, quantum: float,
     """The leases whose runs may be asked to make room for one of this priority, the first to ask first.
 
     Args:
-        leases: others'.
         priority: of the run that would ask.
-        now_ns: on the host's monotonic clock.
         quantum: seconds, see :func:`quantum_seconds`.
         refused: names of those that aren't to be asked.
     """

@@ -100,11 +100,7 @@ class Leases:
         return None
 
     def take_for_run(self, wants: Mapping[str, int], probe: Callable[[], Inventory], seconds: float | None) -> bool:
-        """Get the memory of a run's plan promised, see :meth:`take`; if others were promised too much meanwhile, it is to be planned again.
-
-        Args:
-            seconds: as for :meth:`expect`.
-        """
+        """Get the memory of a run's plan promised, see :meth:`take`; where others were promised too much meanwhile, plan again."""
         if (short := self.take(wants, probe)) is not None:
             rank_zero_info(f"autopar: planned again, as another run took the memory first: {words(short)}")
             return False

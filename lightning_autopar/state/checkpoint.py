@@ -8,6 +8,7 @@ files; its subclasses know what a rank's part is and how parts are joined. Knows
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+from torchmetrics import Metric
 
 from lightning_autopar._lightning import CheckpointIO, Strategy, TorchCheckpointIO
 from lightning_autopar._lightning_compat import bare_optimizer
@@ -108,7 +110,6 @@ def own_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
 
     Args:
         module: with absent tensors.
-        keep: whether this rank wants the result; the others get an empty dict.
     """
     state = module.state_dict()
     elsewhere = {
@@ -149,9 +150,6 @@ def _whole(tree: Any, keep: bool) -> Any:
 def without_shards(checkpoint: dict[str, Any], *, keep: bool) -> dict[str, Any]:
     """A checkpoint with whole tensors in the place of the shards that callbacks and hooks have put into it; a collective.
 
-    Args:
-        keep: whether this rank wants the result.
-
     Raises:
         ValueError: if the ranks have put different shards into it, so that nobody knows which belong together.
     """
@@ -187,33 +185,54 @@ def gathered(shard: Tensor, **options: Any) -> Tensor:
     return whole.to(shard.device)
 
 
+def spread_metrics(module: nn.Module, *, first: bool) -> None:
+    """Give all ranks rank 0's states of the metrics, which are no buffers, and the values to which these are reset; a collective."""
+    for metric in (child for child in module.modules() if isinstance(child, Metric)):
+        states = {name: getattr(metric, name) for name in metric._defaults}
+        kept: list[Any] = [tree_map_only(Tensor, Tensor.cpu, (states, metric._defaults)) if first else None]
+        dist.broadcast_object_list(kept, src=0)
+        if not first:
+            metric._defaults = kept[0][1]
+            for name, state in kept[0][0].items():
+                setattr(metric, name, state)
+
+
 def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Load a whole state dict into a module, sharded or not; each rank takes its part.
+    """Load a whole state dict into a module, sharded or in stages or neither; each rank takes its part, and reads no more of a mapped file.
 
     Raises:
         RuntimeError: as ``Module.load_state_dict`` does, on missing or unexpected keys or shapes that differ, where ``strict``.
     """
     current = module.state_dict()
-    parts = {
-        name: like(value, current[name]) if name in current and isinstance(value, Tensor) else value for name, value in state_dict.items()
-    }
-    module.load_state_dict(parts, strict=strict)
+
+    def part(name: str, value: Any) -> Any:
+        there = current.get(name)
+        if not isinstance(value, Tensor) or not isinstance(there, Tensor) or value.shape != there.shape:
+            return value  # load_state_dict reports it
+        return there if is_absent(there) else like(value, there)
+
+    module.load_state_dict({name: part(name, value) for name, value in state_dict.items()}, strict=strict)
 
 
-def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load an optimizer's plain state dict into one whose parameters may be sharded; one of another form, as it is."""
+def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, copies: bool = False) -> None:
+    """Load an optimizer's plain state dict into one whose parameters may be sharded, or absent; one of another form, as it is.
+
+    Args:
+        copies: whether tensors that are taken as they are, are copied, so that the file needn't stay.
+    """
     if not {"state", "param_groups"} <= set(state):  # Lightning's stand-in for none, or a user's own form
         optimizer.load_state_dict(dict(state))
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def part(parameter: Tensor, value: Tensor) -> Tensor:
+        cut = like(value, parameter) if value.shape == parameter.shape else value
+        return cut.clone() if copies and cut is value else cut
+
     parts = {
-        position: {
-            name: like(value, parameters[position]) if isinstance(value, Tensor) and value.shape == parameters[position].shape else value
-            for name, value in values.items()
-        }
-        if isinstance(values, Mapping) and position in range(len(parameters))
-        else values
+        position: tree_map_only(Tensor, partial(part, parameters[position]), values) if position in range(len(parameters)) else values
         for position, values in state["state"].items()
+        if position not in range(len(parameters)) or not is_absent(parameters[position])
     }
     optimizer.load_state_dict({**state, "state": parts})
 
@@ -240,6 +259,15 @@ class OneFile(Strategy):
     """Writes and reads one ordinary ``.ckpt``."""
 
     @property
+    def _module(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _scratch_folder(self) -> str:
+        return str(self._module.trainer.default_root_dir)
+
+    @property
     def restore_checkpoint_after_setup(self) -> bool:
         """True: restore after each rank has its part of the module, so that none reads more than that."""
         return True
@@ -261,3 +289,12 @@ class OneFile(Strategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Map the file, so that a rank reads only its part; a user's own CheckpointIO is used if there is one."""
         return read_checkpoint(self.checkpoint_io, self.broadcast(checkpoint_path), weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take this rank's part of the checkpoint's weights."""
+        load_whole_state_dict(self._module, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this rank's part of the checkpoint's optimizer states."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_whole_optimizer_state(optimizer, state, copies=True)

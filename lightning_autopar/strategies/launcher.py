@@ -110,8 +110,8 @@ class AutoLauncher(Launcher):
             ValueError: if the arguments can't be met.
         """
         assert trainer is not None
-        arguments = run_arguments(function, args, kwargs)
-        attach_data(trainer, arguments)
+        call = partial(function, **run_arguments(function, args, kwargs))
+        attach_data(trainer, call.keywords)
         for each in (trainer.datamodule, *trainer.callbacks, *trainer.loggers):  # type: ignore[attr-defined]  # set by connectors
             _root.check(each, type(each).__name__)  # for the module Lightning itself checks it
         peers = under_external_launcher(self._strategy)
@@ -124,8 +124,8 @@ class AutoLauncher(Launcher):
         ) as self._shown:
             try:
                 if peers is not None:
-                    return self._run_with_peers(peers, arguments, function, args, kwargs, trainer)
-                return self._run_alone(arguments, function, args, kwargs, trainer)
+                    return self._run_with_peers(peers, call, trainer)
+                return self._run_alone(call, trainer)
             except BaseException as error:
                 log.debug("what ended the run, with all frames", exc_info=True)
                 shown = users_part(error.__traceback__)
@@ -135,7 +135,7 @@ class AutoLauncher(Launcher):
             finally:
                 self._shown = RunDisplay(None, dict)  # so that the module and its trainer can be pickled again
 
-    def _run_alone(self, arguments: dict[str, Any], function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+    def _run_alone(self, call: partial[Any], trainer: Trainer) -> Any:
         """Decide and run, where no launcher has started several processes."""
         if (nodes := requested_nodes(trainer)) > 1:
             remedy = unknown_launcher() or f"start the script with torchrun --nnodes={nodes} or srun, or leave num_nodes at 1"
@@ -158,28 +158,19 @@ class AutoLauncher(Launcher):
         if finder is not None:
             trainer.callbacks = [each for each in present if each is not finder]  # type: ignore[attr-defined]
         try:
-            return self._run_found(finder, how, arguments, function, args, kwargs, trainer)
+            return self._run_found(finder, how, call, trainer)
         finally:
             if finder is not None:
                 trainer.callbacks = present  # type: ignore[attr-defined]
 
-    def _run_found(
-        self,
-        finder: Any,
-        how: SnapshotSettings | None,
-        arguments: dict[str, Any],
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        trainer: Trainer,
-    ) -> Any:
+    def _run_found(self, finder: Any, how: SnapshotSettings | None, call: partial[Any], trainer: Trainer) -> Any:
         """Decide and run, with the batch size that a ``BatchSizeFinder`` looks for, if there is one."""
         settings, leases = self._strategy.settings, self._strategy.leases
 
         def prospects() -> Prospect:
-            return find_prospect(trainer, settings, self._strategy.inventory(), arguments=arguments, elastic=how is not None)
+            return find_prospect(trainer, settings, self._strategy.inventory(), arguments=call.keywords, elastic=how is not None)
 
-        prospect = prospects() if finder is None else find_batch_size(finder, trainer, prospects, function, arguments)
+        prospect = prospects() if finder is None else find_batch_size(finder, trainer, prospects, call)
         if finder is not None and finder._early_exit:
             raise TunerExit
         waiting = Waiting(
@@ -191,7 +182,7 @@ class AutoLauncher(Launcher):
             shown=self._shown,
         )
         try:
-            return self._run(waiting.start(), how, function, args, kwargs, trainer)
+            return self._run(waiting.start(), how, call, trainer)
         finally:
             leases.release()
 
@@ -208,24 +199,22 @@ class AutoLauncher(Launcher):
             decision = decide_again(trainer, decision, inventory()[0], elastic=elastic, begun=False)
         return decision
 
-    def _run(
-        self, decision: Decision, how: SnapshotSettings | None, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
-    ) -> Any:
+    def _run(self, decision: Decision, how: SnapshotSettings | None, call: partial[Any], trainer: Trainer) -> Any:
         """Run the decision in the way that this process allows."""
         self._strategy.report, self._strategy.plan = decision.report, decision.run_plan.plan
         decision.announce()
         decision.keep()
         if how is not None:
-            return self._run_elastic(decision, how, function, args, kwargs, trainer)
+            return self._run_elastic(decision, how, call, trainer)
         first, reason = decision.run_plan.devices[0], unforkable()
         in_worker = reason is None and (first.in_doubt or needs_way_back(decision.run_plan, trainer))
         if not engines.of(decision.run_plan.plan).several and first.index is not None and not in_worker:
-            return self._run_here(decision, function, args, kwargs, trainer)
+            return self._run_here(decision, call, trainer)
         if reason is not None:
             peers = rerun_script(self._strategy, decision.run_plan.plan.world_size, reason)
             peers.tell(replace(decision, look=None))
-            return self._run_as_peer(decision, peers, function, args, kwargs, trainer)
-        return self._run_generation(decision, function, args, kwargs, trainer)
+            return self._run_as_peer(decision, peers, call, trainer)
+        return self._run_generation(decision, call, trainer)
 
     def _show(self, decision: Decision, progress: RunProgress) -> None:
         """From now on, show others on this host which plan runs and how far it is."""
@@ -243,7 +232,7 @@ class AutoLauncher(Launcher):
 
     # -- one device: this process ------------------------------------------------------------------------------------------------------
 
-    def _run_here(self, decision: Decision, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+    def _run_here(self, decision: Decision, call: partial[Any], trainer: Trainer) -> Any:
         run_plan = decision.run_plan
         engine = self._strategy.make_engine(run_plan, forked=False)
         device = run_plan.devices[0]
@@ -251,7 +240,7 @@ class AutoLauncher(Launcher):
             engine.gpu_limit = gpu_limit_for(run_plan, 0)
             self._show_at_batches(decision, engine, trainer)
             try:
-                value = self._function_with_hooks(engine, function, args, kwargs, trainer)
+                value = self._function_with_hooks(engine, call, trainer)
             except BaseException as error:
                 if hasattr(error, WHERE) and trainer.state.fn == TrainerFn.FITTING:
                     error.add_note(_HERE)
@@ -262,10 +251,10 @@ class AutoLauncher(Launcher):
         self._account()
         return value
 
-    def _function_with_hooks(self, engine: EngineMixin, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+    def _function_with_hooks(self, engine: EngineMixin, call: partial[Any], trainer: Trainer) -> Any:
         """Call the function; on an exception run the trainer's hooks while the engine is installed, so that Lightning doesn't."""
         try:
-            return function(*args, **kwargs)
+            return call()
         except BaseException as error:
             explain(engine, error)
             learn_shortage(self._strategy.report, error)
@@ -279,10 +268,10 @@ class AutoLauncher(Launcher):
 
     # -- several devices: workers ------------------------------------------------------------------------------------------------------
 
-    def _run_generation(self, decision: Decision, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer) -> Any:
+    def _run_generation(self, decision: Decision, call: partial[Any], trainer: Trainer) -> Any:
         footprint = decision.report.footprint
         with run_folder(footprint.parameter_bytes + footprint.optimizer_bytes) as folder:
-            job = make_job(decision.run_plan, trainer, function, args, kwargs, folder)
+            job = make_job(decision.run_plan, trainer, call, folder)
             smaller = SmallerPlans(self._strategy, decision, trainer, folder)
 
             def look() -> None:
@@ -302,13 +291,11 @@ class AutoLauncher(Launcher):
                 decision = found
                 self._strategy.report, self._strategy.plan = decision.report, decision.run_plan.plan
 
-    def _run_elastic(
-        self, decision: Decision, how: SnapshotSettings, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
-    ) -> Any:
+    def _run_elastic(self, decision: Decision, how: SnapshotSettings, call: partial[Any], trainer: Trainer) -> Any:
         for name in self._strategy.settings.allow:  # the run may move to any of them
             engines.named(name).before_fork(decision.run_plan.devices)
         import_module("lightning_autopar.state.snapshot")  # once, for all workers
-        run = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how, self._shown)
+        run = ElasticRun(self._strategy, trainer, decision, call, how, self._shown)
         try:
             return run.run(lambda outcome, job: self._take_back(outcome, job, trainer))
         finally:
@@ -350,9 +337,7 @@ class AutoLauncher(Launcher):
 
     # -- processes that somebody else started ------------------------------------------------------------------------------------------
 
-    def _run_with_peers(
-        self, peers: Peers, arguments: dict[str, Any], function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
-    ) -> Any:
+    def _run_with_peers(self, peers: Peers, call: partial[Any], trainer: Trainer) -> Any:
         decision = None
         how = leaving(trainer, peers, self._strategy.settings.batch)
         self._strategy.leases.ask_as(priority=self._strategy.settings.wait.rank, elastic=False)
@@ -362,7 +347,7 @@ class AutoLauncher(Launcher):
                     trainer,
                     self._strategy.settings,
                     peers.inventory(self._strategy),
-                    arguments=arguments,
+                    arguments=call.keywords,
                     world_size=peers.world_size,
                     elastic=how is not None,
                 ).decision()
@@ -377,48 +362,31 @@ class AutoLauncher(Launcher):
             decision = peers.hear()
         try:
             if not peers.are_reruns:
-                self._take_own_device(decision.run_plan, peers.rank)
-            return self._run_decided_with_peers(decision, peers, how, function, args, kwargs, trainer)
+                # Each process of a launcher takes a lease on its own device. Others then see the memory as this process's.
+                device = decision.run_plan.plan.devices[peers.rank]
+                needed = decision.run_plan.needed_bytes
+                short = self._strategy.leases.take({device: needed[device]} if device in needed else {}, self._strategy.devices_now)
+                if short is not None:
+                    rank_zero_warn(f"autopar: the launcher gave this run a device that isn't free: {words(short)}")
+            return self._run_decided_with_peers(decision, peers, how, call, trainer)
         finally:
             self._strategy.leases.release()
 
-    def _take_own_device(self, run_plan: RunPlan, rank: int) -> None:
-        """Each process of a launcher takes a lease on its own device, whose memory others then see as this process's."""
-        device = run_plan.plan.devices[rank]
-        needed = run_plan.needed_bytes
-        short = self._strategy.leases.take({device: needed[device]} if device in needed else {}, self._strategy.devices_now)
-        if short is not None:
-            rank_zero_warn(f"autopar: the launcher gave this run a device that isn't free: {words(short)}")
-
     def _run_decided_with_peers(
-        self,
-        decision: Decision,
-        peers: Peers,
-        how: SnapshotSettings | None,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        trainer: Trainer,
+        self, decision: Decision, peers: Peers, how: SnapshotSettings | None, call: partial[Any], trainer: Trainer
     ) -> Any:
         self._strategy.report, self._strategy.plan = decision.report, decision.run_plan.plan
         if how is None:
-            return self._run_as_peer(decision, peers, function, args, kwargs, trainer)
-        alone = ElasticRun(self._strategy, trainer, decision, function, args, kwargs, how, self._shown)
-        run = RestartableRun(peers, how, alone, function, args, kwargs, trainer)
+            return self._run_as_peer(decision, peers, call, trainer)
+        alone = ElasticRun(self._strategy, trainer, decision, call, how, self._shown)
+        run = RestartableRun(peers, how, alone, call, trainer)
         run.find()
         from_snapshot = run.snapshot is not None or decision.run_plan.from_snapshot
         run_plan = replace(decision.run_plan, from_snapshot=from_snapshot, elastic=True)
-        return self._run_as_peer(replace(decision, run_plan=run_plan), peers, function, args, kwargs, trainer, run)
+        return self._run_as_peer(replace(decision, run_plan=run_plan), peers, call, trainer, run)
 
     def _run_as_peer(
-        self,
-        decision: Decision,
-        peers: Peers,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        trainer: Trainer,
-        run: RestartableRun | None = None,
+        self, decision: Decision, peers: Peers, call: partial[Any], trainer: Trainer, run: RestartableRun | None = None
     ) -> Any:
         run_plan = decision.run_plan
         engine = self._strategy.make_engine(run_plan, forked=False)
@@ -433,8 +401,8 @@ class AutoLauncher(Launcher):
             engine.gpu_limit = gpu_limit_for(run_plan, peers.rank)
             self._show_at_batches(decision, engine, trainer)
             try:
-                with nullcontext((args, kwargs)) if run is None else run.going_on() as (args, kwargs):
-                    value = self._function_with_hooks(engine, function, args, kwargs, trainer)
+                with nullcontext(call) if run is None else run.going_on() as call:
+                    value = self._function_with_hooks(engine, call, trainer)
                 engine.release()
             except BaseException as error:
                 if hasattr(error, WHERE) and not peers.are_reruns:

@@ -51,7 +51,6 @@ class Group:
     """The links that a collective between some devices uses.
 
     Args:
-        size: how many ranks.
         nodes: on how many nodes.
         most: on one node at most.
         intra: bytes per second that a rank reaches on its node, infinite where each is alone there; those of an all-reduce in ``reducing``.
@@ -221,11 +220,7 @@ def known_model(device: Device) -> catalogue.KnownDevice | None:
 
 
 def collective_seconds(collective: Collective, size_bytes: int, group: Group) -> float:
-    """Seconds of one collective, from the moment when the last rank starts it.
-
-    Args:
-        size_bytes: of the whole result of an all_gather, the whole input of a reduce_scatter, the tensor of the others.
-    """
+    """Seconds of one collective, from the moment when the last rank starts it."""
     if group.size < 2:
         return 0.0
     if group.on_cpu:

@@ -101,7 +101,6 @@ def kernel_seconds(model: KnownDevice, work: Work) -> float:
     """Seconds of one run of an operation on a GPU that nobody else uses, after it is issued.
 
     Args:
-        model: its row in the catalogue.
         work: the operation; ``count`` isn't read.
     """
     if work.kind == "matmul":

@@ -77,11 +77,7 @@ class Curve:
         return float(seconds[index - 1] * (seconds[index] / seconds[index - 1]) ** part)
 
     def line(self, size: float) -> float:
-        """As :meth:`at`; beyond the largest size along the line through the last two points, which needn't begin at zero.
-
-        Args:
-            size: see :meth:`at`.
-        """
+        """As :meth:`at`; beyond the largest size along the line through the last two points, which needn't begin at zero."""
         if size <= self.sizes[-1] or len(self.sizes) == 1:
             return self.at(size)
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2])

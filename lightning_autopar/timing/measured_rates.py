@@ -96,7 +96,6 @@ class MeasuredRates(Rates):
     """Measured rates; where nothing was measured, other rates.
 
     Args:
-        calibration: what was measured.
         otherwise: the rates for what wasn't.
     """
 

@@ -26,8 +26,6 @@ class Links:
     Args:
         shards: the ranks that hold one copy of the model together.
         copies: the ranks that hold the same part of it.
-        inventory: whose links count.
-        rates: of single collectives.
     """
 
     shards: Sequence[Device]

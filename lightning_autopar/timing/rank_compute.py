@@ -32,10 +32,8 @@ class RankWork:
     """One rank's own work in a step; a list has an entry for each layer of the layout.
 
     Args:
-        device: on which.
         parts: in how many parts its batch runs, one after the other.
         forward: seconds of a part's forwards on the device; ``backward`` and ``again`` (a second forward) likewise.
-        update: of the optimizer.
         copied: of the batch to the device.
         issued: what the host needs to issue forwards and backwards, while the device works; 0 for a CPU device, which does both.
         issued_update: the same of the update.
@@ -113,7 +111,6 @@ def work_of(
     """What a rank does in a step.
 
     Args:
-        plan: what is recomputed.
         share: of the batch that it gets, all its parts together.
         held: its part of the optimizer's work.
         updates: whether the device does the update.

@@ -72,7 +72,6 @@ class Step:
 
     Args:
         footprint: of the whole batch.
-        precision: Lightning's name.
 
     Attributes:
         plain_update: by how much the optimizer's loop of operations in host memory is slower than one pass.

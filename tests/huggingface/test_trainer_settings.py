@@ -15,9 +15,8 @@ import torch
 
 from lightning_autopar.huggingface.last_batches import shared_out, weighed
 from lightning_autopar.huggingface.relaunch import command_of, environment_of
-from lightning_autopar.huggingface.settings import VARIABLE, Batch, Settings, handed_over
+from lightning_autopar.huggingface.settings import VARIABLE, Batch, Settings, handed_over, told_by, watch_arguments
 from lightning_autopar.huggingface.train_calls import _check
-from lightning_autopar.huggingface.training_arguments import told_by, watch_arguments
 from lightning_autopar.plans import Plan
 
 _TWO = ("cuda:0", "cuda:1")

@@ -115,7 +115,6 @@ class Order:
 
     Args:
         batches: the user's batch sampler, or the sampler whose indices are loaded one by one.
-        world_size: how many ranks share the batches.
         split: how each batch of indices is dealt out to the ranks; None: every rank gets it whole.
         whole: rank r gets the whole batches r, r + world_size, …; in the last round, ranks without one repeat the last batch.
         batched: whether what ``batches`` gives is a batch of indices, rather than one index.

@@ -208,8 +208,6 @@ class _Cutter:
         of: how many samples it has.
         listed: sequences that are known to hold an entry a sample.
         ambiguous: sequences that may do so, and whose entries were cut.
-        cuts: how much was cut so far.
-        collates: as for :func:`take_rows`.
     """
 
     batch: Any

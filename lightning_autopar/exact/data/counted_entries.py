@@ -246,11 +246,6 @@ def _together(path: Path, tensor: Tensor, compared: Collection[Compared]) -> lis
 def absent(batch: Any, samples: int, ignored: Collection[int], compared: Collection[Compared] = ()) -> list[tuple[Count, ...]]:
     """What a loss may be a mean over once a batch has entries that don't count, as all of them count in this one: for each kind of entry
     the counts that leave it out; likelier kinds first.
-
-    Args:
-        batch: on the host.
-        ignored: values of entries that may not count.
-        compared: as for :func:`candidates`.
     """
     all_count = (counts for counts in _comparisons(batch, samples, compared) if not counts[0].leaves_out(batch))
     found: list[tuple[int, tuple[Count, ...]]] = [(-1, counts) for counts in all_count]

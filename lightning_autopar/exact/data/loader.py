@@ -62,7 +62,6 @@ class ExactLoader(DataLoader[Any]):
 
     Args:
         loader: the user's loader; any iterable of batches will do.
-        world_size: how many ranks share a batch.
         dealing: which of a batch's samples each rank gets; by default one in turn: rank r has the samples ``[r::world_size]``.
         whole_batches: for prediction: rank r gets the whole batches r, r + world_size, … In the last round, ranks without one are given
             the last batch again, with a share of no rows.

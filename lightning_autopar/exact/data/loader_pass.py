@@ -212,12 +212,6 @@ class LoaderPass(Iterator[Any]):
             self._outside = {name: value for name, value in self._before.items() if name in self._stream}
             rng.restore(self._stream, {})
 
-    def _leave_stream(self) -> None:
-        if self._outside is not None:
-            self._stream = rng.capture({}, cuda=False)
-            rng.restore(self._outside, {})
-            self._outside = None
-
     def __next__(self) -> Any:
         loader = self._loader
         if loader._resume is not None and (self._inner is None or self._track.handed == self._skipped):
@@ -282,7 +276,10 @@ class LoaderPass(Iterator[Any]):
         try:
             got = alone(next, inner)
         finally:
-            self._leave_stream()
+            if self._outside is not None:
+                self._stream = rng.capture({}, cuda=False)
+                rng.restore(self._outside, {})
+                self._outside = None
         rows: int | None = None
         if loader._source == "iterable":
             got = CollateRows(None, *loader._cutting())(got)

@@ -357,7 +357,6 @@ class LongerBatches:
     """Looks at each batch of a rank.
 
     Args:
-        lengths: what the plan counts with.
         most: the largest size of a sample in it.
     """
 

@@ -112,7 +112,6 @@ class BatchShare:
         rows: how many samples of the global batch are its own.
         of: how many samples the global batch has.
         rank: the holder's number in the dealing: this rank, or a part of its samples.
-        world_size: how many ranks share the batch.
         dealing: who gets which sample; if None, the ranks in turn.
         parts: the parts that its samples run in one after the other, where the loader has made them.
         by: what the loss is a mean over: ``"mean"``: samples; a key of ``tallies``: entries that count; ``"sum"``: nothing, as it is a sum.

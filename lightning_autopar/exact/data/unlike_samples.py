@@ -59,7 +59,6 @@ def unlike(
     Args:
         samples: that may be taken.
         first: those of the first batch.
-        size: samples in a batch.
         seconds: how long that may take.
 
     Returns:

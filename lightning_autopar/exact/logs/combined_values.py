@@ -162,11 +162,7 @@ class Combiner:
         return found
 
     def fold(self, parts: Sequence[Sequence[Entry]], *, last: Collection[str] = ()) -> list[Entry]:
-        """Combine what parts logged one after the other into one log.
-
-        Args:
-            last: as for :meth:`combine`.
-        """
+        """Combine what parts logged one after the other into one log."""
         if len(parts) == 1:
             return list(parts[0])
         if all([entry.key for entry in part] == [entry.key for entry in parts[0]] for part in parts):

@@ -70,7 +70,6 @@ class _Agreement:
     """Who logs what.
 
     Args:
-        blocks: all entries.
         same: whether all ranks log the same, in one order.
         twins: pairs of (rank, column) that must have one value: those of a replica's first rank and of another one's.
     """

@@ -390,8 +390,6 @@ def why_whole(batch: Any, samples: int | None = None, *, several: bool = False, 
     Args:
         batch: the first batch, as the user's step gets it.
         samples: of how many its loader made it, where that is known.
-        several: as for :func:`take_part`.
-        collates: as for :func:`take_part`.
     """
     try:
         take_part(batch, 0, 2, samples, several=several, collates=collates)

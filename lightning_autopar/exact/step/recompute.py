@@ -20,9 +20,6 @@ def recomputed(module: nn.Module, fqns: Sequence[str]) -> Iterator[None]:
     state, so that dropout draws the same mask twice. Buffers that a forward changes (BatchNorm's running statistics) change once, and the
     second forward finds them as the first one did, whatever ran in between, such as other micro-batches of a pipeline.
 
-    Args:
-        fqns: names of blocks in it.
-
     Raises:
         ValueError: if there is no block of a name.
     """

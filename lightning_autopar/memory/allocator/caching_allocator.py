@@ -145,7 +145,6 @@ class OutOfDeviceMemory(Exception):
     Args:
         requested_bytes: rounded size of what was asked for.
         reserved_bytes: held then, after everything that could be was given back.
-        limit_bytes: the most that may be held.
     """
 
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
@@ -168,8 +167,6 @@ class CachingAllocator:
     Attributes:
         reserved_bytes: held from the device, as ``torch.cuda.memory_reserved`` counts it.
         allocated_bytes: of these handed out, rounded, as ``torch.cuda.memory_allocated`` counts it.
-        peak_reserved_bytes: the most that was reserved.
-        peak_allocated_bytes: the most that was allocated.
         retries: how often all unused segments had to be released to go on, as ``num_alloc_retries`` counts it.
         released: how many segments were given back to the device, and ranges of expandable ones.
         fullest: bytes by category when most was allocated by orders, as torch counts them.

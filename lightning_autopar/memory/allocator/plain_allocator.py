@@ -208,7 +208,8 @@ class PlainAllocator:
         else:
             segment = (size + _LARGE_ROUNDING - 1) & -_LARGE_ROUNDING
         if self._reserved + segment > self._limit:
-            unused = self._unused()
+            caches = (*self._large.values(), *self._small.values())
+            unused = [block for _, blocks in caches for block in blocks.values() if block[_PREV] is None and block[_NEXT] is None]
             reserved = self._reserved - sum(block[_SIZE] for block in unused)
             if reserved + segment > self._limit:  # nothing is given back, so that it can go on without a limit
                 assert self.limit_bytes is not None, "without a limit there is always room"
@@ -220,11 +221,6 @@ class PlainAllocator:
         self._reserved += segment
         self._peak_reserved = max(self._peak_reserved, self._reserved)
         return block
-
-    def _unused(self) -> list[list[Any]]:
-        """The free blocks that are whole segments."""
-        caches = (*self._large.values(), *self._small.values())
-        return [block for _, blocks in caches for block in blocks.values() if block[_PREV] is None and block[_NEXT] is None]
 
     def _release(self, unused: Iterable[list[Any]]) -> None:
         for block in unused:

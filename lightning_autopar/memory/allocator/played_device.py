@@ -20,9 +20,7 @@ class PlayedDevice:
     """The things that a device holds, each under a key of the caller's.
 
     Attributes:
-        allocator: as given.
         held: the number of each thing's allocation, by key, in order; 0 if it takes no bytes. Without things that go together.
-        numbers: counts allocations.
         orders: orders that the allocator hasn't got yet (:meth:`~CachingAllocator.play`).
         labels: the categories of these orders.
         goes_on: whether to go on without a limit, asked where there is no room for the first time.

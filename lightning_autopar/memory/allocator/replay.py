@@ -33,7 +33,6 @@ class Replayed:
 
     Args:
         allocated_peak_bytes: the most that was allocated, rounded as torch counts it; where it doesn't fit, up to then.
-        reserved_peak_bytes: the most that was reserved.
         by_category: of the allocated peak.
         fits: whether the steps went through under the limit.
         released: how many segments the last step that was played gave back to the driver, to go on; every step after it does so.
@@ -66,9 +65,7 @@ def played(
     """Play a rank's start and its steps on the modelled allocator: sixteen, or until they are alike.
 
     Args:
-        make_player: makes the rank's player on the given device.
         limit_bytes: the most that may be reserved; None: no limit.
-        options: the allocator's settings; torch's defaults unless given.
         workspaces: the bytes that libraries take from the allocator outside of the tape: in forward's thread, then in backward's.
         first_look: whether a few steps will do.
         beyond: of a first look, whether to go on without the limit where it is met, and nothing was given back before.

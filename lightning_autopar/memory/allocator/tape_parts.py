@@ -34,7 +34,6 @@ class TapePart:
     Args:
         mark: the action of the mark before it.
         index: of the block, or of the outer part, as the tape numbers them.
-        changes: in order.
         inputs: storages that enter the block, of a ``"forward"``.
         outputs: storages that leave it.
         unused: those that leave it and that nothing uses afterwards.

@@ -72,9 +72,6 @@ def attention(
         key: (batch, key heads, key length, width).
         value: (batch, key heads, key length, value width).
         attn_mask: boolean, or to be added; broadcast to (batch, heads, length, key length).
-        dropout_p: of the weights.
-        is_causal: whether a query sees earlier keys only.
-        scale: of the scores.
         enable_gqa: whether a key's head may serve several heads of the query.
     """
     kernel = _choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, cudnn_head)
@@ -286,11 +283,9 @@ def reserve_bytes(positions: int, hidden: int, layers: int, directions: int, mod
     Args:
         positions: batch times steps; for packed sequences the sum of their lengths.
         hidden: width of the state.
-        layers: stacked layers.
         directions: 2 for bidirectional ones.
         mode: cuDNN's number of the kind of layer.
         element_bytes: of an element of the input.
-        dropout: between layers.
     """
     bits = (layers - 1) * positions * hidden * directions if dropout else 0
     return (layers * _KEPT[mode] + layers - 1) * positions * hidden * directions * element_bytes + bits // 8

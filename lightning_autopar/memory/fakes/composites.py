@@ -63,14 +63,8 @@ def attention_unfused(
 
     Args:
         query: as for ``torch.nn.functional.scaled_dot_product_attention``; the same for all other arguments of that name.
-        key: likewise.
-        value: likewise.
         attn_mask: added in place to the scores.
-        dropout_p: of the weights.
-        is_causal: whether a query sees earlier keys only.
         dropout_mask: which weights stay, instead of a draw; for tests of kernels.
-        scale: of the scores.
-        enable_gqa: whether a key's head may serve several heads of the query.
 
     Returns:
         The output and the weights.
@@ -106,7 +100,6 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
     Args:
         mask: of any dtype.
-        dtype: of the scores.
     """
     if mask is None or mask.dtype is not torch.bool:
         return mask

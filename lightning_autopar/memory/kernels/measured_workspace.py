@@ -103,7 +103,6 @@ def _scratch(function: Any, args: tuple[Any, ...], batched: Sequence[int], opera
     """A convolution's temporaries.
 
     Args:
-        args: its arguments, fake or real.
         batched: which of them have a row a sample.
         operations_a_row: multiply-adds of one sample.
     """

@@ -71,7 +71,6 @@ class RunRecord:
         shape: :func:`plan_shape` of its plan.
         title: that plan's title.
         devices: what each rank's device was: :func:`device_name`.
-        ranks: one for each.
         day: when, as "2026-11-21".
         short: whether memory ran out: then the run needs more than was measured.
     """
@@ -145,8 +144,6 @@ def make_shortage(
     """The record of a run whose memory ran out; None where no rank had as much as was predicted, so that the prediction wasn't wrong.
 
     Args:
-        devices: each rank's :func:`device_name`.
-        held: each rank's uncorrected prediction.
         lacked: for each rank, the bytes of its device that weren't enough; None where it didn't run out of memory.
     """
     if any(not predicted.allocated or predicted.occasion != "step" for predicted in held):

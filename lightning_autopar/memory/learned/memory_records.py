@@ -87,8 +87,6 @@ def load_residuals(module: torch.nn.Module, precision: str, inventory: Inventory
     """What is known of a module at this precision and with these versions, on such devices.
 
     Args:
-        module: as it is before a run, whole.
-        precision: Lightning's name of it.
         inventory: the devices that records are looked up for.
         rates: those that predict steps; see :class:`lightning_autopar.memory.learned.step_times.StepTimes`.
     """

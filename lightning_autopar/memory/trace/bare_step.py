@@ -334,8 +334,6 @@ class BareStep:
         """One step of training: forward, backward, and the optimizer if it is the last one of an accumulation.
 
         Args:
-            batch: the batch, as the step gets it.
-            batch_idx: its index.
             first: the first of an accumulation: gradients are reset, after forward, as in Lightning's closure.
             last: the last one: the optimizer steps.
         """
@@ -500,9 +498,7 @@ def announced(
     """While open, ``enter`` is called for each backward pass and each optimizer's step, also those that the user starts.
 
     Args:
-        optimizers: those to watch.
         automatic: whether the optimizer follows backward; if not, the user's step decides what follows.
-        enter: gets the phase's name.
         nested: gets the name of a function whose backward runs another backward pass, from which parameters get gradients.
     """
     original = torch.autograd.backward

@@ -48,7 +48,6 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
     Args:
         module: the traced copy.
         tracker: with the tape of the step.
-        batches: how many batches the step took.
         updates: how many of them were followed by the optimizers' steps: 1 under accumulation.
     """
     tape = tracker.tape

@@ -6,23 +6,13 @@ It reads a report, and must not know how a prediction was made. Its bars are the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from lightning_autopar.report.page.drawing import Figure, Row, axis
-from lightning_autopar.report.page.markup import Html, element, figures, rect, share
+from lightning_autopar.report.page.markup import Figure, Html, Row, axis, element, figures, rect, share
 from lightning_autopar.report.page.style import CATEGORIES, color_class
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.report.table import Bar, bars_of, by_category, by_layer
 from lightning_autopar.text import format_bytes
-
-
-def by_color(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The categories with a colour of their own, and the others together. A negative correction is subtracted from the activations."""
-    found = {category: sizes.get(category, 0) for category in CATEGORIES}
-    other = sum(size for name, size in sizes.items() if name not in CATEGORIES)
-    if other < 0:
-        found["activations"], other = max(0, found["activations"] + other), 0
-    return {**found, "other": other}
 
 
 def unit_of(most_bytes: int) -> tuple[int, str]:
@@ -42,7 +32,6 @@ def memory_section(report: Report, candidate: Candidate) -> Html:
     """Bars by device, and the figures.
 
     Args:
-        report: has the candidate's devices.
         candidate: one with a prediction.
     """
     return element(
@@ -53,12 +42,7 @@ def memory_section(report: Report, candidate: Candidate) -> Html:
 
 
 def memory_figure(report: Report, candidate: Candidate) -> Figure:
-    """A bar for each device by category, against what may be used.
-
-    Args:
-        report: has the candidate's devices.
-        candidate: one with a prediction.
-    """
+    """A bar for each device by category, against what may be used."""
     bars = bars_of(report, candidate, most=_MOST_BARS)
     shown, there = sum(len(bar.devices) for bar in bars), len(candidate.plan.devices)
     few = f" {shown} of {there} devices, the fullest." if shown < there else ""
@@ -91,7 +75,11 @@ def _used(bars: Sequence[Bar], most: int) -> list[str]:
 
 def _parts(bar: Bar) -> dict[str, int]:
     """Bytes by colour, and the margin beyond the prediction."""
-    parts = by_color(bar.sizes)
+    found = {category: bar.sizes.get(category, 0) for category in CATEGORIES}
+    other = sum(size for name, size in bar.sizes.items() if name not in CATEGORIES)
+    if other < 0:
+        found["activations"], other = max(0, found["activations"] + other), 0
+    parts = {**found, "other": other}
     return {**parts, "allowed": max(0, bar.need - sum(parts.values()))}
 
 

@@ -15,8 +15,7 @@ from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
-from lightning_autopar.report.page.drawing import Figure, Row, axis
-from lightning_autopar.report.page.markup import Html, element, figures, percent, rect, share, text
+from lightning_autopar.report.page.markup import Figure, Html, Row, axis, element, figures, percent, rect, share, text
 from lightning_autopar.report.page.style import color_class
 from lightning_autopar.report.report import Candidate, Report
 from lightning_autopar.report.table import by_part
@@ -35,9 +34,7 @@ class Span:
     """Something that a rank does, with its begin and end.
 
     Args:
-        rank: of the plan's.
         start_seconds: since the step began.
-        end_seconds: likewise.
         label: of which block or stage.
         lane: a GPU computes and communicates at once, on two lanes; all work of a rank's cores is on the first.
     """
@@ -124,11 +121,7 @@ def step_section(report: Report, candidate: Candidate) -> Html:
 
 
 def step_figure(report: Report, candidate: Candidate) -> Figure:
-    """A row for each rank, equal ranks as one.
-
-    Args:
-        candidate: one with a prediction of its time.
-    """
+    """A row for each rank, equal ranks as one."""
     plan = candidate.plan
     limit = max(_MOST_RANKS, min(0 if engines.of(plan).splits else plan.devices_per_replica, _MOST_STAGES))
     spans = timeline(report.footprint, plan, report.inventory, precision=report.precision, rates=report.rates, ranks=limit)

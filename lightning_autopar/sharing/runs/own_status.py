@@ -162,8 +162,6 @@ def showing(
     """While open, this process's run is shown on its host, as one that plans.
 
     Args:
-        leased: what the run was promised by now, by device id.
-        expect: see :class:`RunDisplay`.
         silent: whether another process shows it.
         external: whether torchrun or Slurm started its processes.
     """

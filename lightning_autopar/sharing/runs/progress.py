@@ -52,11 +52,7 @@ class Note:
 
 
 class RunProgress:
-    """How far a run has come.
-
-    Args:
-        world_size: how many processes train.
-    """
+    """How far a run has come."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size

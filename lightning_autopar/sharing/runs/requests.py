@@ -147,9 +147,6 @@ def yield_run(run: str | int, device: str | None = None, *, wait_seconds: float 
 def find(text: str) -> tuple[Path, RunStatus]:
     """Find the folder and the status of the meant run of this user.
 
-    Args:
-        text: its id, a beginning of it that no other run's id has, or a pid: of the script or of one of its workers.
-
     Raises:
         ValueError: if it isn't known which run is meant, it is another user's, or it has ended.
     """

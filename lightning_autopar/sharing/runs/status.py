@@ -60,9 +60,6 @@ class RunStatus:
     Args:
         run_id: its name on this host, such as ``"train-gpt-3f2a"``.
         pid: the script's process, as its namespace counts.
-        user: whose it is.
-        script: the script's path.
-        state: what it does now.
         plan: what runs, in words.
         devices: ids of the devices that it holds.
         leased_bytes: for each of them, what it was promised.

@@ -112,7 +112,6 @@ class Children:
         """Start a process.
 
         Args:
-            env: all its variables.
             out: a descriptor for its standard output.
             err: and for its standard error.
 

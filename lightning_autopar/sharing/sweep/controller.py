@@ -19,9 +19,8 @@ from lightning_autopar.sharing.runs.requests import runs as runs_of_user
 from lightning_autopar.sharing.runs.status import RunStatus
 from lightning_autopar.sharing.sweep.child_processes import Child, Children, Signals, wait
 from lightning_autopar.sharing.sweep.dry_runs import DryRunResult, last_words
-from lightning_autopar.sharing.sweep.folder import SweepFolder
 from lightning_autopar.sharing.sweep.jobs import Job, Placed, RunOption, Schedule, SweepDevice, devices_of, options_of, scaled
-from lightning_autopar.sharing.sweep.runs_file import ListedRun, ListedSweep
+from lightning_autopar.sharing.sweep.runs_file import ListedRun, ListedSweep, SweepFolder
 from lightning_autopar.sharing.sweep.scheduler import schedule
 
 RunWord = Literal["waiting", "running", "done", "done before", "failed", "stopped"]
@@ -44,7 +43,6 @@ class SweepRun:
     """One run, from the list to its end.
 
     Args:
-        listed: as it was asked for.
         ways: how it may run, by prediction.
         known: whether its length is predicted, rather than taken to be that of the longest.
         plan: what runs or ran, in words.
@@ -52,9 +50,7 @@ class SweepRun:
         predicted_seconds: when it was started, corrected by what other runs took.
         seconds: measured; of the last attempt.
         began: in the sweep's seconds, the last attempt.
-        attempts: so far.
         exit_code: of the last attempt, None before its end.
-        status: what it shows of itself.
     """
 
     listed: ListedRun
@@ -101,7 +97,6 @@ def prospects(sweep: ListedSweep, looked: Mapping[str, DryRunResult], folder: Sw
     """The sweep's runs with the ways that were found for them, and the devices.
 
     Args:
-        sweep: as it is asked for.
         looked: what was found of each run that isn't done.
     """
     reports = {name: each.report for name, each in looked.items() if each.report is not None}
@@ -162,7 +157,6 @@ class Controller:
     """One sweep at work.
 
     Args:
-        sweep: as it is asked for.
         runs: of :func:`prospects`.
         children: which the runs are to be among.
         show: is told of each change, and every second.

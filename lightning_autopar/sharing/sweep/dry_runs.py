@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autopar.sharing.sweep.child_processes import Child, Children, Signals, wait
-from lightning_autopar.sharing.sweep.folder import SweepFolder
-from lightning_autopar.sharing.sweep.runs_file import ListedRun
+from lightning_autopar.sharing.sweep.runs_file import ListedRun, SweepFolder
 
 _FITS, _NOTHING_FITS = 0, 1
 
@@ -55,7 +54,6 @@ def look_at(
     Args:
         devices: as ``--devices`` takes them.
         children: which the processes are to be among.
-        at_once: so many at a time.
         show: is told how far it is.
 
     Raises:

@@ -33,7 +33,6 @@ class Listing:
 
     Args:
         jobs: with their ways; those that fit on no device are left out of each job.
-        busy_seconds: until when devices are taken, by id.
 
     Raises:
         ValueError: if a job has no way that fits on the devices.
@@ -152,7 +151,6 @@ def schedule(jobs: Sequence[Job], devices: Sequence[SweepDevice], busy_seconds: 
     """The list that ends soonest. Jobs of a higher priority stand before all others; the rest is free.
 
     Args:
-        jobs: to be run, each once.
         devices: to run on, one job at a time each: two that share a device take as long as one after the other, and memory besides.
         busy_seconds: for how long devices are taken by what runs already, by id.
 

@@ -109,14 +109,14 @@ class Survey:
                 self._pending.append(self._know(target, path))
         while self._pending:
             number = self._pending.popleft()
-            for part, value in self._parts(number).items():
+            for part, value in self.parts(number).items():
                 self._before[number, part] = self._digest(number, part, value, discover=True)
 
     def begin(self) -> None:
         """In a process forked later: from now on, changes to what functions reach count; workers share the parent's earlier ones."""
         assert self.first_reached is not None, "the survey is complete"
         for number in range(self.first_reached, len(self._targets)):
-            for part, value in self._parts(number).items():
+            for part, value in self.parts(number).items():
                 self._before[number, part] = self._digest(number, part, value)
 
     def _signature(self, first: int) -> bytes:
@@ -191,7 +191,7 @@ class Survey:
         """The parts in which there are shards now, each with these in order; names as in :meth:`changes`."""
         found: dict[Part, list[Tensor]] = {}
         for number in self.numbers():
-            for part, value in self._parts(number).items():
+            for part, value in self.parts(number).items():
                 if type(value) in ATOMS:
                     continue
                 finder = ShardFinder(self, names)
@@ -217,8 +217,6 @@ class Survey:
         """The parts that differ now, each with its value and a digest; and those that no longer exist.
 
         Args:
-            names: as in :meth:`changes`.
-            under: as in :meth:`changes`.
             reached: whether to look at what functions reach, besides ``under``.
             skip: which parts aren't looked at.
             lazy: give None for the digest of a part that obviously differs, and count parts as different that are too large to be searched.
@@ -227,7 +225,7 @@ class Survey:
         seen: set[Part] = set()
         looked_at = [number for number in range(len(self._targets)) if under is None or self._is_under(number, under, reached)]
         for number in looked_at:
-            for part, value in self._parts(number).items():
+            for part, value in self.parts(number).items():
                 seen.add((number, part))
                 if skip is not None and skip(number, part):
                     continue
@@ -262,16 +260,11 @@ class Survey:
         """Whether there was this part before."""
         return (number, part) in self._before
 
-    def parts(self, number: int) -> dict[str, Any]:
-        """What can change in an object, as it is now."""
-        return self._parts(number)
-
     def digest(self, owner: Any, part: str, value: Any, names: Mapping[int, Any]) -> Any:
         """A value that is equal if the part is, in all processes forked from the survey's; None for a part that can't be searched.
 
         Args:
             owner: the part's object: its number, or anything else for one that isn't in the survey.
-            names: as in :meth:`changes`.
         """
         if isinstance(owner, int):
             found = self._digest(owner, part, value, names=names)
@@ -304,8 +297,8 @@ class Survey:
         """A part's name in warnings."""
         return f"{self._paths[number]}.{part}" if part != ITEMS else self._paths[number]
 
-    def _parts(self, number: int) -> dict[str, Any]:
-        """The parts of an object that can change, by attribute; empty for one that only has a number."""
+    def parts(self, number: int) -> dict[str, Any]:
+        """The parts of an object that can change, as they are now, by attribute; empty for one that only has a number."""
         target = self._targets[number]
         if not self._paths[number]:
             return {}

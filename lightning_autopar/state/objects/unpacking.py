@@ -28,8 +28,6 @@ class Unpacking:
 
     Args:
         data: of :func:`.packing.pack`.
-        survey: of before the fork.
-        resolve: the object that a name stands for.
         instead: objects that stand here for those of some numbers.
         device: where tensors go that lay on the other process's accelerator.
         keep: storages that nothing may be written into, by ``_cdata``.

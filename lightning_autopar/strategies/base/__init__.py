@@ -4,12 +4,11 @@ Modules, in reading order:
 
     engine_mixin        EngineMixin: what every engine adds to Lightning's strategy
     split_mixin         SplitMixin: ranks with parts of a batch, or with a shared network
-    run_plan            RunPlan: all that a worker is told
+    run_plan            RunPlan: all that a worker is told; how a run came from plan to plan
     strategy_protocol   what those that run a plan need of AutoParallelStrategy
     rank_measurement    seconds and bytes that a rank really used
     out_of_memory/      how much a rank may take, and what becomes of a batch for which it isn't enough
     resume              goes on exactly where a checkpoint was saved
-    plan_changes        how a run came from plan to plan
     worker_exception    a worker's exception on its way to the parent
     users_traceback     the user's part of a traceback
     host_optimizers     the user's optimizer on host memory

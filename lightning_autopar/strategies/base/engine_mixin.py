@@ -51,11 +51,10 @@ from lightning_autopar.strategies.base.out_of_memory.gpu_limit import GpuLimit
 from lightning_autopar.strategies.base.out_of_memory.predictions import Predictions
 from lightning_autopar.strategies.base.out_of_memory.rerun import Reruns
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, OPTIMIZER, RunningStep
-from lightning_autopar.strategies.base.plan_changes import PlanChanges
 from lightning_autopar.strategies.base.process_group import all_alike, everyones, hidden_from_users, stopped_together
 from lightning_autopar.strategies.base.rank_measurement import Meter
 from lightning_autopar.strategies.base.resume import ResumedStrategy
-from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.base.run_plan import PlanChanges, RunPlan
 from lightning_autopar.strategies.base.trainer_loaders import Dropped, exact_loader
 
 
@@ -113,6 +112,9 @@ class EngineMixin(ResumedStrategy):
         #: Called when a batch begins, of whatever loop, before anything is done with it; who raises there ends the run between two batches.
         self.at_batch = Calls()
 
+    def _configure_launcher(self) -> None:
+        """The processes exist already."""
+
     # -- who and how many --------------------------------------------------------------------------------------------------------------
 
     @property
@@ -132,8 +134,7 @@ class EngineMixin(ResumedStrategy):
 
     def prepare(self) -> None:
         """Do what needs neither the module's state nor the user's code: the process group, the device's context."""
-        assert self.lightning_module is not None
-        super().connect(self.lightning_module)  # the run's own call tells the loggers
+        super().connect(self._module)  # the run's own call tells the loggers
         self.setup_environment()
         if self.root_device.type == "cuda":
             torch.empty(1, device=self.root_device)
@@ -223,7 +224,7 @@ class EngineMixin(ResumedStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Prepare the module for split batches and recomputation, then let Lightning's strategy set it up."""
         self.meter.begin(self.root_device)
-        module = cast(Any, self.lightning_module)
+        module = self._module
         self._exit.enter_context(recomputed(module, self.run_plan.plan.recompute))
         if self.run_plan.batch == "global" and self.run_plan.plan.world_size > 1:
             self._exit.enter_context(loaders_of_one_device(trainer, without_group))
@@ -254,7 +255,7 @@ class EngineMixin(ResumedStrategy):
         """Make the user's optimizers; a collective."""
         super().setup_optimizers(trainer)
         take_hooks(map(bare_optimizer, self.optimizers))
-        put_in_one_order(cast(Any, self.lightning_module), self.optimizers, ranks=self.run_plan.plan.world_size)
+        put_in_one_order(self._module, self.optimizers, ranks=self.run_plan.plan.world_size)
 
     def prepare_steps(self, trainer: Trainer) -> None:
         """Make the objects around the steps of a split batch: for logging, draws, and running the batch's parts."""
@@ -325,8 +326,6 @@ class EngineMixin(ResumedStrategy):
         """The states of the module and of the optimizers, for the process that started the run; a collective.
 
         Args:
-            module: the trained one.
-            optimizers: the user's.
             affordable: says whether that process can take the optimizers' states, if so many ranks each have as much of them as this one;
                 if not, none are returned.
         """
@@ -408,8 +407,7 @@ class EngineMixin(ResumedStrategy):
         return self._reruns
 
     def _train(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         self._drawing = self._share is not None  # again where an optimizer calls the step several times
         if self._micro is not None:
             return self._step_in_parts(self._micro, step, args, kwargs)
@@ -424,8 +422,7 @@ class EngineMixin(ResumedStrategy):
     @contextmanager
     def _own_backward(self) -> Iterator[None]:
         """The context of a step of manual optimization, in which the user may call ``loss.backward()`` without Lightning."""
-        module = self.lightning_module
-        if (share := self._share) is None or module is None or module.automatic_optimization:
+        if (share := self._share) is None or self._module.automatic_optimization:
             yield
             return
         with users_backward.noticed(lambda: share.weight, lambda: self._in_backward, self.exchange_gradients, self._hooks):
@@ -455,17 +452,22 @@ class EngineMixin(ResumedStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``predict_step`` on a whole batch; ``batch_idx`` is its index among all ranks' batches."""
         if self._share is None:
-            return self._evaluations.run(super().predict_step, args, kwargs)
+            return self._evaluations.run(self.evaluation(super().predict_step), args, kwargs)
         share, self._share = self._share, None  # the batch is whole: nothing in it is split
         loader, plan = args[2] if len(args) > 2 else 0, self.run_plan.plan
         index = self._positions[loader] * plan.data_ranks + plan.data_rank(self._rank)
-        output = self._evaluations.run(super().predict_step, (args[0], *([index] if len(args) > 1 else []), *args[2:]), kwargs)
+        args = (args[0], *([index] if len(args) > 1 else []), *args[2:])
+        output = self._evaluations.run(self.evaluation(super().predict_step), args, kwargs)
         return output if share.rows and index < self._prediction_limits[loader] else Dropped()
 
     def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = self._evaluations.run(step, args, kwargs)
+        output = self._evaluations.run(self.evaluation(step), args, kwargs)
         self._drawing = False
         return output
+
+    def evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A step without a backward pass, of that name, with what the engine does around it."""
+        return step
 
     def weighted(self, loss: Tensor) -> Tensor:
         """A step's loss, as this rank runs backward from it: weighed by its share of the batch where ranks average their gradients."""
@@ -524,8 +526,7 @@ class EngineMixin(ResumedStrategy):
         super().post_backward(closure_loss)
         self._in_backward = False
         self.meter.note(self, "gradients")
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         if module.automatic_optimization and not self._stepping:
             self._drawing, self._arguments = False, ((), {})
             self.running.place = OPTIMIZER
@@ -562,6 +563,11 @@ class EngineMixin(ResumedStrategy):
         super().on_train_end()
 
     @property
-    def _trainer(self) -> Trainer:
+    def _module(self) -> Any:
         assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        trainer: Trainer = self._module.trainer
+        return trainer

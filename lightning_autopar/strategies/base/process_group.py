@@ -120,7 +120,6 @@ def join_group(strategy: ParallelStrategy, backend: str) -> None:
     process leaves it and joins a new one.
 
     Args:
-        strategy: knows the rank, the world size and the device.
         backend: ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``.
 
     Raises:

@@ -21,6 +21,7 @@ from lightning_autopar._temporary import Exits, without_noise
 from lightning_autopar.devices.host import thread_times, waited_share
 from lightning_autopar.devices.nvml import NvmlUnavailable, read_devices
 from lightning_autopar.exact.absent.absent_tensor import is_absent
+from lightning_autopar.exact.absent.rules import leaves_of
 from lightning_autopar.exact.step.step_rollback import own_gradient
 from lightning_autopar.memory.allocation_recorder import HOST, AllocationRecorder
 from lightning_autopar.memory.storages import storage_sizes
@@ -60,7 +61,9 @@ def plan_of(strategy: Strategy) -> Plan:
 
 def optimizer_states(strategy: Strategy) -> Iterator[Tensor]:
     """The optimizers' states."""
-    return here(_tensors(chain.from_iterable(bare_optimizer(optimizer).state.values() for optimizer in strategy.optimizers)))
+    # LBFGS and Shampoo keep them in nested containers.
+    found = leaves_of([list(bare_optimizer(optimizer).state.values()) for optimizer in strategy.optimizers])
+    return here(leaf for leaf in found if isinstance(leaf, Tensor))
 
 
 def held_on_host(strategy: Any) -> Iterator[Tensor]:
@@ -87,17 +90,6 @@ def held_gradients(strategy: Any) -> Iterator[Tensor]:
 def here(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Those tensors that this rank has; under a pipeline other ranks have the rest."""
     return (tensor for tensor in tensors if not is_absent(tensor))
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """The tensors inside of nested containers, in which LBFGS and Shampoo keep them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 #: Steps that aren't measured: the first has no optimizer state, and the second doesn't free what a later step frees of the step before.
@@ -152,9 +144,6 @@ class Meter:
 
     A CPU device has no counter of its own: two steps run under a :class:`lightning_autopar.memory.allocation_recorder.AllocationRecorder`.
     A GPU's allocator has counters of its own, which are read.
-
-    Args:
-        device_id: the device's id in the inventory.
     """
 
     def __init__(self, device_id: str) -> None:
@@ -431,11 +420,7 @@ class GpuSteps:
         self._at_peak: int | None = None
 
     def note(self, point: Point | None, peak_bytes: int, gradient_bytes: int) -> None:
-        """The part before this point is over; None: the whole step is.
-
-        Args:
-            gradient_bytes: gradients that are there now.
-        """
+        """The part before this point is over; None: the whole step is."""
         if peak_bytes > self._peak_bytes:
             self._peak_bytes, self._risen = peak_bytes, True
             self._at_peak = None if point == "gradients" else self._there  # during backward nobody knows which

@@ -32,7 +32,6 @@ def exact_loader(
     """A loader of this rank's samples of each batch, in the user's order, resumable at any batch; None where the loader stays as it is.
 
     Args:
-        dataloader: as Lightning processed it.
         broadcast: gives every rank the object that rank 0 called it with.
         alike: whether all ranks called it with the same number; a collective.
     """

@@ -90,9 +90,7 @@ def calibrate(inventory: Inventory, *, wanted: Collection[str] | None = None, ag
 
     Args:
         inventory: the devices; those that can only be planned for are left out.
-        wanted: what is needed, see :func:`measurements`.
         again: whether to measure what is known, too.
-        progress: whether to show a bar while it runs.
     """
     known = load_calibration(inventory)
     before = Calibration() if again else known
@@ -141,7 +139,6 @@ def things_of(names: Iterable[Engine], footprint: Footprint) -> frozenset[str]:
     """What predicting the step under these engines' plans needs, see :func:`measurements`.
 
     Args:
-        names: the engines'.
         footprint: of the step. Where its operations aren't known, all are needed.
     """
     layers = (*footprint.blocks, *footprint.outer)
@@ -247,7 +244,6 @@ class Failure:
 
     Args:
         words: a sentence, without its full stop.
-        names: see :class:`Measurement`.
     """
 
     words: str

@@ -197,7 +197,6 @@ def measure_device(
     """Measure the curves of one device that no other process of ours uses.
 
     Args:
-        subject: under which the curves are kept.
         common: whether to measure what every step has.
         rare: the kinds of :data:`RARE` to measure.
         seconds: how long it may take. Later cases run only a few times; after three times as long none runs any more. A thing that wasn't
@@ -246,12 +245,7 @@ def _bare_seconds(clock: Clock) -> float:
 
 
 def cases(device: torch.device, *, common: bool = True, rare: Collection[str] = tuple(RARE)) -> Iterator[Case]:
-    """The cases to measure, the most important first: on a GPU, time is left for the last ones only where torch must load little.
-
-    Args:
-        common: whether to give the cases of what every step has.
-        rare: the kinds of :data:`RARE` whose cases to give.
-    """
+    """The cases to measure, the most important first: on a GPU, time is left for the last ones only where torch must load little."""
     gpu = device.type == "cuda"
     if common:
         yield from _common(device, gpu=gpu)

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,9 +101,10 @@ class _Launcher(Launcher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Run ``function``."""
         assert trainer is not None
-        attach_data(trainer, run_arguments(function, args, kwargs))
+        call = partial(function, **run_arguments(function, args, kwargs))
+        attach_data(trainer, call.keywords)
         with run_folder(1 << 20) as folder:
-            outcome = run_generation(make_job(self.run_plan, trainer, function, args, kwargs, folder))
+            outcome = run_generation(make_job(self.run_plan, trainer, call, folder))
         if outcome.error is not None:
             raise outcome.error
 

@@ -63,9 +63,6 @@ class DDPEngine(SplitMixin, DDPStrategy):
         self.attach(run_plan)
         self._views = self._exit.enter_context(Exits())
 
-    def _configure_launcher(self) -> None:
-        """The processes exist already."""
-
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         self._in_order = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._trained = frozenset(map(id, self._in_order))
@@ -160,8 +157,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
         """DDP reduces only gradients of parameters that were trained when it was set up. Where a hook has unfrozen others, on every rank
         alike, another one is set up in its place.
         """
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         if any(parameter.requires_grad and id(parameter) not in self._trained for parameter in module.parameters()):
             refuse_new(module, lambda _, parameter: id(parameter) in self._known, "DDP")
             self._views.close()
@@ -187,8 +183,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Under manual optimization DDP prepares for each backward here."""
-        assert self.lightning_module is not None
-        if self._advised or self.lightning_module.automatic_optimization:
+        if self._advised or self._module.automatic_optimization:
             super().pre_backward(closure_loss)
             return
         self._advised = True
@@ -197,8 +192,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
 
     def exchange_gradients(self, reached: list[Parameter]) -> None:
         """DDP reduces gradients only in backward passes that it was prepared for."""
-        assert self.lightning_module is not None
-        average(reached, [parameter for parameter in self.lightning_module.parameters() if parameter.requires_grad])
+        average(reached, [parameter for parameter in self._module.parameters() if parameter.requires_grad])
 
     def setup_distributed(self) -> None:
         """Like Lightning's, without re-seeding: every rank goes on from the parent's RNG state, as one device would."""

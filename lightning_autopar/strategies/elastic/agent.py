@@ -97,14 +97,11 @@ class Agent(RunState):
 
     Args:
         make_job: makes the job of a generation's workers, from decision and folder.
-        moving: see :class:`SnapshotSettings`.
         watchers: asked in their order; the first request counts.
         handler: is asked before the watchers.
-        snapshots: where snapshots are kept.
         folder: the run's, for files between workers and agent.
         inventory: see :class:`.run_state.RunState`; the same for ``replan``, ``state_bytes``, ``promises`` and ``preempt``.
         in_more_parts: makes the same plan with more micro-batches; None where it can't.
-        on_change: called with each new decision.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.inventory import devices_label
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.report.run_history import PlanSpan, RunHistory, RunMark
-from lightning_autopar.strategies.base.plan_changes import PlanChange
+from lightning_autopar.strategies.base.run_plan import PlanChange
 from lightning_autopar.strategies.elastic.generation_progress import RunningGeneration
 from lightning_autopar.strategies.elastic.kept_leases import Promises
 from lightning_autopar.strategies.elastic.snapshot_schedule import COPY_BYTES_PER_SECOND, Saver

@@ -196,19 +196,16 @@ class SnapshotStore:
         with suppress(OSError):  # not Linux: the thread isn't a process there
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
         for each in old:
-            self._remove(each)
+            # In memory, where finding room takes longest, its room is kept for the next one
+            if each.parent == self._homes[0]:
+                with suppress(OSError):
+                    (each / _MANIFEST).unlink(missing_ok=True)  # from here on it isn't complete
+                    set_aside(each, self._spare)
+            shutil.rmtree(each, ignore_errors=True)
         if wake.wait(_SUM_AFTER_SECONDS) and self._wake is not wake:
             return
         with suppress(OSError):  # removed, as there is a newer one
             self._write(path, {"step": step, "bytes": files, "sums": {name: _checksum(path / name) for name in files}})
-
-    def _remove(self, path: Path) -> None:
-        """Remove a snapshot. In memory, where finding room takes longest, its room is kept for the next one."""
-        if path.parent == self._homes[0]:
-            with suppress(OSError):
-                (path / _MANIFEST).unlink(missing_ok=True)  # from here on it isn't complete
-                set_aside(path, self._spare)
-        shutil.rmtree(path, ignore_errors=True)
 
     def discard(self, path: Path) -> None:
         """Remove a snapshot that isn't complete."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from lightning_autopar._lightning import Trainer, rank_zero_info, rank_zero_warn
-from lightning_autopar._lightning_compat import SIGTERMException, TrainerFn, run_arguments
+from lightning_autopar._lightning_compat import SIGTERMException, TrainerFn
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.runs.own_status import RunDisplay
 from lightning_autopar.sharing.runs.status import Request
@@ -62,9 +62,6 @@ def asked_for(trainer: Trainer) -> SnapshotSettings | None:
 def snapshot_settings(trainer: Trainer, batch: BatchRule) -> SnapshotSettings | None:
     """How the run is to be saved and moved; None where no callback asks for it, or nothing is trained.
 
-    Args:
-        batch: what a batch is to several devices.
-
     Raises:
         ValueError: if each device draws batches of its own.
     """
@@ -95,8 +92,7 @@ class ElasticRun:
 
     Args:
         trainer: as before the run.
-        function: the trainer's, with ``args`` and ``kwargs``.
-        how: how the run is saved and moved.
+        call: of the trainer's function, with its arguments by name.
         shown: where the run is shown, and asked for something.
     """
 
@@ -105,16 +101,14 @@ class ElasticRun:
         strategy: RunHost,
         trainer: Trainer,
         decision: Decision,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        call: partial[Any],
         how: SnapshotSettings,
         shown: RunDisplay,
     ) -> None:
         global _runs
         _runs += 1
         self._strategy, self._trainer, self._decision, self._how = strategy, trainer, decision, how
-        self._function, self._args, self._kwargs, self._shown = function, args, kwargs, shown
+        self._call, self._shown = call, shown
         self.before = handover.survey(trainer)
         self.number = _runs
         footprint = decision.report.footprint
@@ -160,20 +154,18 @@ class ElasticRun:
         module, trainer = self._trainer.lightning_module, self._trainer
         shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
         limits = trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches, trainer.accumulate_grad_batches
-        path = run_arguments(self._function, self._args, self._kwargs).get("ckpt_path")
+        path = self._call.keywords.get("ckpt_path")
         where = os.getcwd(), trainer.default_root_dir
         return run_key(sys.argv, where, self.number, type(module).__qualname__, shapes, limits, str(path), str(trainer.precision))
 
     def _job(self, decision: Decision, folder: Path) -> WorkerJob:
         resumed = self.agent is not None and self.agent.has_snapshot
-        path = run_arguments(self._function, self._args, self._kwargs).get("ckpt_path")
+        path = self._call.keywords.get("ckpt_path")
         return WorkerJob(
             run_plan=replace(decision.run_plan, from_snapshot=resumed or is_snapshot(path), elastic=True),
             make_engine=self._strategy.make_engine,
             trainer=self._trainer,
-            function=self._function,
-            args=self._args,
-            kwargs=self._kwargs,
+            call=self._call,
             folder=folder,
             before=self.before,
         )

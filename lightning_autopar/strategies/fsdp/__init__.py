@@ -10,8 +10,7 @@ Modules, in reading order:
     rehearsal         can FSDP2 run this module
     strategy          FSDPEngine; optimizer kernels on shards
     module_copies     copies that callbacks make of a sharded module
-    mixed_operations  what hooks compute with shards and whole tensors at once
     same_collectives  all ranks gather the same units, and reduce the same gradients
     whole_parameters  when parameters are gathered; what somebody writes to one then goes into its shards
-    whole_results     what hooks read, save and draw of a shard is the whole tensor's
+    whole_results     what hooks read, save and draw of a shard is the whole tensor's; what they compute with both at once
 """

@@ -165,11 +165,8 @@ def fsdp_bytes(
     """What a rank holds at the peak of a step.
 
     Args:
-        footprint: of the module, at the whole batch.
         moments: of the footprint, on the rank's share of the batch, with the plan's blocks recomputed.
-        share: the rank's part of the batch.
         copies: whether a collective copies what it sends, as gloo does.
-        widths: of parameters and gradients, beside those in the trace.
     """
     sharding = sharding_of(footprint, plan, rank, widths)
     adds = plan.micro_batches > 1 or bool(moments.accumulated.any())
@@ -264,7 +261,6 @@ class _Levels:
     """Sums over a sharding's units, each by the index i of a block, and of the end.
 
     Args:
-        sharding: the units.
         copy: buffers that a collective makes of its own, 0 or 1.
         adds: whether memory holds gradients of an earlier batch or part.
         offloads: whether shards of gradients lie in host memory.
@@ -409,11 +405,7 @@ def _array(values: Iterable[int]) -> Column:
 
 
 def rank_bytes(rank: Rank, widths: Widths = AS_TRACED) -> Iterator[DeviceBytes]:
-    """A rank's fullest moments: of a step, of a validation between two steps, and of a checkpoint.
-
-    Args:
-        widths: of parameters and gradients, beside those in the trace.
-    """
+    """A rank's fullest moments: of a step, of a validation between two steps, and of a checkpoint."""
     footprint, plan = rank.footprint, rank.plan
     yield fsdp_bytes(footprint, plan, rank.moments(), rank=rank.number, share=rank.share, copies=rank.on_cpu, widths=widths)
     sharding = sharding_of(footprint, plan, rank.number)

@@ -78,7 +78,6 @@ class OwnHook:
 
     Args:
         module: the one that has it.
-        own: is called for the module.
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any], of_copy: Callable[..., Any]) -> None:

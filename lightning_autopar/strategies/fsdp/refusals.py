@@ -14,12 +14,7 @@ _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
 
 
 def unsharded_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
-    """Why this run can't use shards; None where nothing is known against it.
-
-    Args:
-        trainer: its options, callbacks and module are read.
-        kinds: the classes of its callbacks, bases included: each class's name, and the name of the callback that is of it.
-    """
+    """Why this run can't use shards; None where nothing is known against it."""
     if any(isinstance(submodule, torch._dynamo.OptimizedModule) for submodule in trainer.lightning_module.modules()):
         return "a part of the module was compiled before sharding, and FSDP2 has to shard first"
     if "ModelPruning" in kinds and trainer.state.fn == TrainerFn.FITTING:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._root import LIGHTNING
+from lightning_autopar._temporary import patched
 from lightning_autopar.engines import FirstStep
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
@@ -62,10 +63,7 @@ def rehearse_fsdp(
     """Whether FSDP2 runs the module's training step as one process does.
 
     Args:
-        module: the user's module, set up; it stays as it is.
         shard_fqns: the modules that are sharded as units of their own; see :attr:`lightning_autopar.plans.Plan.shard`.
-        flops: of a step on the whole batch.
-        conduct: what the traced step itself does to parameters; None where it wasn't traced.
         by_plan: whether the plan says how the module is sharded, and not its ``configure_model``.
     """
     refusal = unshardable(module)
@@ -279,9 +277,9 @@ def _told(module: nn.Module) -> Iterator[None]:
 
     units: list[tuple[str, Any]] = [(name, unit) for name, unit in module.named_modules() if isinstance(unit, FSDPModule)]
     hooks = [unit.register_forward_pre_hook(lambda *_, name=name: entered.append(name)) for name, unit in units]
-    torch.autograd.grad = grad
     try:
-        yield
+        with patched(torch.autograd, "grad", grad):
+            yield
     except RuntimeError as error:
         if "is a view and is being modified inplace" in str(error) and entered:
             raise RuntimeError(f"{_IN_PLACE}{entered[-1]!r}") from error
@@ -289,7 +287,6 @@ def _told(module: nn.Module) -> Iterator[None]:
             raise RuntimeError(_DIFFERENTIATES) from error
         raise
     finally:
-        torch.autograd.grad = original
         for hook in hooks:
             hook.remove()
 

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torchmetrics import Metric
 
 from lightning_autopar._lightning import ModelParallelStrategy, Trainer
 from lightning_autopar._lightning_compat import (
@@ -79,7 +79,7 @@ BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_back
 _DIMENSIONS = ("data_parallel", "tensor_parallel")
 
 
-class _ShardingStrategy(ModelParallelStrategy):
+class _ShardingStrategy(whole.OneFile, ModelParallelStrategy):
     """Lightning's ModelParallelStrategy without its demand that the user shards the module, and with plain checkpoints."""
 
     run_plan: RunPlan
@@ -88,9 +88,6 @@ class _ShardingStrategy(ModelParallelStrategy):
     _names: Mapping[int, str] = {}  # replaced, never modified
     #: Whether parameters, gradients and the optimizer's state lie in host memory between uses.
     _offloads = False
-
-    def _configure_launcher(self) -> None:
-        """The processes exist already."""
 
     def setup_environment(self) -> None:
         """Join the group and build the mesh, without re-seeding: every rank goes on from the parent's RNG state."""
@@ -110,18 +107,9 @@ class _ShardingStrategy(ModelParallelStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Where ``configure_model`` builds the module: in host memory, with the device's draws. Only rank 0 gives a large one values."""
-        where = shapes_only() if self._shapes_only else torch.device("cpu")
+        where = shapes_only() if (self.run_plan.large and self.global_rank != 0) else torch.device("cpu")
         with where, drawn_on(self.root_device), self.precision_plugin.tensor_init_context():
             yield
-
-    @property
-    def _shapes_only(self) -> bool:
-        return self.run_plan.large and self.global_rank != 0
-
-    @property
-    def _module(self) -> Any:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module, then build the user's optimizers on the shards; the order is Lightning's."""
@@ -228,14 +216,7 @@ class _ShardingStrategy(ModelParallelStrategy):
         for name, buffer in self._module.named_buffers():
             if name not in persistent:
                 buffer.copy_(self.broadcast(buffer.cpu() if self.global_rank == 0 else None))
-        for metric in (child for child in self._module.modules() if isinstance(child, Metric)):
-            # Metrics' states are no buffers, but to_empty erases them, and the values to which they are reset.
-            states = {name: getattr(metric, name) for name in metric._defaults}
-            kept: Any = self.broadcast(tree_map_only(Tensor, Tensor.cpu, (states, metric._defaults)) if self.global_rank == 0 else None)
-            if self.global_rank != 0:
-                metric._defaults = kept[1]
-                for name, state in kept[0].items():
-                    setattr(metric, name, state)
+        whole.spread_metrics(self._module, first=self.global_rank == 0)
         set_random_states(self.broadcast(random_states(self.root_device)), self.root_device)
 
     # -- steps: the only time when parameters are whole --------------------------------------------------------------------------------
@@ -248,25 +229,6 @@ class _ShardingStrategy(ModelParallelStrategy):
             output = super().training_step(*args, **kwargs)
         if not self._module.automatic_optimization or self._hooks_before_backward:
             self._gathered.reshard()
-        return output
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
-        return self._evaluation(super().validation_step, args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
-        return self._evaluation(super().test_step, args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
-        return self._evaluation(super().predict_step, args, kwargs)
-
-    def _evaluation(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Reshard after the step: no backward pass follows that would."""
-        with self._gathered.inside(step.__name__):
-            output = step(*args, **kwargs)
-        self._gathered.reshard()
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -297,11 +259,6 @@ class _ShardingStrategy(ModelParallelStrategy):
 
     plain_copies = staticmethod(plain_copies)
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Lightning hands the optimizers' plain states to :meth:`load_optimizer_state_dict`."""
-        return True
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state dict on rank 0, nothing elsewhere; a collective."""
         return whole.whole_state_dict(self._module, keep=self.is_global_zero)
@@ -316,19 +273,6 @@ class _ShardingStrategy(ModelParallelStrategy):
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Map the file, so that a rank reads only its part; a user's own CheckpointIO is used if there is one."""
-        return whole.read_checkpoint(self.checkpoint_io, self.broadcast(checkpoint_path), weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's part of the checkpoint's weights."""
-        whole.load_whole_state_dict(self._module, checkpoint["state_dict"], strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's part of the checkpoint's optimizer states."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            whole.load_whole_optimizer_state(optimizer, state)
-
 
 class FSDPEngine(SplitMixin, _ShardingStrategy):
     """Executes an FSDP plan: each rank has a shard of parameters, gradients and optimizer state. The plan's blocks are units of their own;
@@ -336,6 +280,18 @@ class FSDPEngine(SplitMixin, _ShardingStrategy):
     """
 
     completes_gradients = True
+
+    def evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Reshard after the step: no backward pass follows that would."""
+
+        @wraps(step)
+        def resharded(*args: Any, **kwargs: Any) -> Any:
+            with self._gathered.inside(step.__name__):
+                output = step(*args, **kwargs)
+            self._gathered.reshard()
+            return output
+
+        return resharded
 
     def new_gradients_on_host(self) -> Iterator[Tensor]:
         """The gradients, which FSDP2 puts into host memory when they are reduced."""

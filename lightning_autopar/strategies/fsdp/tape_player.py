@@ -65,13 +65,10 @@ class FSDPPlayer(Player):
     """A rank of FSDP2.
 
     Args:
-        rows: samples of each of its micro-batches.
-        recompute: indices of the blocks that keep only what enters them.
         units: indices of the blocks that are units of their own; the root has the rest.
         rank: in the group over which parameters are split.
         world_size: of that group.
         reshard: whether a unit's parameters are freed between forward and backward.
-        widths: of parameters and gradients, beside those in the tape.
         offloads: whether shards, gradients and the optimizer lie in host memory.
     """
 
@@ -168,7 +165,11 @@ class FSDPPlayer(Player):
         elif part.mark == "backward" and index in self.parameters:
             self._end_of_forward()
             self._running = index
-            self._gather_backward(index)
+            if index not in self._gathered and self.parameters[index]:
+                flat = self._fill(index)
+                self._copy_out(index)
+                self.machine.drop(flat)
+            self._prefetch(index)
         elif part.mark == "optimizer":
             self._end_of_backward()
 
@@ -251,13 +252,6 @@ class FSDPPlayer(Player):
         before = self._previous[after]
         if before != ROOT and before not in self._gathered and before not in self._ahead and self.parameters[before]:
             self._ahead[before] = self._fill(before)
-
-    def _gather_backward(self, unit: int) -> None:
-        if unit not in self._gathered and self.parameters[unit]:
-            flat = self._fill(unit)
-            self._copy_out(unit)
-            self.machine.drop(flat)
-        self._prefetch(unit)
 
     # -- reducing --------------------------------------------------------------------------------------------------------------------------
 

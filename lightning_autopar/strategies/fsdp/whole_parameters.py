@@ -30,10 +30,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.step.step_rollback import GRAD, own_gradient
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
-from lightning_autopar.strategies.fsdp import mixed_operations, module_copies
-from lightning_autopar.strategies.fsdp.mixed_operations import part_of
+from lightning_autopar.strategies.fsdp import module_copies
 from lightning_autopar.strategies.fsdp.module_copies import OwnHook
 from lightning_autopar.strategies.fsdp.same_collectives import GatherOrder, agree_on_gradients, groups_of
+from lightning_autopar.strategies.fsdp.whole_results import allow_mixed, forget_views, mixed_refused, part_of
 
 
 class WholeParameters:
@@ -63,7 +63,7 @@ class WholeParameters:
         self._on_gpus = [group for unit in self._units for group in groups_of(unit) if group.device.type == "cuda"]
         within = {id(child) for name, module in root.named_modules() if name in set(uneven) for child in module.modules()}
         agree_on_gradients([*self._groups, self._scalars], within)
-        mixed_operations.allow()
+        allow_mixed()
         self._update = ExitStack()
         self._handles: list[Any] = [
             handle
@@ -100,7 +100,7 @@ class WholeParameters:
             patched(self, "_inside", True),
             patched(self, "_order", order),
             patched(module_copies, "in_step", True),
-            mixed_operations.refused(),
+            mixed_refused(),
         ):
             yield
         if order is not None:
@@ -110,7 +110,7 @@ class WholeParameters:
         """The optimizer's shards are its own, whoever calls it."""
         self._update.close()  # where the last one failed (memory ran out), it never came to its end
         self.reshard()
-        self._update.enter_context(mixed_operations.refused())
+        self._update.enter_context(mixed_refused())
 
     def _end_update(self, *_: Any) -> None:
         self._update.close()
@@ -126,7 +126,7 @@ class WholeParameters:
 
     def reshard(self) -> None:
         """Put all parameters back into shards; no communication."""
-        mixed_operations.forget_views()
+        forget_views()
         for unit in self._units:
             unit.reshard()
         self._scalars.reshard()

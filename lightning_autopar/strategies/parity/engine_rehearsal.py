@@ -141,7 +141,6 @@ def by_trace(conduct: Conduct | None, refusal: Callable[[Conduct], str | None], 
     """The check of a module or step that is too large to be tried.
 
     Args:
-        conduct: as for :func:`rehearse`.
         refusal: as an engine's ``traced``.
         large: why it is too large, as the end of a sentence.
     """

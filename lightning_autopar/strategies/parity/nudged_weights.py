@@ -337,11 +337,7 @@ class LaterSteps(KeptRuns):
         return replace(found, difference=difference, reason=reason, log_rules={**found.log_rules, LOSS: ()})
 
     def later(self, seconds: float) -> Iterator[int]:
-        """Numbers of later steps that may do something else, as far as they are noted by and by.
-
-        Args:
-            seconds: how long all that is done with them may take.
-        """
+        """Numbers of later steps that may do something else, as far as they are noted by and by."""
         ends_at, tried = time.monotonic() + seconds, {0}
         buffers, _ = self._counters()
         if self.rehearsal.numbered or buffers:
@@ -354,11 +350,7 @@ class LaterSteps(KeptRuns):
                 return
 
     def in_later_steps(self, found: SplitFinding, plan: DrawPlan, size: int, seconds: float) -> tuple[SplitFinding, DrawPlan]:
-        """With what a split changes in later steps, if steps go by their number: some do something in each n-th one, or from one on.
-
-        Args:
-            seconds: how long this may take.
-        """
+        """With what a split changes in later steps, if steps go by their number: some do something in each n-th one, or from one on."""
         shares = self.weighing.shares(size)
         for number in self.later(seconds):
             if found.difference:

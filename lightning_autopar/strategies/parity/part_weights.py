@@ -104,9 +104,6 @@ _LINEAR: dict[Any, Callable[[float, float, float], tuple[float, float]]] = {
 class LossArguments(TorchDispatchMode):
     """While open, what cross-entropies are told: the value of entries that don't count, and what classes weigh. And what a step compares
     entries of its batch with by itself.
-
-    Args:
-        batch: that the step gets.
     """
 
     def __init__(self, batch: Any) -> None:

@@ -81,7 +81,6 @@ def probe_split(
         blocks: FLOPs of the forward of each repeated block, by FQN.
         routes: whether it matters which of these a single sample calls: no plan whose ranks have the whole module asks.
         conduct: what the traced step itself does to parameters; None where it wasn't traced.
-        despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
         known: what explains other batches.
         tries_others: whether the batch is changed as well, to have entries that don't count.
         time_limit_seconds: how long the probe may take, estimated after its first run.
@@ -143,7 +142,6 @@ def probe_evaluation(
         first: a batch of that step.
         hook: ``"validation_step"`` or ``"test_step"``.
         known: what explains other batches.
-        tries_others: as for :func:`probe_split`.
     """
     if first.batch_size < 2:
         return SplitFinding()

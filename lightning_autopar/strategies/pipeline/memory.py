@@ -126,7 +126,6 @@ def pipeline_evaluation(footprint: Footprint, plan: Plan, rank: int, share: floa
 
     Args:
         footprint: of a training step, with what is known of the validation's.
-        rank: among all ranks of the plan.
         share: its replica's part of the batch.
     """
     assert footprint.tape is not None, "asked before"

@@ -119,7 +119,6 @@ def moves(starts: Sequence[int], until: Column, pace: Sequence[float], cuttable:
         starts: the block with which each stage but the first begins.
         until: the seconds of all blocks before each one, and of all.
         pace: by how much longer each rank takes.
-        cuttable: for each block, whether a stage may begin with it.
     """
     ends = np.array([0, *starts, len(until) - 1])
     sizes, work, ranks = np.diff(ends), np.diff(until[ends]), len(pace)
@@ -209,7 +208,6 @@ class StageTables:
             shards: over how many replicas its states are cut.
             whole: whether the batch is a single micro-batch. Then gradients are complete as activations go, and not there before: the
                 larger of both counts, which is the least that may be.
-            lingers: see :func:`lingers`.
             blocks: the first block and the one after the last; the whole table unless given.
         """
         found: Table = self._once(shards, whole)[blocks] + (flight - 1) * self.held[blocks]
@@ -233,7 +231,6 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
     """The tables of a footprint that was traced.
 
     Args:
-        footprint: at the whole batch.
         share: a micro-batch's part of it.
         rows_share: a replica's part of it.
         recompute: whether all blocks that can be are recomputed.
@@ -241,7 +238,7 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
     assert footprint.tape is not None, "asked before"
     blocks = len(footprint.blocks)
     parts = parts_of(footprint.tape, blocks)
-    layers = [_layer(footprint, number) for number in range(len(parts))]
+    layers = [(footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]) for number in range(len(parts))]
     kept, running = _part_bytes(parts, layers, share, recompute)
     also = np.zeros((3, len(parts)))
     for use in footprint.also_uses:
@@ -297,8 +294,6 @@ def stage_seconds(part_seconds: Sequence[float], send_seconds: Callable[[int], f
     Args:
         part_seconds: of each part of the step, for one micro-batch, on the stage's device.
         send_seconds: of so many bytes to the next stage.
-        footprint: at the whole batch.
-        share: a micro-batch's part of it.
     """
     assert footprint.tape is not None, "asked before"
     blocks = len(footprint.blocks)
@@ -310,7 +305,3 @@ def stage_seconds(part_seconds: Sequence[float], send_seconds: Callable[[int], f
     received = np.array([0.0, *(known[size] for size in sizes), 0.0])
     found: Table = sums[None, :] - sums[:, None] + received[:, None]
     return found
-
-
-def _layer(footprint: Footprint, number: int) -> LayerFootprint:
-    return footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]

@@ -24,11 +24,7 @@ _READS = ("norm", "vector_norm", "item", "numpy", "tolist", "std", "add_histogra
 
 
 def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
-    """Why this run can't run in stages; whether the step itself can, the trial of stages finds out.
-
-    Args:
-        kinds: the classes of its callbacks, bases included: each class's name, and the name of the callback that is of it.
-    """
+    """Why this run can't run in stages; whether the step itself can, the trial of stages finds out."""
     module, fitting = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
     if logger := graph_logger(trainer):
         return (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -36,8 +36,8 @@ from lightning_autopar.strategies.base.process_group import join_group
 from lightning_autopar.strategies.base.refused_parameters import refuse_new
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.pipeline.run.replicas import Replicas
-from lightning_autopar.strategies.pipeline.run.stage_agreement import agree_on_overflow
 from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
+from lightning_autopar.strategies.pipeline.run.stage_shapes import agree_on_overflow
 from lightning_autopar.strategies.pipeline.run.staged_step import StagedStep
 from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage
 from lightning_autopar.strategies.pipeline.stages.module_state import StageParameters, assign, take_stages
@@ -84,9 +84,6 @@ class _StagedStrategy(StagedState, ParallelStrategy):
         plan = self.run_plan.plan
         return {"num_replicas": plan.data_ranks, "rank": plan.data_rank(self.global_rank)}
 
-    def _configure_launcher(self) -> None:
-        """The processes exist already."""
-
     def set_world_ranks(self) -> None:
         """Like Lightning's other strategies with several processes."""
         if self.cluster_environment is not None:
@@ -109,8 +106,7 @@ class _StagedStrategy(StagedState, ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Move what is here to the device; absent tensors already report that device."""
-        assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
+        self._module.to(self.root_device)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -145,29 +141,11 @@ class _StagedStrategy(StagedState, ParallelStrategy):
 
     # -- steps -------------------------------------------------------------------------------------------------------------------------
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
-        return self._evaluation("validation_step", args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
-        return self._evaluation("test_step", args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
-        return self._evaluation("predict_step", args, kwargs)
-
-    def _evaluation(self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        evaluations, share = self._evaluations, self.whole_or_share(args[0])  # type: ignore[attr-defined]  # of EngineMixin
-        parts = 1 if hook == "predict_step" else evaluations.parts  # which takes a batch's parts one by one
-        return self._staged.evaluate(hook, args, kwargs, share, parts, evaluations.put_together)
-
     def whole_or_share(self, batch: Any) -> BatchShare:
         """The replica's share of the current batch; for a batch without countable samples, a share of one."""
         if self._share is not None:
             return self._share
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         several = trainer.training and several_loaders(trainer)
         try:
             share = whole_share(batch, self._samples, several=several)
@@ -222,8 +200,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         Raises:
             ValueError: if the module's step can't be run in these stages.
         """
-        plan, staging, module = self.run_plan.plan, self.run_plan.finding, self.lightning_module
-        assert module is not None
+        plan, staging, module = self.run_plan.plan, self.run_plan.finding, self._module
         if staging is None or staging.refusal is not None:
             reason = "nothing is known of how its step can be cut" if staging is None else staging.refusal
             raise ValueError(
@@ -327,14 +304,13 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Refuse parameters that the hooks of an epoch's beginning have put into the module."""
         if batch_idx == 0:
-            assert self.lightning_module is not None
             ids = frozenset(self._parameters.values())
             by_name = self._replicas.shards  # shards and whole parameters take turns
 
             def known(name: str, parameter: Tensor) -> bool:
                 return name in self._parameters if by_name else id(parameter) in ids
 
-            refuse_new(self.lightning_module, known, "A pipeline")
+            refuse_new(self._module, known, "A pipeline")
         super().on_train_batch_start(batch, batch_idx)
 
     @property
@@ -394,14 +370,24 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
         whole = _Ready.apply(torch.zeros((), device=loss.device, requires_grad=True), loss, self._take_up)  # type: ignore[no-untyped-call]
         return {**output, "loss": whole} if isinstance(output, dict) else whole
 
+    def evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step, through the stages."""
+        hook = step.__name__
+
+        @wraps(step)
+        def staged(*args: Any, **kwargs: Any) -> Any:
+            parts = 1 if hook == "predict_step" else self._evaluations.parts  # which takes a batch's parts one by one
+            return self._staged.evaluate(hook, args, kwargs, self.whole_or_share(args[0]), parts, self._evaluations.put_together)
+
+        return staged
+
     def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._share = self.whole_or_share(args[0])
         return super()._evaluate(step, args, kwargs)
 
     def _shared_parameters(self) -> list[Parameter]:
         """This rank's parameters that another rank's stages use, too."""
-        module, owned = self.lightning_module, self._owned
-        assert module is not None
+        module, owned = self._module, self._owned
         assert owned is not None
         if not owned.shared:
             return []

@@ -50,15 +50,11 @@ class PipelinePlayer(Player):
     """A rank of a pipeline.
 
     Args:
-        machine: its device.
-        script: the step.
         footprint: whose step it is, with its tape.
         rows: samples of each micro-batch that is played.
-        recompute: indices of the blocks that keep only what enters them.
         borders: with which part of the tape each stage begins, and how many there are (outer part i is number 2i, block i is 2i + 1).
         actions: what the rank does in a step, in order.
         receives: for each of them, those whose inputs it begins to receive just before.
-        schedule: whose order it is.
         samples: of the rank's part of the batch.
         replicas: how many ranks average the gradients of the same stages.
     """
@@ -137,10 +133,15 @@ class PipelinePlayer(Player):
             forward = found.parts.get((True, stage), [])
             backward, found.summed[stage] = _without_others(found.parts.get((False, stage), []), made)
             found.parts[False, stage] = backward
-            found.made[stage] = _made_in([*forward, *backward])
+            changes = [change for part in [*forward, *backward] for change in part.changes]
+            lives_on = {change.storage for change in changes if change.kind == "gradients"}
+            found.made[stage] = {change.storage for change in changes if change.action == "allocate"} - lives_on
             found.handed_on[stage] = _to_be_added(backward)
             sent = {one for part in parts if part.mark == "forward" and 2 * part.index + 1 == borders[stage + 1] for one in part.inputs}
-            found.named[stage] = _held_by_names(forward, parts, found.made[stage] - sent)
+            # The ends of what a stage has made and the user's code holds until a later stage's part: this stage's forward ends before
+            own = {change for part in forward for change in part.changes}
+            frees = [change for part in parts if part.mark in ("forward", "leave") for change in part.changes if change.action == "free"]
+            found.named[stage] = [change for change in frees if change.storage in (found.made[stage] - sent) and change not in own]
         return found
 
     def _find_shared(self, stage: int, own: range, summed: set[int]) -> None:
@@ -316,25 +317,11 @@ class PipelinePlayer(Player):
         return int(size_bytes * self._share_of_all)
 
 
-def _made_in(parts: Sequence[TapePart]) -> set[int]:
-    """What these parts of a stage make, but for gradients."""
-    changes = [change for part in parts for change in part.changes]
-    lives_on = {change.storage for change in changes if change.kind == "gradients"}
-    return {change.storage for change in changes if change.action == "allocate"} - lives_on
-
-
 def _to_be_added(backward: Sequence[TapePart]) -> set[int]:
     """Gradients that wait on the tape for another part's, as their parameter is shared: a stage adds them to its own at once."""
     changes = [change for part in backward for change in part.changes]
     made = {change.storage for change in changes if _is_waiting(change)}
     return made - {change.storage for change in changes if change.action != "allocate"}
-
-
-def _held_by_names(forward: Sequence[TapePart], parts: Sequence[TapePart], made: set[int]) -> list[TapeChange]:
-    """The ends of what a stage has made and the user's code holds until a later stage's part: this stage's forward ends before."""
-    own = {change for part in forward for change in part.changes}
-    frees = [change for part in parts if part.mark in ("forward", "leave") for change in part.changes if change.action == "free"]
-    return [change for change in frees if change.storage in made and change not in own]
 
 
 def _is_waiting(change: TapeChange) -> bool:

@@ -8,8 +8,9 @@ found is then traced as it is, and run for some steps under its plan. Where that
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning_autopar._fork import ChildFailed, run_forked
@@ -36,20 +37,13 @@ _LESS = 0.9
 _KEPT = (BaseFinetuning, GradientAccumulationScheduler)
 
 
-def find_batch_size(
-    finder: Any,
-    trainer: Trainer,
-    prospects: Callable[[], Prospect],
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-) -> Prospect:
+def find_batch_size(finder: Any, trainer: Trainer, prospects: Callable[[], Prospect], call: partial[Any]) -> Prospect:
     """Set the module's batch size to the largest that fits, and return what was found out about its step.
 
     Args:
         finder: the callback, which the trainer doesn't have now.
         prospects: finds out about the step with the batch size as it is then.
-        function: the trainer's ``_fit_impl``.
-        arguments: its arguments, by name.
+        call: of the trainer's ``_fit_impl``, with its arguments by name.
 
     Raises:
         NothingFits: if no plan fits.
@@ -69,7 +63,7 @@ def find_batch_size(
     while size > finder._init_val:
         try:
             prospect, decision = take(size)
-            why = _why_not(decision, trainer, function, arguments, finder._steps_per_trial)
+            why = _why_not(decision, trainer, call, finder._steps_per_trial)
         except NothingFits as error:
             why = str(error).partition("\n")[0]
         if why is None:
@@ -119,7 +113,7 @@ def _in_one_piece(look: PlanningInputs, size: int | None = None) -> Candidate | 
     return best_candidate(footprint, look.inventory, constraints, rates=look.rates)
 
 
-def _why_not(decision: Decision, trainer: Trainer, function: Callable[..., Any], arguments: Mapping[str, Any], steps: int) -> str | None:
+def _why_not(decision: Decision, trainer: Trainer, call: partial[Any], steps: int) -> str | None:
     """Why the decision's batch doesn't run in one piece, by its own footprint or by some steps; None where it does."""
     assert decision.look is not None, "it was made here"
     candidate = _in_one_piece(decision.look)
@@ -127,7 +121,7 @@ def _why_not(decision: Decision, trainer: Trainer, function: Callable[..., Any],
         return "its own step needs more than its size alone says"
     try:
         run_plan = replace(_assigned(decision, candidate), undivided="it is a trial of its size")
-        run_forked(_run_steps, run_plan, trainer, function, arguments, steps, timeout_seconds=_TRIAL_SECONDS, gpus=True)
+        run_forked(_run_steps, run_plan, trainer, call, steps, timeout_seconds=_TRIAL_SECONDS, gpus=True)
     except ChildFailed as error:
         log.debug("a batch size's trial failed", exc_info=True)
         return error.reason
@@ -140,7 +134,7 @@ def _assigned(decision: Decision, candidate: Candidate) -> RunPlan:
     return replace(decision.run_plan, plan=candidate.plan, devices=devices, candidate=candidate)
 
 
-def _run_steps(run_plan: RunPlan, trainer: Trainer, function: Callable[..., Any], arguments: Mapping[str, Any], steps: int) -> None:
+def _run_steps(run_plan: RunPlan, trainer: Trainer, call: partial[Any], steps: int) -> None:
     """Run some steps of a plan, in a forked child: the trainer is its own copy, and nothing that it writes or logs is kept.
 
     Raises:
@@ -155,7 +149,7 @@ def _run_steps(run_plan: RunPlan, trainer: Trainer, function: Callable[..., Any]
     loop.max_epochs, loop.min_epochs, loop.epoch_loop.min_steps = -1, 0, None
     loop.epoch_loop.max_steps = steps * trainer.accumulate_grad_batches
     with run_folder(1 << 20) as folder:
-        job = make_job(replace(run_plan, from_snapshot=False), trainer, function, (), {**arguments, "ckpt_path": None}, folder)
+        job = make_job(replace(run_plan, from_snapshot=False), trainer, partial(call, ckpt_path=None), folder)
         outcome = run_generation(job)
     if outcome.error is not None:
         raise outcome.error

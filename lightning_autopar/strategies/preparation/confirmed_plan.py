@@ -86,13 +86,7 @@ LARGE_BYTES = 1024**3
 
 
 class Prospect:
-    """What was found out about one call of the trainer, before any plan is chosen. It is valid for any devices.
-
-    Args:
-        batch: how several devices share a batch.
-        from_snapshot: see :class:`.run_plan.RunPlan`.
-        elastic: see :func:`.planning_inputs.find_prospect`.
-    """
+    """What was found out about one call of the trainer, before any plan is chosen. It is valid for any devices."""
 
     def __init__(
         self, trainer: Trainer, look: PlanningInputs, *, batch: BatchRule, from_snapshot: bool, weights_only: bool | None, elastic: bool

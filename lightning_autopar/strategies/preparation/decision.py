@@ -107,14 +107,7 @@ class Decision:
 
 
 def need_of(candidate: Candidate, batches: int | None, batch: BatchRule, memory_margin: float) -> Need:
-    """What must be free for a plan, and how long it trains.
-
-    Args:
-        candidate: the plan with its prediction.
-        batches: training batches of the whole fit, at most; None where nobody knows.
-        batch: what a batch is to several devices.
-        memory_margin: the share of what is free that the plan has to leave.
-    """
+    """What must be free for a plan, and how long it trains."""
     seconds = None
     if batches is not None and candidate.seconds is not None:
         ranks = candidate.plan.data_ranks if batch == "per_device" else 1

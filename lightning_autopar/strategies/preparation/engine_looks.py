@@ -26,7 +26,6 @@ def looks(names: Iterable[str], first: FirstStep, trials: Mapping[str, Any] | No
     """What each of these engines finds; one whose look fails is ruled out.
 
     Args:
-        names: the engines'.
         trials: what their trials found that have run already, by the engine's name.
     """
     found: dict[str, Finding] = {}

@@ -97,12 +97,7 @@ def _learn_lacked(report: Report, lacked: Mapping[str, int | None]) -> None:
 
 
 def disturbed(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Why a run's step times say nothing about the next run's; None where they do.
-
-    Args:
-        report: of the plan that ran.
-        measured: of each of its devices.
-    """
+    """Why a run's step times say nothing about the next run's; None where they do."""
     assert report.best is not None, "a plan has run"
     devices = [report.inventory.device(device) for device in report.best.devices]
     spreads, waits = ([measured[device.id][name] for device in devices] for name in ("step_spread", "waited_share"))

@@ -79,7 +79,6 @@ class Questions:
         several: whether some plans run on several devices.
         excluded: what is ruled out already, as ``Constraints.excluded``.
         target: what the step is traced for.
-        despite: refusals that are overruled; see :data:`.constraints.REFUSALS`.
     """
 
     split: bool = False
@@ -488,7 +487,6 @@ def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings 
     that need backward passes on real copies aren't made, and plans that depend on them are left out.
 
     Args:
-        questions: as for :func:`find_out`.
         reason: why that child can't run, as the end of a sentence.
     """
     stage = stage_of(trainer)

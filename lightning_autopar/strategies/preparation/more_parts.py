@@ -41,8 +41,6 @@ def in_parts_of(most_samples: int | None, trainer: Trainer, decision: Decision, 
 
     Args:
         most_samples: how many have fitted; None where memory never ran out.
-        decision: what planning came to.
-        inventory: what it was made for.
     """
     if most_samples is None or samples_at_once(decision) <= most_samples:
         return decision

@@ -183,7 +183,6 @@ def _is_the_users(error: BaseException, target: Target, *, last_resort: bool = F
 
     Args:
         error: what a step raised on one CPU.
-        target: the kind of device of the run.
         last_resort: whether one of a file counts.
     """
     links = list(traceback.walk_tb(error.__traceback__))

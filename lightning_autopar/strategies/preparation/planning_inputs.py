@@ -108,10 +108,8 @@ def decide_again(
     """The best plan for the same run on the devices as they are now; what was found out about the module still counts.
 
     Args:
-        trainer: as :func:`find_prospect`'s.
         decision: of :func:`find_prospect`'s plan.
         plan: if given, the only one that is considered.
-        elastic: as :func:`find_prospect`'s.
         begun: whether the run has, so that its callbacks' copies of weights are handed over.
 
     Raises:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_autopar._lightning_compat import SIGTERMException
-from lightning_autopar.strategies.base.plan_changes import PlanChange, PlanChanges
+from lightning_autopar.strategies.base.run_plan import PlanChange, PlanChanges
 from lightning_autopar.strategies.base.worker_exception import LEFT_BY_ALL
 
 #: The agent may ask for a snapshot after which training goes on, or for one after which the workers leave.
@@ -62,9 +62,6 @@ class _Rendezvous:
     To stop, the parent first raises *hold*: from then on a rank that comes to a boundary waits there. A rank whose count was ``n`` when the
     parent read it can't pass boundary ``n + 1`` any more, so the highest count plus one is a boundary that nobody has passed and
     everybody can reach: the ranks behind it go on until they are there.
-
-    Args:
-        world_size: how many ranks there are.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -143,11 +140,7 @@ class StopRendezvous(_Rendezvous):
 
 
 class ShortageRendezvous:
-    """Tells all ranks of a generation that one has run out of memory, and whether all can leave the step in which it did.
-
-    Args:
-        world_size: how many ranks there are.
-    """
+    """Tells all ranks of a generation that one has run out of memory, and whether all can leave the step in which it did."""
 
     def __init__(self, world_size: int) -> None:
         self._cells = memoryview(mmap.mmap(-1, 8 * (1 + 3 * world_size))).cast("q")
@@ -192,7 +185,6 @@ class ShortageRendezvous:
         """Whether all ranks can leave the same batch's step; waits for their answers.
 
         Args:
-            batch: as for :meth:`answer`.
             within_seconds: how long to wait for the answers.
             hear_seconds: how long to wait until each rank has heard of it, see :meth:`hear`.
         """

@@ -69,12 +69,10 @@ class Peers:
         store: where they meet; only their keys are in it.
         rank: of this process.
         node: this process's.
-        environment: Lightning's view of them.
         restartable: whether their launcher may start them anew, in another number.
         messages: how many rank 0 has sent so far.
         children: reruns of the script that this process started.
         running: whether a run is going on that takes all of them.
-        runs: how many there were.
     """
 
     store: Any
@@ -95,11 +93,7 @@ class Peers:
 
     @contextmanager
     def run(self, run_plan: RunPlan, engine: EngineMixin) -> Iterator[None]:
-        """The context of a run that takes all ranks: this process ends if a rerun fails, a rank on this host is stopped, or GPUs hang.
-
-        Args:
-            run_plan: the plan on the ranks' devices.
-        """
+        """The context of a run that takes all ranks: this process ends if a rerun fails, a rank on this host is stopped, or GPUs hang."""
         self.running.set()
         self.runs += 1
         try:

@@ -20,7 +20,6 @@ class IdleStrategy(ParallelStrategy):
         """The Lightning strategy that executes a plan, called in each process that trains; a subclass may override it.
 
         Args:
-            run_plan: the plan, and the devices it is for.
             forked: whether this process is a worker, forked for the plan; if not, a launcher or the user has started it.
         """
         engine: EngineMixin = engines.of(run_plan.plan).strategy(run_plan, forked=forked)

@@ -78,7 +78,6 @@ class LeavingBoundary(Boundary):
     """One rank's boundaries in a run whose user has asked for no snapshots.
 
     Args:
-        trainer: see :class:`.Boundary`; the same for ``before`` and ``rank``.
         elastic: where the generation begins, and where snapshots are asked for.
         shortage: where its ranks meet.
         give_up_group: leaves the process group without waiting; returns whether that succeeded.

@@ -100,7 +100,6 @@ class Watch:
     Args:
         devices: of all ranks.
         left: says whether a rank has come to the end of the run.
-        clock: in seconds.
     """
 
     processes: Sequence[_Process]
@@ -132,13 +131,11 @@ class Standstill:
     """Detects that no rank makes progress: each waits at one place, for a GPU that does nothing or in a collective, and has reported that.
 
     Args:
-        rank: of this process.
         devices: of all ranks.
         begun: how many batches have begun here.
         look_at: gives where this process's main thread is, and its GPU's :meth:`~stack_dumps.GpuQueue.count`.
         tell: reports to the others what this rank waits for: "gpu", "collective" or "".
         told: gives what a rank has reported.
-        clock: in seconds.
     """
 
     rank: int

@@ -56,9 +56,6 @@ class GpuQueue:
         """A number that grows from look to look while the GPU does its queued work, and stays the same while it doesn't. It isn't a time: a
         process that was stopped, or had no core for an hour, comes to the same number as one that wasn't.
 
-        Args:
-            thread: whose work is looked at.
-
         Returns:
             0 where nothing is known: there is no GPU, it isn't in use yet, or a CUDA graph is being captured.
         """
@@ -97,7 +94,6 @@ def tell_when_asked(folder: Path, rank: int, thread: int, device: torch.device) 
     """In a worker's main thread: from now on, whenever the parent asks, write to a file in the folder where a thread is.
 
     Args:
-        thread: the thread's id.
         device: what it computes on; for a GPU it also writes :meth:`GpuQueue.count`.
     """
     queue = GpuQueue(device)

@@ -30,12 +30,13 @@ from lightning_autopar._lightning import Trainer, rank_zero_only
 from lightning_autopar._lightning_compat import (
     SIGTERMException,
     TunerExit,
-    arguments_from,
     call_on_exception,
+    from_snapshot,
     installed,
     share_cores,
     without_word_of_signals,
 )
+from lightning_autopar._temporary import patched
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.state import gpu_pickles
@@ -65,9 +66,8 @@ class WorkerJob:
     run_plan: RunPlan
     make_engine: Callable[[RunPlan], EngineMixin]
     trainer: Trainer
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    #: Of the trainer's function, with its arguments by name.
+    call: partial[Any]
     folder: Path
     before: handover.Before
     elastic: GenerationFiles | None = None
@@ -76,15 +76,13 @@ class WorkerJob:
     progress: RunProgress | None = None
 
 
-def make_job(run_plan: RunPlan, trainer: Trainer, function: Callable[..., Any], args: Any, kwargs: Any, folder: Path) -> WorkerJob:
+def make_job(run_plan: RunPlan, trainer: Trainer, call: partial[Any], folder: Path) -> WorkerJob:
     """The job by which workers run the trainer's function."""
     return WorkerJob(
         run_plan=run_plan,
         make_engine=trainer.strategy.make_engine,  # type: ignore[attr-defined]  # the user's AutoParallelStrategy
         trainer=trainer,
-        function=function,
-        args=args,
-        kwargs=kwargs,
+        call=call,
         folder=folder,
         before=handover.survey(trainer),
     )
@@ -143,12 +141,8 @@ def _make_scratch(folder: Path) -> None:
     """
     if len(str(folder)) > _LONGEST_SOCKET_FOLDER:
         return
-    before = tempfile.tempdir
-    tempfile.tempdir = str(folder)
-    try:
+    with patched(tempfile, "tempdir", str(folder)):
         util.get_temp_dir()
-    finally:
-        tempfile.tempdir = before
 
 
 def _leave_it_to_the_parent(number: int, frame: Any) -> None:
@@ -173,7 +167,7 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
         with installed(trainer, engine, module, job.run_plan.torch_devices, keep_sampler=job.run_plan.batch == "per_device"):
             engine.gpu_limit = gpu_limit_for(job.run_plan, rank)
             word, value = "done", None
-            args, kwargs = job.args, job.kwargs
+            call = job.call
             boundary: Boundary | None = None
             try:
                 if job.shortage is not None and job.elastic is not None:
@@ -184,9 +178,9 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
                     boundary = Boundary(trainer, job.elastic, job.before, rank)
                 if job.elastic is not None:
                     assert boundary is not None
-                    args, kwargs = _begin(job, job.elastic, engine, boundary, pipe)
+                    call = _begin(job, job.elastic, engine, boundary, pipe)
                 with without_word_of_signals(trainer):  # the parent handles signals, and stops all ranks at one batch
-                    value = job.function(*args, **kwargs)
+                    value = call()
             except TunerExit:
                 word = "tuner"
             except Paused:
@@ -209,19 +203,17 @@ def _run(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
         _report(error, rank, job, pipe)
 
 
-def _begin(
-    job: WorkerJob, elastic: GenerationFiles, engine: EngineMixin, boundary: Boundary, pipe: connection.Connection
-) -> tuple[Any, dict[str, Any]]:
-    """Get ready, wait for the generation's beginning, and resume; returns the arguments for the trainer's function."""
+def _begin(job: WorkerJob, elastic: GenerationFiles, engine: EngineMixin, boundary: Boundary, pipe: connection.Connection) -> partial[Any]:
+    """Get ready, wait for the generation's beginning, and resume; returns the call to make."""
     engine.prepare()
     pipe.send("ready")
     snapshot = elastic.beginning()
     engine.plan_changes = elastic.changes
     if snapshot is None:
         boundary.begin_anew()
-        return job.args, job.kwargs
+        return job.call
     boundary.take_up(snapshot)
-    return (), arguments_from(snapshot, job.function, job.args, job.kwargs)
+    return from_snapshot(job.call, snapshot)
 
 
 def _leave(error: BaseException, rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: connection.Connection) -> None:

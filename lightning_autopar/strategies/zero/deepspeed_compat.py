@@ -83,7 +83,6 @@ def initialize(module: nn.Module, optimizer: Optimizer | None, config: dict[str,
     Args:
         optimizer: of its parameters; None for evaluation.
         config: see ``zero_config``.
-        device_type: ``"cpu"`` or ``"cuda"``.
         device_rank: this process' device's index.
     """
     import deepspeed
@@ -236,11 +235,7 @@ def _offloads(optimizer: Any) -> bool:
 
 
 def reduce_by(optimizer: Any, reduction: Reduction) -> None:
-    """Make DeepSpeed reduce gradients in one order on all ranks, without taking their norm and without scaling them.
-
-    Args:
-        reduction: the order.
-    """
+    """Make DeepSpeed reduce gradients in one order on all ranks, without taking their norm and without scaling them."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         reduce, epilogue = optimizer.reduce_ready_partitions_and_remove_grads, optimizer.independent_gradient_partition_epilogue
 

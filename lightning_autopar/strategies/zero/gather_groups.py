@@ -128,7 +128,6 @@ def course_of(
     """Every part in forward and backward, in order.
 
     Args:
-        footprint: of the module, at the whole batch.
         share: of the batch that runs at once.
         recomputed: numbers of parts that keep what enters them only.
         casts: whether autocast's casts of parameters last until backward, as other tensors of fixed size do (weights that a parametrization

@@ -48,7 +48,6 @@ def zero_bytes(
     """The bytes that the fullest rank's device holds at the fullest moment of start or step.
 
     Args:
-        footprint: of the module, at the whole batch.
         share: of the batch that the rank takes, all its micro-batches together.
 
     Raises:

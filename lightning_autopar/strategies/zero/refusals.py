@@ -38,12 +38,7 @@ _NONE = "under DeepSpeed parameters have no .grad to read"
 
 
 def unpartitioned_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
-    """Why this fit can't run under ZeRO, by the trainer's options and the module as it is; None where nothing is known against it.
-
-    Args:
-        trainer: its options, callbacks and module are read.
-        kinds: the classes of its callbacks, bases included: each class's name, and the name of the callback that is of it.
-    """
+    """Why this fit can't run under ZeRO, by the trainer's options and the module as it is; None where nothing is known against it."""
     module = trainer.lightning_module
     present: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     if (reason := _precision(trainer)) is not None:

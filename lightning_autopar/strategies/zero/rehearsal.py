@@ -36,10 +36,7 @@ def rehearse_zero(
     """Whether DeepSpeed runs the module's training step, as the plan says, as one process does.
 
     Args:
-        module: the user's module, set up; it stays as it is.
         plan: of engine ``"zero"``; its stage, offload and recomputation are tried, on at most two ranks.
-        flops: of a step on the whole batch.
-        conduct: what the traced step itself does to parameters; None where it wasn't traced.
     """
     world_size = min(2, plan.world_size)
     name = f"ZeRO-{plan.zero_stage}"

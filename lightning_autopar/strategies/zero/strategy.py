@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -182,9 +183,6 @@ class _ZeroStrategy(DeepSpeedStrategy):
     _edits: Edits
     _frozen: frozenset[int] = frozenset()
     _backward_ran = False
-
-    def _configure_launcher(self) -> None:
-        """The processes exist already."""
 
     def setup_environment(self) -> None:
         """Join the group, without re-seeding: every rank goes on from the parent's RNG state."""
@@ -368,6 +366,16 @@ class ZeroEngine(SplitMixin, ZeroFiles, _ZeroStrategy):
         self._forked = forked
         self._forward_redirection = _StepCall()  # type: ignore[assignment]  # called alike
         self.attach(run_plan)
+
+    def evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step sees parameters that DeepSpeed gathers."""
+
+        @wraps(step)
+        def gathered(*args: Any, **kwargs: Any) -> Any:
+            with self.inside(step=True):
+                return step(*args, **kwargs)
+
+        return gathered
 
     @property
     def _partitioned(self) -> bool:

@@ -148,11 +148,7 @@ def _modules(part: LayerFootprint, persistent_bytes: float) -> tuple[int, ...]:
 
 
 def persistent_bytes(footprint: Footprint, persistence: int) -> int:
-    """Bytes of the parameters that stay gathered.
-
-    Args:
-        persistence: elements up to which a parameter stays gathered.
-    """
+    """Bytes of the parameters that stay gathered."""
     element = footprint.parameter_bytes / max(1, footprint.parameters)
     sizes = (rows * row_bytes for _, part in footprint.parts() for rows, row_bytes, _ in part.parameter_rows)
     return sum(size for size in sizes if size <= persistence * element)
@@ -254,7 +250,6 @@ def zero_calls(plan: Plan, *, parameters: int, modules: int, buckets: int) -> in
     """Calls of a step under ZeRO.
 
     Args:
-        plan: of engine ``"zero"``.
         buckets: of gradients that fill in a step.
     """
     assert plan.zero_stage is not None

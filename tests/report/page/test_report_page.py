@@ -12,8 +12,7 @@ import pytest
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.planning.make_report import make_report
-from lightning_autopar.report.page.drawing import ticks
-from lightning_autopar.report.page.markup import element, fragment, percent, share
+from lightning_autopar.report.page.markup import element, fragment, percent, share, ticks
 from lightning_autopar.report.page.step import timeline
 from lightning_autopar.report.page.style import contrast, on_color
 from lightning_autopar.report.report import NothingFits, Report

@@ -10,8 +10,7 @@ from typing import Any
 from lightning_autopar.sharing.sweep.child_processes import Children, noted_signals
 from lightning_autopar.sharing.sweep.controller import Controller, prospects
 from lightning_autopar.sharing.sweep.dry_runs import DryRunResult
-from lightning_autopar.sharing.sweep.folder import sweep_folder
-from lightning_autopar.sharing.sweep.runs_file import ListedSweep
+from lightning_autopar.sharing.sweep.runs_file import ListedSweep, sweep_folder
 
 
 def report(*seconds: float | None, devices: int = 2) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_autopar.sharing.sweep.folder import sweep_folder
-from lightning_autopar.sharing.sweep.runs_file import ListedRun, ListedSweep, sweep_of
+from lightning_autopar.sharing.sweep.runs_file import ListedRun, ListedSweep, sweep_folder, sweep_of
 from tests.sharing.sweep.plain import report, swept
 
 ROOT = Path(__file__).parents[3]

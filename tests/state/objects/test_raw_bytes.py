@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_autopar.state import snapshot
 from lightning_autopar.state.objects.contents import fingerprint, raw_bytes
 from lightning_autopar.state.objects.packing import TensorFile
-from lightning_autopar.strategies.pipeline.weights.tensor_transfers import _pieces
+from lightning_autopar.strategies.pipeline.weights.gathered_weights import _pieces
 
 
 def _packed(tensor: Tensor) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from lightning_autopar.strategies.base.plan_changes import PlanChange, PlanChanges
+from lightning_autopar.strategies.base.run_plan import PlanChange, PlanChanges
 
 
 def change(reason: str, left_at: float | None) -> PlanChange:

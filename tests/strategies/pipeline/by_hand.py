@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopar.exact.absent.absent_tensor import hole_parameter
-from lightning_autopar.strategies.pipeline.weights.tensor_transfers import Pipeline
+from lightning_autopar.strategies.pipeline.weights.gathered_weights import Pipeline
 
 CPU = torch.device("cpu")
 

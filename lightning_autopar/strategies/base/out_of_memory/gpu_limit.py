@@ -95,7 +95,6 @@ class Lease:
     """What a process may have of a device.
 
     Args:
-        device: its id.
         base_bytes: what the ledger promised the run for it: the prediction with its margin.
         most_bytes: the most that it may grow to: the part of the free memory that the user leaves to this run.
         around_bytes: the part of it outside of the allocator: the context, NCCL's buffers.
@@ -308,7 +307,6 @@ class _Alone:
     """Whether only one run is on a device, and nobody waits for it.
 
     Args:
-        ledger: the host's.
         leader: the process that has the run's lease.
     """
 

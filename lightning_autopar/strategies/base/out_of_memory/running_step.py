@@ -63,16 +63,6 @@ def explain(engine: Any, error: BaseException) -> None:
         error.add_note(f"autopar: this is rank {engine._rank} on {device.id}{said}")
     if not out_of_memory(error) or WHERE in vars(error):  # it may be asked of a rank that couldn't leave its step
         return
-    _describe(engine, error)
-    if place_of(engine, error) in _IN_STEP and engine.run_plan.undivided is not None:
-        error.add_note(f"autopar: the batch wasn't run again in more parts: {engine.run_plan.undivided}")
-    if device.kind == "cuda":
-        error.add_note(shortage_words(engine.run_plan, engine._rank, engine.gpu_limit))
-        if engine.gpu_limit is not None:
-            vars(error)[LACKED] = {device.id: engine.gpu_limit.lacked_bytes()}
-
-
-def _describe(engine: Any, error: BaseException) -> None:
     trainer, running = engine._trainer, engine.running
     automatic = trainer.training and trainer.lightning_module.automatic_optimization
     place = place_of(engine, error)
@@ -81,6 +71,12 @@ def _describe(engine: Any, error: BaseException) -> None:
     which = f"{plan.devices[rank]} of rank {rank}" if plan.world_size > 1 else plan.devices[rank]
     where = f"{which} ran out of memory in {place or 'a hook'}{batch}"
     vars(error).update({IN_STEP: automatic and running.in_step, AT_FIRST: running.begun <= 1, WHERE: where})
+    if place_of(engine, error) in _IN_STEP and engine.run_plan.undivided is not None:
+        error.add_note(f"autopar: the batch wasn't run again in more parts: {engine.run_plan.undivided}")
+    if device.kind == "cuda":
+        error.add_note(shortage_words(engine.run_plan, engine._rank, engine.gpu_limit))
+        if engine.gpu_limit is not None:
+            vars(error)[LACKED] = {device.id: engine.gpu_limit.lacked_bytes()}
 
 
 def place_of(engine: Any, error: BaseException) -> str:

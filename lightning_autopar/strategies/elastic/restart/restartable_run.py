@@ -14,15 +14,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_autopar._lightning import SLURMEnvironment, Trainer, rank_zero_info, rank_zero_warn
-from lightning_autopar._lightning_compat import TrainerFn, TunerExit, arguments_from
+from lightning_autopar._lightning_compat import TrainerFn, TunerExit, from_snapshot
 from lightning_autopar.strategies.elastic.restart.launcher_signals import Signals
 from lightning_autopar.strategies.elastic.restart.store_rendezvous import StoreRendezvous, Word
 from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings, save_seconds
@@ -53,9 +54,6 @@ _SUMS_SECONDS = 3.0
 def leaving(trainer: Trainer, peers: Peers, batch: BatchRule) -> SnapshotSettings | None:
     """How to save a run in a launcher's processes; None where ``CheckpointMigrate`` doesn't ask for it, or nothing is trained.
 
-    Args:
-        batch: what a batch is to several devices.
-
     Raises:
         ValueError: if each device draws batches of its own.
     """
@@ -79,16 +77,13 @@ class RestartableRun:
     """One call of ``fit`` in processes that may be started anew.
 
     Args:
-        how: how the run is saved.
         run: the same call as an elastic run of this process alone, which gives the run's key and the survey of its objects before the run.
         trainer: as before the run.
     """
 
-    def __init__(
-        self, peers: Peers, how: SnapshotSettings, run: ElasticRun, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Trainer
-    ) -> None:
+    def __init__(self, peers: Peers, how: SnapshotSettings, run: ElasticRun, call: partial[Any], trainer: Trainer) -> None:
         self._peers, self._how, self._run, self._trainer = peers, how, run, trainer
-        self._function, self._args, self._kwargs = function, args, kwargs
+        self._call = call
         self._snapshots: SnapshotStore | None = None
         self.snapshot: Path | None = None
 
@@ -121,19 +116,19 @@ class RestartableRun:
             rank_zero_info(f"autopar: the run goes on from the snapshot of step {latest.step} in {latest.path}; remove it to begin anew")
 
     @contextmanager
-    def going_on(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """The context of the run, with the engine installed; gives the arguments for the trainer's function. When the run ends well, its
-        snapshots are removed; when it fails, they wait for the next start.
+    def going_on(self) -> Iterator[partial[Any]]:
+        """The context of the run, with the engine installed; gives the call to make. When the run ends well, its snapshots are
+        removed; when it fails, they wait for the next start.
         """
         slurm = self._peers.environment if isinstance(self._peers.environment, SLURMEnvironment) else None
         with Signals(self._trainer, slurm.requeue_signal if slurm is not None and slurm.requeue_signal else signal.SIGUSR1) as signals:
             boundary = StoreBoundary(self, signals, requeues=slurm is not None and slurm.auto_requeue)
             try:
                 if self.snapshot is None:
-                    yield self._args, self._kwargs
+                    yield self._call
                 else:
                     boundary.take_up(self.snapshot)
-                    yield (), arguments_from(self.snapshot, self._function, self._args, self._kwargs)
+                    yield from_snapshot(self._call, self.snapshot)
             except BaseException as error:  # if one rank is gone, the others end by an exception as well
                 if self._snapshots is not None:
                     self._snapshots.close(keep=not isinstance(error, TunerExit), within_seconds=_SUMS_SECONDS)

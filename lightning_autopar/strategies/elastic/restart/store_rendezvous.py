@@ -43,7 +43,6 @@ class StoreRendezvous:
 
     Args:
         store: one that only these processes use.
-        world_size: how many ranks there are.
         name: tells this run from others of the process.
     """
 
@@ -83,8 +82,6 @@ class StoreRendezvous:
 
         Args:
             accumulation: batches to an optimizer's step.
-            leave: see :class:`Stop`.
-            target: see :class:`Stop`.
         """
         assert not self.waits, "one stop at a time"
         self._stop = Stop(number=self._done + 1, boundary=self.count + 2 * accumulation, leave=leave, target=target)

@@ -255,7 +255,9 @@ def _holds_absent(value: Any, depth: int) -> bool:
 def _alike(one: Any, other: Any, depth: int) -> bool:
     """Whether two values are the same, judged by numbers, texts, tensors and their containers."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return _tensors_alike(one, other)
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor) or is_absent(one) or is_absent(other) or one.shape != other.shape:
+            return False
+        return torch.allclose(one.detach().double(), other.detach().double(), rtol=_EQUAL, atol=_EQUAL, equal_nan=True)
     kinds = [(type(each).__module__, type(each).__qualname__) for each in (one, other)]  # each mock has a class of its own
     if depth > _DEEP or kinds[0] != kinds[1]:
         return kinds[0] == kinds[1]
@@ -266,12 +268,6 @@ def _alike(one: Any, other: Any, depth: int) -> bool:
     if isinstance(one, float):
         return math.isclose(one, other, rel_tol=_EQUAL) or (math.isnan(one) and math.isnan(other))
     return one == other if isinstance(one, (bool, int, str, bytes)) else True
-
-
-def _tensors_alike(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or is_absent(one) or is_absent(other) or one.shape != other.shape:
-        return False
-    return torch.allclose(one.detach().double(), other.detach().double(), rtol=_EQUAL, atol=_EQUAL, equal_nan=True)
 
 
 #: Attributes that torch and Lightning keep on every module.

@@ -91,7 +91,6 @@ class Together:
     Args:
         module: built (``configure_model`` has run); it isn't changed.
         trainer: read only; None where there is none.
-        cuts: FQNs of the blocks with which the second and each later stage begins.
         fn: what the trainer does: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         precision: of the steps; the module is in it already.
     """

@@ -304,7 +304,6 @@ def recorded_together(hooks: Sequence[str], record_one: Callable[[str, frozenset
     """Record a run's hooks, each of which must know what any of them writes to.
 
     Args:
-        hooks: in order.
         record_one: records a hook, given what the others write to.
     """
     found: dict[str, StepRecording] = {}

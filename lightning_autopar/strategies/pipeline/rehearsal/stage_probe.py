@@ -132,11 +132,6 @@ def confirm_stages(
 
     Args:
         module: the user's module, set up; meant for a forked child.
-        batches: as for :func:`probe_stages`.
-        cuts: FQNs of the blocks with which the second and each later stage begins.
-        precision: of the run; single unless given.
-        flops: of a step on the whole batch, forward and backward.
-        blocks: as for :func:`probe_stages`.
 
     Returns:
         With a refusal where the stages compute something else, or where the whole step can't be run; with ``untried`` where it is
@@ -190,7 +185,6 @@ def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) ->
 
     Args:
         first: the step; meant for a forked child.
-        cuts: FQNs of the blocks with which the second and each later stage begins.
         notes: the probe's, kept if the plan can't be tried and does nothing that may differ in stages.
     """
     trainer, precision = first.trainer, precision_of(str(first.trainer.precision))
@@ -209,7 +203,6 @@ def unstaged(conduct: Conduct | None, untried: str) -> Check | None:
     """Why not to take a pipeline whose stages can't be tried; None where nothing in the traced step could run differently in stages.
 
     Args:
-        conduct: what the step itself does with parameters; None where it wasn't traced.
         untried: why they can't be tried, as the end of a sentence.
     """
     if conduct is None:

@@ -149,7 +149,6 @@ class StageParts(nn.Module):
     to the schedules and to :class:`Replicas`.
 
     Args:
-        stage: runs a part of the module.
         names: FQNs of the parameters that the stage uses; those that are tied to one of them are included.
     """
 

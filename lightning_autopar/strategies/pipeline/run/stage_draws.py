@@ -128,7 +128,6 @@ class StageDraws:
         """A batch's step begins.
 
         Args:
-            share: the replica's of the batch; None where draws stay as they are.
             parts: into how many micro-batches it is split.
         """
         if not self._arrived:

@@ -26,9 +26,8 @@ from lightning_autopar.exact.step.micro_batches import detached, joined, several
 from lightning_autopar.exact.step.users_backward import weighed
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.pipeline.run.stage_agreement import SameBatch
 from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
-from lightning_autopar.strategies.pipeline.run.stage_shapes import Signature, signature_of
+from lightning_autopar.strategies.pipeline.run.stage_shapes import SameBatch, Signature, signature_of
 from lightning_autopar.strategies.pipeline.run.torch_schedules import Stage, count_parts, make_schedule
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 
@@ -105,7 +104,7 @@ class StagedStep:
         self._schedules: dict[int, Any] = {}
         self._same: SameBatch | None = None
         self._tables: list[dict[str, Any]] = []
-        #: The current batch's fingerprint, see :mod:`.stage_agreement`.
+        #: The current batch's fingerprint, see :class:`.stage_shapes.SameBatch`.
         self.fingerprint = 0
         self._run: _Run | None = None
 
@@ -127,8 +126,6 @@ class StagedStep:
         """Run the user's ``training_step``, with forward and backward of all micro-batches; returns its output, without a graph.
 
         Args:
-            args: the step's, the batch first.
-            share: the replica's of the whole batch.
             goes_back: whether there is a backward at all.
 
         Raises:
@@ -167,8 +164,6 @@ class StagedStep:
         """Run the user's ``validation_step``, ``test_step`` or ``predict_step`` on the whole batch; returns its output on every rank.
 
         Args:
-            args: the step's, the batch first.
-            share: the replica's of the whole batch.
             parts: in how many parts, where it has as many samples.
             put_together: makes the whole batch's output of the parts', and of how many samples these have.
         """
@@ -188,7 +183,10 @@ class StagedStep:
             stage.begin(signatures, idle=idle)
         for module in self._modules.values():
             module.hook = run.hook
-        schedule = self._schedule(run.number)
+        if run.number not in self._schedules:
+            assert self._plan.schedule is not None
+            self._schedules[run.number] = make_schedule(self._plan.schedule, self._stages, run.number, self._weigh)
+        schedule = self._schedules[run.number]
         last = any(stage.is_last for stage in self._stages)
         target = torch.arange(run.number) if last else None
         self._run = run
@@ -216,12 +214,6 @@ class StagedStep:
         owners = [(module.get_submodule(path), name) for path, _, name in (each.rpartition(".") for each in self._appended)]
         found = [getattr(owner, name, None) for owner, name in owners]
         return [each if isinstance(each, list) else [] for each in found]
-
-    def _schedule(self, number: int) -> Any:
-        if number not in self._schedules:
-            assert self._plan.schedule is not None
-            self._schedules[number] = make_schedule(self._plan.schedule, self._stages, number, self._weigh)
-        return self._schedules[number]
 
     def _signatures(self, run: _Run) -> list[Signature | None]:
         """The micro-batches' signatures: all on which shapes and gradients at a boundary depend."""

@@ -239,18 +239,17 @@ class Stage(PipelineStage):
                 self.bwd_cache[bwd_chunk_id] = (None,) * len(self._metas.get(bwd_chunk_id, ()))
                 return
             if self._after is not None:
-                self._leave_out(bwd_chunk_id)
+                # Outputs without a gradient are left out: torch would need them to be scalars
+                outputs, inputs = self.fwd_cache[bwd_chunk_id]
+                gradients = self._gradients[bwd_chunk_id]
+                kept = tuple(
+                    output if gradient is not None else output.detach() for output, gradient in zip(outputs, gradients, strict=True)
+                )
+                self.fwd_cache[bwd_chunk_id] = kept, inputs
             super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
             self.bwd_cache[bwd_chunk_id] = self.bwd_cache[bwd_chunk_id][:received]  # torch 2.11 has keyword arguments' gradients there, too
             if loss is not None and not loss._is_view():
                 loss.detach_()  # torch keeps the output until the schedule is over, and with its graph all received tensors
-
-    def _leave_out(self, chunk: int) -> None:
-        """Leave out outputs without a gradient: torch would need them to be scalars."""
-        outputs, inputs = self.fwd_cache[chunk]
-        gradients = self._gradients[chunk]
-        kept = tuple(output if gradient is not None else output.detach() for output, gradient in zip(outputs, gradients, strict=True))
-        self.fwd_cache[chunk] = kept, inputs
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """All backward passes are over."""

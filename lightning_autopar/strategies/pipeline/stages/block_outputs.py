@@ -47,7 +47,6 @@ def describe(result: Any, given: Sequence[tuple[Place, Any]]) -> Output | str:
     """A block's result in terms of its arguments' leaves; a sentence if it contains something that can't be made anew.
 
     Args:
-        result: what it returned.
         given: of its arguments, as :func:`places` has them.
     """
     ids = {id(leaf): place for place, leaf in reversed(given) if not isinstance(leaf, _PLAIN)}

@@ -200,7 +200,6 @@ def take_stages(module: nn.Module, staging: Staging, cuts: Sequence[str], stages
 
     Args:
         module: whole, and not yet on the device.
-        cuts: FQNs of the blocks with which the second and every later stage begins.
         stages: which ones this process runs.
         device: where they will run: the absent tensors' device.
 

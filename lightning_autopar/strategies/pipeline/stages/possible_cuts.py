@@ -47,7 +47,6 @@ def record(
             mode; for others it is set to evaluation.
         batch: as the hook gets it; copies of it are used.
         blocks: FQNs of the blocks, see :attr:`lightning_autopar.memory.footprint.Footprint.blocks`.
-        rows: samples in the batch, for the record.
         context: the precision's forward context (automatic mixed precision).
         written: FQNs of buffers and parameters that another hook of the same run writes to, and this one may read.
 

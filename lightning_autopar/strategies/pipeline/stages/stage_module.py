@@ -26,9 +26,8 @@ from lightning_autopar.exact.absent.absent_tensor import (
     resolved,
 )
 from lightning_autopar.exact.absent.rules import recording_absence, set_strict
-from lightning_autopar.strategies.pipeline.stages.block_router import Router
+from lightning_autopar.strategies.pipeline.stages.block_router import BlockResults, Router
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import EXTRA, CutTensor, Staging, StepRecording
-from lightning_autopar.strategies.pipeline.stages.skipped_blocks import BlockResults
 from lightning_autopar.strategies.pipeline.stages.tainted_tensors import TaintMode, mark, results_of, written_by
 
 
@@ -80,7 +79,6 @@ class StageModule(nn.Module):
 
     Args:
         module: the user's, its blocks' ``forward`` is replaced on the instance; stages of one module share it.
-        cuts: FQNs of the blocks with which the second and every later stage begins.
         call: runs the user's hook of that name on that micro-batch, and returns its result.
 
     Raises:
@@ -189,7 +187,10 @@ class _Run:
             self._router.run = None
             self.owns = False
             set_strict(before)
-            self._put_buffers_back()
+            # Code of another stage may have replaced buffers
+            for owner, name, buffer in self._written:
+                if is_absent(owner._buffers[name]) and not is_absent(buffer):
+                    owner._buffers[name] = buffer
             # Break cycles, so that nothing of the run waits for Python's garbage collector.
             self._watch.forget()
             self._found.clear()
@@ -213,12 +214,6 @@ class _Run:
         """Run the user's hook, which is watched; making the batch isn't."""
         with self._watch.watching(self._router.opaque):
             return hook(*args, **kwargs)
-
-    def _put_buffers_back(self) -> None:
-        """Restore buffers that code of another stage has replaced."""
-        for owner, name, buffer in self._written:
-            if is_absent(owner._buffers[name]) and not is_absent(buffer):
-                owner._buffers[name] = buffer
 
     # -- code outside of blocks ----------------------------------------------------------------------------------------------------------
 

@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_autopar.exact.absent.absent_tensor import AbsentMode, MissingValue, absent_like
 from lightning_autopar.exact.absent.rules import READING
 from lightning_autopar.strategies.pipeline.stages.block_outputs import EscapedOutputs, describe, flattened, places
-from lightning_autopar.strategies.pipeline.stages.block_router import find_block, opaque_methods
+from lightning_autopar.strategies.pipeline.stages.block_router import computed_from_shapes, find_block, opaque_methods
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import EXTRA, CutTensor, Output, StepRecording
 from lightning_autopar.strategies.pipeline.stages.module_state import ModuleState, host_generators
-from lightning_autopar.strategies.pipeline.stages.skipped_blocks import computed_from_shapes
 from lightning_autopar.strategies.pipeline.stages.tainted_tensors import (
     Inside,
     TaintMode,
@@ -53,9 +52,6 @@ class _Number:
 
 class StepRecorder:
     """Watches one run of a step.
-
-    Args:
-        blocks: FQNs.
 
     Raises:
         ValueError: if there is no block of a name.

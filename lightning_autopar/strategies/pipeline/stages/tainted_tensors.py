@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _pop_mode_temporarily,
 from torch.utils import checkpoint as checkpointing
 
 from lightning_autopar.exact.absent.absent_tensor import AbsentTensor, OverwrittenTensor, filled
-from lightning_autopar.exact.absent.rules import DESCRIBING
+from lightning_autopar.exact.absent.rules import DESCRIBING, leaves_of
 
 _MARK = "_autopar_tainted"
 
@@ -213,14 +213,7 @@ def is_marked(tensor: Tensor) -> bool:
 
 def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a function's result or arguments: in tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item)
+    return (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
 
 def written_by(name: str, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from lightning_autopar._lightning import grads as lightning_grads
 from lightning_autopar.exact.absent.absent_tensor import MissingValue, absent_like, is_absent
 from lightning_autopar.exact.data.rank_share import index_of
-from lightning_autopar.strategies.pipeline.weights.tensor_transfers import Group, Pipeline
+from lightning_autopar.strategies.pipeline.weights.gathered_weights import Group, Pipeline
 
 
 class StageGradients:
@@ -432,7 +432,6 @@ class SharedParameters:
 
     Args:
         module: with absent tensors.
-        pipeline: the ranks over which it is spread.
         replicas: the global ranks of every replica, this one's among them, in the pipeline's order.
     """
 

@@ -1,26 +1,91 @@
 """Weights and optimizer states of a module whose parts lie on several ranks: gathered whole for a file, and loaded by each rank in part.
 
 A rank holds what its stages use; the rest of its module is absent tensors. Each tensor's home is the first rank of the pipeline that holds
-it. Knows ranks and tensors; no plan, no trainer.
+it. :class:`Pipeline` sends tensors from rank to rank. Knows ranks and tensors; no plan, no trainer.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
 from lightning_autopar.exact.absent.absent_tensor import is_absent
-from lightning_autopar.state.checkpoint import like
+from lightning_autopar.exact.data.fingerprint import bytes_of
 from lightning_autopar.state.scratch_files import ScratchFile, hand_back_pages
-from lightning_autopar.strategies.pipeline.weights.tensor_transfers import Pipeline
+
+#: The bytes of a piece: tensors are sent in pieces, as a full device has no room for a whole copy.
+_PIECE_BYTES = 32 * 1024**2
+
+Group = dist.ProcessGroup | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The ranks among which one copy of the module is spread, as seen by one of them.
+
+    Args:
+        ranks: their global ranks, in the order of their first stages.
+        group: their process group; None stands for all ranks.
+        device: where tensors must lie to be sent: the CPU under gloo.
+    """
+
+    ranks: tuple[int, ...]
+    group: Group
+    device: torch.device
+
+    @classmethod
+    def of(cls, group: Group, device: torch.device) -> Pipeline:
+        """The pipeline of a process group."""
+        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        return cls(ranks=tuple(ranks), group=group, device=device)
+
+    def tell(self, value: Any) -> list[Any]:
+        """All ranks' values, in order; a collective."""
+        values: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send a tensor's bytes to the ``rank``-th rank of the pipeline."""
+        for piece in _pieces(tensor.detach().contiguous()):
+            dist.send(piece.to(self.device), self.ranks[rank], group=self.group)
+
+    def receive(self, into: Tensor, rank: int) -> None:
+        """Receive what the ``rank``-th rank sends, into a contiguous tensor."""
+        for piece in _pieces(into):
+            here = piece if piece.device == self.device else torch.empty_like(piece, device=self.device)
+            dist.recv(here, self.ranks[rank], group=self.group)
+            if here is not piece:
+                piece.copy_(here)
+
+    def broadcast(self, tensor: Tensor, rank: int) -> None:
+        """Broadcast the ``rank``-th rank's contiguous tensor into every rank's."""
+        for piece in _pieces(tensor):
+            here = piece.to(self.device)
+            dist.broadcast(here, self.ranks[rank], group=self.group)
+            if here is not piece:
+                piece.copy_(here)
+
+    @property
+    def place(self) -> int:
+        """This rank's."""
+        return self.ranks.index(dist.get_rank())
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The bytes of a contiguous tensor, in pieces: so every type can be sent, even if the backend doesn't support it."""
+    if tensor.numel():
+        yield from bytes_of(tensor).split(_PIECE_BYTES)
+
 
 #: Smaller tensors (an optimizer's step counters) are sent together with the descriptions of the others.
 _TINY_BYTES = 256
@@ -32,7 +97,6 @@ class _Described:
 
     Args:
         shape: whole.
-        dtype: its type.
         alias: the name of an earlier one in the same memory.
         value: itself, where it is tiny.
     """
@@ -52,7 +116,6 @@ def whole_state_dict(module: nn.Module, pipeline: Pipeline, *, keep: bool, scrat
     It sends one tensor at a time. On other ranks it returns the rank's own part, with absent tensors.
 
     Args:
-        pipeline: the ranks over which it is spread.
         keep: whether the first rank wants it; the other replicas of a sharded pipeline take part and get nothing.
         scratch: where tensors from other ranks are put.
     """
@@ -163,41 +226,3 @@ def _describe(own: Mapping[str, Tensor]) -> dict[str, _Described]:
             value=tensor.detach().cpu().clone() if tiny else None,
         )
     return described
-
-
-# -- loaded ----------------------------------------------------------------------------------------------------------------------------
-
-
-def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
-    """Load this rank's part of a whole state dict; from a mapped file it reads only that part.
-
-    Raises:
-        RuntimeError: as ``Module.load_state_dict`` does, on missing or unexpected keys or shapes that differ, where ``strict``.
-    """
-    current = module.state_dict()
-
-    def part(name: str, value: Any) -> Any:
-        there = current.get(name)
-        if not isinstance(value, Tensor) or not isinstance(there, Tensor) or value.shape != there.shape:
-            return value  # load_state_dict reports it
-        return there if is_absent(there) else like(value, there)
-
-    module.load_state_dict({name: part(name, value) for name, value in state_dict.items()}, strict=strict)
-
-
-def load_whole_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load this rank's part of an optimizer's whole state dict."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def part(value: Any, parameter: Tensor) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        cut = like(value, parameter) if value.shape == parameter.shape else value
-        return cut.clone() if cut is value else cut  # the file needn't stay
-
-    parts = {
-        position: tree_map(lambda value, parameter=parameters[position]: part(value, parameter), values)
-        for position, values in state["state"].items()
-        if position >= len(parameters) or not is_absent(parameters[position])
-    }
-    optimizer.load_state_dict({**state, "state": parts})

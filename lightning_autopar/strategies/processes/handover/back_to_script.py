@@ -49,16 +49,11 @@ from lightning_autopar.state.objects.survey import LIMIT_BYTES, Changes, Survey,
 from lightning_autopar.state.pretrained import move_tensors
 from lightning_autopar.state.scratch_files import save_without_copies
 from lightning_autopar.strategies.base.rank_measurement import Measured
+from lightning_autopar.strategies.processes.handover.run_objects import NOT_THE_USERS
 from lightning_autopar.text import format_bytes
 
 #: Optimizer states larger than this share of the host's memory aren't brought back; a warning says so.
 _OPTIMIZER_SHARE = 0.25
-#: Attributes that a module, its submodules and a DataModule have from Lightning and torch, or from engines.
-_PRIVATE = (
-    (frozenset(vars(nn.Module())) - {"training"})
-    | {"_trainer", "_fabric", "_device_mesh", "_device", "_jit_is_scripting", "trainer", "training", "_iterator"}
-    | {"forward", "log", "training_step", "validation_step", "test_step", "predict_step"}
-)
 _LIGHTNINGS_OWN = within("loops", "trainer", "accelerators", "plugins")
 _MODULE = "module"
 #: The attributes of each optimizer: what its class adds (another optimizer, slow weights) may not travel.
@@ -150,7 +145,9 @@ def survey(trainer: Trainer) -> Before:
             return {name: value for name, value in vars(target).items() if name not in ("log", "log_dict")}
         if id(target) in inside or target is datamodule or isinstance(target, DataLoader):
             # fully_shard keeps its state in the module under keys of that prefix
-            return {name: value for name, value in vars(target).items() if name not in _PRIVATE and not name.startswith("__composable_api")}
+            return {
+                name: value for name, value in vars(target).items() if name not in NOT_THE_USERS and not name.startswith("__composable_api")
+            }
         return None
 
     references = [strategy, *own, *tensors.values(), *_of_this_process(trainer)]
@@ -212,7 +209,6 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     """Collect this rank's results; every rank must call it, since sharded weights are gathered together.
 
     Args:
-        value: what the trainer's function returned.
         before: :func:`survey` of the time before the fork.
         folder: where files for the parent go.
         rank: this rank; only rank 0's state is written.
@@ -425,7 +421,6 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     """Put a run's results into the parent's trainer and module, and warn once of what couldn't be brought back.
 
     Args:
-        before: :func:`survey` of the time before the fork.
         results: of the ranks that wrote any, in rank order.
 
     Raises:
@@ -501,7 +496,6 @@ def _apply(
     """Change the parent's objects as the workers' have changed; returns what rank 0 has sent besides.
 
     Args:
-        before: :func:`survey` of the time before the fork.
         workers: their changes, in rank order.
         taken: for each of them, what is taken of it.
         tensors: the module's, by name.

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 MODULE, DATA = "module", "datamodule"
-#: Attributes that a module has from torch and Lightning, and that engines put on it.
-_MODULES_OWN = (
+#: Attributes that a module, its submodules and a DataModule have from torch and Lightning, and that engines put on them.
+NOT_THE_USERS = (
     (frozenset(vars(nn.Module())) | frozenset({"training"}))
     | {"_trainer", "_fabric", "_device_mesh", "_device", "_jit_is_scripting", "trainer", "_iterator"}
     | {"forward", "log", "training_step", "validation_step", "test_step", "predict_step"}
@@ -271,7 +271,7 @@ def _modules_own(module: nn.Module) -> frozenset[str]:
     if type(module).__module__.startswith("torch._dynamo"):
         return frozenset(vars(module))  # compiled code: each process has its own
     its = frozenset(name for name in vars(module) if name.startswith("__composable_api"))
-    return _MODULES_OWN | its | (_metrics_own(module) if isinstance(module, (Metric, MetricCollection)) else frozenset())
+    return NOT_THE_USERS | its | (_metrics_own(module) if isinstance(module, (Metric, MetricCollection)) else frozenset())
 
 
 def _metrics_own(metric: Any) -> frozenset[str]:

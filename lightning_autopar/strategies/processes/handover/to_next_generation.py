@@ -56,7 +56,6 @@ def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int, sha
     """Write the objects that this rank has changed; every rank calls it between two batches, and then goes on unchanged.
 
     Args:
-        before: the survey of the parent.
         folder: where files go; it exists.
         rank: this rank. Rank 0 writes its state; where a module's stages lie on several ranks, each writes what its stages changed of the
             module.
@@ -98,7 +97,6 @@ def read_objects(trainer: Trainer, before: Before, folder: Path) -> None:
 
     Args:
         trainer: about to enter its loops.
-        before: the survey of the parent.
         folder: that :func:`write_objects` wrote into.
 
     If the script was started anew and has other objects than before, only the values under names of parameters and the like are taken over;
@@ -156,7 +154,8 @@ def _take_over_parts(things: RunObjects, parcels: list[CarriedObjects], folder: 
     taken, _ = merged(list[Changes](parcels))
     compared: Any = _compare(things, parcels, taken) if trainer.global_rank == 0 else None
     alike, back, mine = trainer.strategy.broadcast(compared)
-    lost = _lost(parcels, mine)
+    found = {part for parcel in parcels for part in parcel.parts}
+    lost = [name for parcel in parcels for part, name in parcel.kept.items() if part not in found and part not in mine]
     for number, (parcel, parts) in enumerate(zip(parcels, taken, strict=True)):
         wanted = parts - alike
         unpacking = unpacking_of(parcel.data, parcel, things, folder / _RANK.format(number), wanted)
@@ -196,12 +195,6 @@ def _compare(things: RunObjects, parcels: list[CarriedObjects], taken: list[set[
     back = {key for key in (*found, *gone) if key not in changed and survey.had(*key)}
     mine = set(found) | {(("module", name), part) for name, each in things.modules.items() for part in vars(each)}
     return alike, back, mine
-
-
-def _lost(parcels: list[CarriedObjects], mine: set[Any]) -> list[str]:
-    """The names of the parts that couldn't be handed over, and weren't made anew here."""
-    found = {part for parcel in parcels for part in parcel.parts}
-    return [name for parcel in parcels for part, name in parcel.kept.items() if part not in found and part not in mine]
 
 
 # -- loggers ----------------------------------------------------------------------------------------------------------------------------
@@ -248,7 +241,6 @@ def carry_loggers_in(trainer: Trainer, before: Before, folder: Path) -> None:
 
     Args:
         trainer: as it was before the fork.
-        before: the survey of the parent.
         folder: that :func:`write_objects` or :func:`write_loggers` wrote into.
     """
     survey = before.survey
@@ -353,9 +345,7 @@ def write(
         values: the parts that differ, each with its digest where that is known.
         path: of both files, less their endings.
         sent: to send along, where it can be.
-        extras: see :class:`CarriedObjects`.
         digests: whether others' versions are compared with this one, however large it is.
-        shards: see :class:`Packing`.
     """
     survey, packing = things.survey, things.packing(shards)
     payloads: dict[Any, Any] = {}

@@ -50,12 +50,11 @@ class ZeroFiles(OneFile):
 
     def init_deepspeed(self) -> None:
         """Record the module as it is before DeepSpeed."""
-        assert self.lightning_module is not None
-        traces = Traces(self.lightning_module)
+        traces = Traces(self._module)
         super().init_deepspeed()  # type: ignore[misc]  # the next class' in the engine's bases
         traces.noted()
         self._traces = traces
-        self._watch = ParameterViews(self.lightning_module, self.weight_parts, lambda: doorway.forget_order(self.deepspeed_engine))
+        self._watch = ParameterViews(self._module, self.weight_parts, lambda: doorway.forget_order(self.deepspeed_engine))
         self._exit.callback(self._watch.close)
 
     def own_attributes(self) -> dict[int, set[str]]:
@@ -77,21 +76,6 @@ class ZeroFiles(OneFile):
         with self.inside(step=True):
             return super().training_step(*args, **kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
-        with self.inside(step=True):
-            return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
-        with self.inside(step=True):
-            return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
-        with self.inside(step=True):
-            return super().predict_step(*args, **kwargs)
-
     def backward_parts(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """The backward pass, without the hooks around it."""
         with self.inside():
@@ -106,8 +90,7 @@ class ZeroFiles(OneFile):
 
     def weight_parts(self) -> dict[int, FlatPart]:
         """This rank's part of each partitioned parameter, by its id."""
-        assert self.lightning_module is not None
-        return {id(part.parameter): part for part in parts(self.lightning_module)}
+        return {id(part.parameter): part for part in parts(self._module)}
 
     def optimizer_parts(self) -> dict[int, FlatPart]:
         """This rank's part of each trained parameter, by the id of the tensor that stands for it in the user's optimizer."""
@@ -115,9 +98,8 @@ class ZeroFiles(OneFile):
 
     def parts_loaded(self) -> None:
         """To be called after writes to the parts of :meth:`weight_parts`, or to whole parameters; a collective."""
-        assert self.lightning_module is not None
         with self.handling_parts():
-            gather_again(self.lightning_module)
+            gather_again(self._module)
             if self.optimizers:
                 self.weights_changed()
 
@@ -125,10 +107,9 @@ class ZeroFiles(OneFile):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state dict on rank 0, nothing elsewhere; a collective."""
-        assert self.lightning_module is not None
         with self.handling_parts(), scratch.ScratchFile(self._scratch_folder) as room:
             return partitioned.whole_state_dict(
-                self.lightning_module, self.weight_parts(), keep=self.is_global_zero, scratch=room, device=self._between
+                self._module, self.weight_parts(), keep=self.is_global_zero, scratch=room, device=self._between
             )
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -140,9 +121,8 @@ class ZeroFiles(OneFile):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take this rank's part of the checkpoint's weights."""
-        assert self.lightning_module is not None
         with self.handling_parts():
-            partitioned.load_state_dict(self.lightning_module, self.weight_parts(), checkpoint["state_dict"], strict=strict)
+            partitioned.load_state_dict(self._module, self.weight_parts(), checkpoint["state_dict"], strict=strict)
             if self.optimizers:
                 self.weights_changed()
 
@@ -157,16 +137,10 @@ class ZeroFiles(OneFile):
         """The device from which the group's backend takes tensors."""
         return self.root_device
 
-    @property
-    def _scratch_folder(self) -> str:
-        assert self.lightning_module is not None
-        return str(self.lightning_module.trainer.default_root_dir)
-
     # -- afterwards --------------------------------------------------------------------------------------------------------------------
 
     def let_go(self) -> None:
         """Take DeepSpeed off module and optimizers, whose weights and states have been handed over; no communication."""
-        assert self.lightning_module is not None
         by_fragment = {id(piece.fragment): piece.parameter for group in self.pieces for piece in group}
         for optimizer in self.optimizers:
             bare = bare_optimizer(optimizer)
@@ -180,6 +154,5 @@ class ZeroFiles(OneFile):
 
     def release(self) -> None:
         """Make the module whole and plain again on every rank, for code after the run in this process; a collective."""
-        assert self.lightning_module is not None
-        make_whole(self.lightning_module)
+        make_whole(self._module)
         self.let_go()

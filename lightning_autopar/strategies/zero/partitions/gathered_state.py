@@ -168,10 +168,8 @@ class _Place:
     """The place of a parameter or buffer in a module, and what stands there for it while a state dict is loaded.
 
     Args:
-        child: the module.
         tensors: its parameters or its buffers.
         path: the tensor's in the root's state dict.
-        tensor: itself.
         stand_in: what torch replaces.
     """
 
@@ -196,7 +194,6 @@ def load_state_dict(module: nn.Module, parts: Mapping[int, FlatPart], state_dict
     the state dict.
 
     Args:
-        parts: of the parameters that are partitioned, by id.
         strict: as for ``Module.load_state_dict``.
 
     Raises:
@@ -295,8 +292,6 @@ def load_optimizer_state(optimizer: Optimizer, parts: Mapping[int, FlatPart], st
     """Load this rank's part of an optimizer's whole state dict.
 
     Args:
-        optimizer: the user's, which has parts in its groups.
-        parts: of what is in its groups, by id.
         state: whole, keyed by position.
 
     Raises:

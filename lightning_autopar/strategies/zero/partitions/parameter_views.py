@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._lightning import rank_zero_warn
+from lightning_autopar._temporary import patched
 from lightning_autopar.state.flat_parts import FlatPart
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 from lightning_autopar.strategies.zero.partitions.module import is_partitioned, is_whole, part_of, register_external, running_modules
@@ -168,12 +169,8 @@ class ParameterViews:
     @contextmanager
     def handling(self) -> Iterator[None]:
         """The context in which this package handles parts of parameters: no use gathers a parameter."""
-        with self.inside():
-            before, self.busy = self.busy, True
-            try:
-                yield
-            finally:
-                self.busy = before
+        with self.inside(), patched(self, "busy", True):
+            yield
 
     def close(self) -> None:
         """Keep what was written, and make parameters and module plain again."""
@@ -240,14 +237,10 @@ class ParameterViews:
         _, version = self._seen.get(id(parameter), (parameter, None))
         if version is None:
             return
-        before, self.busy = self.busy, True
-        try:
-            if version != parameter._version:
-                with torch.no_grad():
-                    self._keep(parameter, part_of(parameter))
+        if version != parameter._version:
+            with patched(self, "busy", True), torch.no_grad():
+                self._keep(parameter, part_of(parameter))
                 self._seen[id(parameter)] = parameter, parameter._version
-        finally:
-            self.busy = before
 
     def _warn(self, name: str) -> None:
         if not self._warned:

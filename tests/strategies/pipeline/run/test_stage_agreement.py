@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_autopar.exact.data.fingerprint import fingerprint
-from lightning_autopar.strategies.pipeline.run.stage_agreement import SameBatch
+from lightning_autopar.strategies.pipeline.run.stage_shapes import SameBatch
 from tests.ranks import run_ranks
 
 

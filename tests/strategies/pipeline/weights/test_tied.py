@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.strategies.pipeline.weights.clipping_norms import SharedParameters
-from lightning_autopar.strategies.pipeline.weights.tensor_transfers import Pipeline
+from lightning_autopar.strategies.pipeline.weights.gathered_weights import Pipeline
 from tests.ranks import run_ranks
 from tests.strategies.pipeline.by_hand import CPU, hollow
 

@@ -14,9 +14,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.state import scratch_files as scratch
+from lightning_autopar.state.checkpoint import load_whole_optimizer_state, load_whole_state_dict
 from lightning_autopar.state.scratch_files import ScratchFile
+from lightning_autopar.strategies.pipeline.weights import checkpoint_files
 from lightning_autopar.strategies.pipeline.weights import gathered_weights as weights
-from lightning_autopar.strategies.pipeline.weights import module_building
 from tests.ranks import run_ranks
 from tests.strategies.pipeline.by_hand import KEPT, hollow, net, pipeline
 
@@ -48,7 +49,7 @@ def in_stages(rank: int, kind: str) -> tuple[Any, torch.optim.Optimizer]:
     state = copy.deepcopy(optimizer.state_dict())
     hollow(module, KEPT[rank])
     staged = optimizer_of(module, kind)
-    weights.load_whole_optimizer_state(staged, state)
+    load_whole_optimizer_state(staged, state, copies=True)
     return module, staged
 
 
@@ -90,7 +91,7 @@ def gathered(rank: int, world_size: int, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["adamw", "adagrad"])
 def test_what_three_ranks_have_is_gathered_as_one_has_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "SMALL_BYTES", 64)  # all but the smallest lie in the scratch
-    monkeypatch.setattr("lightning_autopar.strategies.pipeline.weights.tensor_transfers._PIECE_BYTES", 100)
+    monkeypatch.setattr("lightning_autopar.strategies.pipeline.weights.gathered_weights._PIECE_BYTES", 100)
     assert run_ranks(gathered, 3, kind) == [len(net().state_dict()), _elsewhere(1), _elsewhere(2)]
 
 
@@ -111,11 +112,11 @@ def loaded(rank: int, world_size: int, path: str) -> Any:
     hollow(module, KEPT[rank])
     optimizer = optimizer_of(module, "adamw")
     saved = torch.load(path, mmap=True, weights_only=True)
-    weights.load_whole_state_dict(module, saved["state_dict"], strict=True)
-    weights.load_whole_optimizer_state(optimizer, saved["optimizer"])
+    load_whole_state_dict(module, saved["state_dict"], strict=True)
+    load_whole_optimizer_state(optimizer, saved["optimizer"], copies=True)
     for wrong, words in (({"embed.weight": torch.zeros(2, 2)}, "size mismatch"), ({"more": torch.zeros(2)}, "Unexpected key")):
         with pytest.raises(RuntimeError, match=words):
-            weights.load_whole_state_dict(module, {**saved["state_dict"], **wrong}, strict=True)
+            load_whole_state_dict(module, {**saved["state_dict"], **wrong}, strict=True)
     with ScratchFile() as room:
         state = weights.whole_state_dict(module, pipeline(), keep=True, scratch=room)
         states = weights.whole_optimizer_state(optimizer, pipeline(), keep=True, scratch=room)
@@ -135,7 +136,7 @@ def test_each_rank_loads_its_part_of_a_whole_file(tmp_path: Path) -> None:
 def released(rank: int, world_size: int) -> bool:
     module, whole = net(), net()
     hollow(module, KEPT[rank])
-    module_building.make_whole(module, pipeline())
+    checkpoint_files.make_whole(module, pipeline())
     assert_equal(dict(module.state_dict()), dict(whole.state_dict()))
     assert torch.equal(module.passing, whole.passing)
     assert module.head.weight is module.embed.weight
@@ -152,7 +153,7 @@ def released_shards(rank: int, world_size: int) -> list[type]:
     module, whole = net(), net()
     mesh = init_device_mesh("cpu", (world_size,))
     module.scale = nn.Parameter(distribute_tensor(module.scale.detach(), mesh, [Shard(0)]))
-    module_building.make_whole(module, pipeline())
+    checkpoint_files.make_whole(module, pipeline())
     assert_equal(dict(module.state_dict()), dict(whole.state_dict()))
     return [type(parameter) for parameter in module.parameters() if type(parameter) is not nn.Parameter]
 
@@ -170,11 +171,11 @@ def spread(rank: int, world_size: int) -> float:
         torch.manual_seed(rank)
         with torch.device("meta"):
             module = net(seed=rank)
-    originals = module_building.tensors_of(module) if rank == 0 else {}
+    originals = checkpoint_files.tensors_of(module) if rank == 0 else {}
     hollow(module, KEPT[rank])
-    module_building.spread(module, originals, pipeline())
+    checkpoint_files.spread(module, originals, pipeline())
     draw = float(torch.rand(()))
-    module_building.make_whole(module, pipeline())
+    checkpoint_files.make_whole(module, pipeline())
     assert_equal(dict(module.state_dict()), dict(net().state_dict()))
     return draw
 
