@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from inspect import isfunction
 from typing import Any, cast
 
@@ -44,14 +45,15 @@ class SplitMixin(EngineMixin):
 
     averages = True
     _network: SharedNetwork | None = None
-    _gathers = False
     _stepping_as = ""  # the name of the step that runs, where it may gather
 
     def prepare_steps(self, trainer: Trainer) -> None:
         """See :class:`.EngineMixin`."""
         if not self.run_plan.shared:
             super().prepare_steps(trainer)
-            self._gathers = self.splits and _names_all_gather(trainer.lightning_module)
+            if self.splits and _names_all_gather(trainer.lightning_module):
+                for name in ("training_step", "validation_step"):
+                    vars(self).setdefault(name, partial(self._gathering_alike, getattr(self, name)))
             if self.splits and any(overridden(trainer, _HOOKS)):
                 self._exit.enter_context(noticed(self._weight, self._steps, self._exchange_in_hooks, GradientHooks(())))
             return
@@ -79,18 +81,8 @@ class SplitMixin(EngineMixin):
             wait_for_all_ranks("a hook ran backward through a network of its own", _ALONE)
             average(others, others)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``training_step`` on this rank's share."""
-        return self._gathering_alike(super().training_step, args, kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``validation_step`` on this rank's share."""
-        return self._gathering_alike(super().validation_step, args, kwargs)
-
-    def _gathering_alike(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _gathering_alike(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Where a step may gather, its end is told, too: under a condition on a rank's samples, not all ranks come to a call."""
-        if not self._gathers:
-            return step(*args, **kwargs)
         with patched(self, "_stepping_as", step.__name__):
             output = step(*args, **kwargs)
             self._at("")
