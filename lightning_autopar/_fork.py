@@ -1,7 +1,8 @@
 """Run one function in a forked child and bring its result back; and what a forked child can do after what its parent has done.
 
-Whatever the function does to its process (random draws, changed objects, a crash) stays in the child. Knows of torch what a fork does to
-it, and nothing of what is run.
+Whatever the function does to its process (random draws, changed objects, a crash) stays in the child; what it tells others is held back
+(files that are open for writing, TensorBoard's, a run of Weights & Biases). Knows what a fork does to torch and to the user's pools and
+trackers, and nothing of what is run.
 
 A fork copies one thread and none of the others. Of torch's threads that matters to four kinds:
 
@@ -15,6 +16,8 @@ A fork copies one thread and none of the others. Of torch's threads that matters
 - Those of torch's second pool, which ``torch.set_num_threads`` makes. Where a child's first two threads ask for it at the same time, one of
   them finds it exchanged halfway, and the process aborts: "Invalid thread pool!" (https://github.com/pytorch/pytorch/issues/75147). So a
   child asks for it once before it has a second thread.
+
+Of the user's, pools of threads and the writers of event files begin anew in a child. A pool of processes can't, and says so.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import gc
+import multiprocessing
 import os
 import pickle
 import random
@@ -35,8 +39,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures import thread as pools
 from contextlib import ExitStack, contextmanager
+from multiprocessing.dummy import DummyProcess
+from multiprocessing.pool import Pool, ThreadPool
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
@@ -116,9 +123,6 @@ def begin_child(*, gpus: bool) -> None:
         gpus: whether the child may use GPUs. If not, it sees none, so that a backward pass on the CPU makes no context on each of them, and
             what the user's code calls a GPU is the CPU.
     """
-    for pool in _POOLS:  # otherwise they would leave work to threads that are gone, for ever
-        pool._threads.clear()
-        pool._work_queue, pool._idle_semaphore, pool._shutdown_lock = SimpleQueue(), threading.Semaphore(0), threading.Lock()
     gc.freeze()  # a full collection would visit all that the parent has imported, and copy those pages into this process
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -126,6 +130,17 @@ def begin_child(*, gpus: bool) -> None:
             _LASTING.enter_context(gpus_as_cpu())
     torch.set_num_threads(torch.get_num_threads())
     torch.Tensor.__new__ = staticmethod(_new_tensor)  # type: ignore[method-assign,assignment]
+    for pool in _POOLS:  # otherwise they would leave work to what a fork leaves behind, for ever
+        kind = type(pool)
+        if issubclass(kind, ThreadPoolExecutor):
+            pool._threads.clear()
+            pool._work_queue, pool._idle_semaphore, pool._shutdown_lock = SimpleQueue(), threading.Semaphore(0), threading.Lock()
+        elif issubclass(kind, ThreadPool):
+            ThreadPool.__init__(pool, pool._processes, pool._initializer, pool._initargs)
+        elif issubclass(kind, ProcessPoolExecutor):
+            pool._broken = _LOST
+        else:
+            pool._check_running = _refuse_work
 
 
 def _new_tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -290,15 +305,26 @@ class _Nowhere:
         """There is nothing to write."""
 
 
-#: The user's pools of threads that have had work.
+#: The user's pools of threads and of processes, and what showed that there are some.
 _POOLS: WeakSet[Any] = WeakSet()
+_SHOWN: set[int] = set()
+_LOST = (
+    "a pool's processes work for the process that began it, and planning, like the workers of a plan, runs the step in another one: begin "
+    "the pool at its first use in each process, which os.getpid() tells apart"
+)
 
 
 def _find_pools() -> None:
-    """Before a fork: which pools of threads there are. The collector knows them, and is asked only about pools that are new."""
-    working = {id(queue) for queue in pools._threads_queues.values()}
-    if not working <= {id(pool._work_queue) for pool in _POOLS}:
-        _POOLS.update(each for each in gc.get_objects() if isinstance(each, pools.ThreadPoolExecutor))
+    """Before a fork: which pools there are. The collector knows them, and is asked only where threads or processes are new."""
+    threads = (id(each) for each in threading.enumerate() if isinstance(each, DummyProcess))
+    shown = {*map(id, pools._threads_queues.values()), *threads, *(each.pid or 0 for each in multiprocessing.active_children())}
+    if not shown <= _SHOWN:
+        _SHOWN.update(shown)
+        _POOLS.update(each for each in gc.get_objects() if issubclass(type(each), (ThreadPoolExecutor, ProcessPoolExecutor, Pool)))
+
+
+def _refuse_work() -> NoReturn:
+    raise ValueError(_LOST)
 
 
 os.register_at_fork(before=_find_pools)

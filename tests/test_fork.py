@@ -12,7 +12,8 @@ import sys
 import textwrap
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing.pool import Pool, ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,22 @@ def test_a_pool_of_threads_works_in_a_child_and_in_its_child() -> None:
         child, mine, difference = run_forked(nested, timeout_seconds=60)
         assert (child, difference) == (mine, 0)
         assert pool.submit(os.getpid).result(timeout=20) == os.getpid()
+
+
+def test_multiprocessing_s_pool_of_threads_works_in_a_child() -> None:
+    with ThreadPool(2) as pool:
+        assert pool.map(abs, [-1]) == [1]
+        assert run_forked(lambda: pool.map_async(abs, [-2, -3]).get(timeout=20), timeout_seconds=60) == [2, 3]
+
+
+@pytest.mark.parametrize("kind", [Pool, ProcessPoolExecutor])
+def test_a_pool_of_processes_says_that_it_works_for_its_own_process(kind: Any) -> None:
+    """A child's task would be done by nobody."""
+    with kind(1) as pool:
+        assert list(pool.map(abs, [-1])) == [1]
+        with pytest.raises(ChildFailed, match=r"a pool's processes work for the process that began it.*at its first use in each process"):
+            run_forked(lambda: list(pool.map(abs, [-2])), timeout_seconds=60)
+        assert list(pool.map(abs, [-3])) == [3]
 
 
 def test_this_process_does_something_meanwhile() -> None:
