@@ -35,6 +35,30 @@ def test_a_new_layer_of_an_old_name_is_refused(engine: Any) -> None:
         trainer.fit(NewHead(), DataLoader(numbers(), batch_size=8), DataLoader(numbers(8), batch_size=8))
 
 
+class NewLayer(Fitted):
+    """Another layer in the middle of the last epoch."""
+
+    more: Any
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if (self.current_epoch, batch_idx) == (1, 1):
+            self.more = nn.Linear(1, 1)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.more.parameters())})
+
+    def loss(self, batch: Any) -> Any:
+        found = self.net(batch[0])
+        return nn.functional.mse_loss(self.more(found) if hasattr(self, "more") else found, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("under", [plan("ddp"), plan("fsdp", shard=BLOCKS), plan("zero", zero_stage=1)], ids=Plan.title)
+def test_a_new_layer_in_the_middle_of_an_epoch_is_refused(under: Plan) -> None:
+    with pytest.raises(ValueError, match=r"'more\.(weight|bias)' was put into the module after the run had begun"):
+        fit(NewLayer, numbers(), under)
+
+
 class Copies(Fitted):
     """Validates an average of its network, which it copies when the first epoch has ended; unfreezes a layer later."""
 
