@@ -85,7 +85,10 @@ def multi_refusal(question: Question, engine: engines.Engine | None = None) -> s
     if footprint.batch_size == 0:
         return "the batch has no batch dimension, so it can't be split over ranks"
     if footprint.batch_size == 1:
-        return "a batch of 1 sample can't be split over ranks"
+        return (
+            "a batch of 1 sample can't be split over ranks; what the dataset returns at once counts as 1 sample, so where that is a whole "
+            "batch, use DataLoader(..., batch_size=None)"
+        )
     if footprint.batch_size < (constraints.min_devices or 1):
         return f"a batch of {footprint.batch_size} samples can't be split over the {constraints.min_devices} processes that were started"
     return None if engine is not None and shares_network(engine, footprint) else split_refusal(constraints, ranks=True)

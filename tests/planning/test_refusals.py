@@ -40,7 +40,13 @@ def taken(found: list[Option]) -> set[str]:
 @pytest.mark.parametrize(
     ("step", "devices", "constraints", "sentence"),
     [
-        ({"batch_size": 1}, 2, {}, "a batch of 1 sample can't be split over ranks"),
+        (
+            {"batch_size": 1},
+            2,
+            {},
+            "a batch of 1 sample can't be split over ranks; what the dataset returns at once counts as 1 sample, so where that is a whole "
+            "batch, use DataLoader(..., batch_size=None)",
+        ),
         ({"batch_size": 0}, 2, {}, "the batch has no batch dimension, so it can't be split over ranks"),
         ({}, 1, {}, "needs at least two devices of one kind, but there is one: cpu:0"),
         ({}, 2, {"max_devices": 1}, "needs at least two devices, but the run may use only one"),

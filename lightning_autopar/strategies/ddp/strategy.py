@@ -158,8 +158,10 @@ class DDPEngine(SplitMixin, DDPStrategy):
         alike, another one is set up in its place.
         """
         module = self._module
-        if any(parameter.requires_grad and id(parameter) not in self._trained for parameter in module.parameters()):
-            refuse_new(module, lambda _, parameter: id(parameter) in self._known, "DDP")
+        more = [id(each) for each in module.parameters() if each.requires_grad and id(each) not in self._trained]
+        if more:
+            refuse_new(module, lambda _, parameter: id(parameter) in self._known, "DDP", watch=self._exit)
+        if not self._known.isdisjoint(more):
             self._views.close()
             if isinstance(self.model, DistributedDataParallel):
                 self.model._remove_autograd_hooks()

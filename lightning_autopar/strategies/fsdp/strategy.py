@@ -9,7 +9,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from itertools import chain
 from typing import Any
@@ -83,6 +83,7 @@ class _ShardingStrategy(whole.OneFile, ModelParallelStrategy):
     """Lightning's ModelParallelStrategy without its demand that the user shards the module, and with plain checkpoints."""
 
     run_plan: RunPlan
+    _exit: ExitStack
     _gathered: Any = None
     #: Ids and names of the parameters that became shards: an optimizer that was made earlier still has them.
     _names: Mapping[int, str] = {}  # replaced, never modified
@@ -153,9 +154,8 @@ class _ShardingStrategy(whole.OneFile, ModelParallelStrategy):
         self._hooks_before_backward = overridden(trainer, *BEFORE_BACKWARD)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Refuse parameters that the hooks of an epoch's beginning have put into the module."""
-        if batch_idx == 0:
-            refuse_new(self._module, self._gathered.knows, "FSDP2")
+        """Refuse trained parameters that a hook has put into the module."""
+        refuse_new(self._module, self._gathered.knows, "FSDP2", watch=self._exit)
         super().on_train_batch_start(batch, batch_idx)
 
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -29,7 +29,7 @@ def late_parameters(trainer: Trainer) -> str | None:
     """A sentence on the first hook after which the module has another trained parameter; None where there is none.
 
     Only hooks whose code writes to the module are run, each once, in a child. Where one can't be run without the run itself, nothing is
-    said: the run refuses such parameters before its first step.
+    said: the run refuses such parameters when a gradient reaches them.
 
     Args:
         trainer: with its module and callbacks; it stays as it is.

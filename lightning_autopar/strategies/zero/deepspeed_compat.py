@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib import import_module
+from itertools import chain
 from types import MemberDescriptorType
 from typing import Any
 
@@ -87,7 +88,7 @@ def initialize(module: nn.Module, optimizer: Optimizer | None, config: dict[str,
     """
     import deepspeed
     from deepspeed.runtime import engine as runtime
-    from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator, stage3, stage_1_and_2
     from deepspeed.runtime.zero import partition_parameters as partitioning
 
     # Sending weights to ranks that have them would copy every page that forked workers share; and it can't send tensors without dimensions.
@@ -96,6 +97,7 @@ def initialize(module: nn.Module, optimizer: Optimizer | None, config: dict[str,
     partitioning.zero3_linear_wrap = _linear()
     # It searches each module's output for parameters by ``vars``, which fails for numbers and objects with slots.
     parameter_offload.vars = _attributes
+    partitioned_param_coordinator.get_all_parameters = _partitioned
     copying = device_type == "cpu" and "offload_param" in config["zero_optimization"]
     for name in ("NoGatherHandle", "NoGatherCoalescedHandle"):
         original = _ORIGINALS.setdefault(name, getattr(partitioning, name))
@@ -135,6 +137,12 @@ def _attributes(value: Any) -> dict[str, Any]:
     """An object's attributes by ``vars`` and slots; empty for an object with neither."""
     slots = (name for kind in type(value).__mro__ for name in vars(kind) if isinstance(vars(kind)[name], MemberDescriptorType))
     return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
+
+
+def _partitioned(module: Any, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that it has partitioned, of a module and its guests. Since then a hook may have put copies there."""
+    every = chain(module.named_parameters(recurse=recurse), module.ds_external_parameters())
+    return ((name, parameter) for name, parameter in every if hasattr(parameter, "ds_tensor"))
 
 
 def _partition(self: Any, parameter: nn.Parameter) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from itertools import chain
 from typing import Any
@@ -181,6 +181,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
     _clipping: Clipping
     _forked: bool
     _edits: Edits
+    _exit: ExitStack
     _frozen: frozenset[int] = frozenset()
     _backward_ran = False
 
@@ -329,8 +330,7 @@ class _ZeroStrategy(DeepSpeedStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Refuse newly trained parameters: DeepSpeed partitioned only gradients of parameters that were trained when it was set up."""
-        if batch_idx == 0 or self._frozen:
-            refuse_new(self._module, lambda _, parameter: id(parameter) in self._known, "DeepSpeed", self._frozen)
+        refuse_new(self._module, lambda _, parameter: id(parameter) in self._known, "DeepSpeed", self._frozen, watch=self._exit)
         super().on_train_batch_start(batch, batch_idx)
 
     # -- pieces ------------------------------------------------------------------------------------------------------------------------
