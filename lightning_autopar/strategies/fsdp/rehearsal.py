@@ -32,7 +32,7 @@ from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.strategies.base.refused_parameters import sparse_gradients
-from lightning_autopar.strategies.fsdp.strategy import BEFORE_BACKWARD, onto_shards, shard
+from lightning_autopar.strategies.fsdp.strategy import BEFORE_BACKWARD, onto_shards, shard, shard_rest
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 from lightning_autopar.strategies.fsdp.whole_results import give_whole_results
 from lightning_autopar.strategies.parity.check_outcome import Check, failed, not_made
@@ -196,15 +196,17 @@ def _steps(fqns: tuple[str, ...], by_plan: bool, module: LightningModule, traine
     rehearsal = rehearsed(module, trainer)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     module._device_mesh = mesh
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     if is_overridden("configure_model", module):
         module.configure_model()
         module.__dict__["configure_model"] = lambda: None
-    names: dict[int, str] = {}
     if not any(isinstance(child, FSDPModule) for child in module.modules()):
         give_whole_results()
         names = shard(module, fqns, mesh["data_parallel"], reshard_after_forward=True)
     elif by_plan:
         raise ValueError(_OWN_SHARDS)
+    else:
+        names |= shard_rest(module, mesh["data_parallel"], reshard_after_forward=True)
     rehearsal.build()
     onto_shards(rehearsal.optimizers, module, names)
     gathered = WholeParameters(module, rehearsal.optimizers)
@@ -315,7 +317,7 @@ def _sentence(module: nn.Module, reason: str) -> str:
     if _OWN_SHARDS in reason:
         return _OWN_SHARDS
     if _OPTIMIZER in reason:
-        return _OPTIMIZER + reason.partition(_OPTIMIZER)[2]
+        return _OPTIMIZER + reason.partition(_OPTIMIZER)[2].partition(", or run with allow")[0]
     if _MIXED in reason:
         return (
             "the step uses a block's parameters outside of the block's forward (a weight in the loss, or a method other than forward), and "

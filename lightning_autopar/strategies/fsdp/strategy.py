@@ -104,6 +104,7 @@ class _ShardingStrategy(whole.OneFile, ModelParallelStrategy):
         shape = (self.world_size, 1)[:dimensions]
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=_DIMENSIONS[:dimensions])
         self._module._device_mesh = self._device_mesh
+        self._names = {id(parameter): name for name, parameter in self._module.named_parameters()}  # configure_model may shard it itself
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -118,25 +119,22 @@ class _ShardingStrategy(whole.OneFile, ModelParallelStrategy):
         self.accelerator.setup(trainer)
         give_whole_results()
         whole_for_loggers(trainer.loggers)
+        plan, reshard = self.run_plan.plan, bool(self.run_plan.plan.reshard_after_forward)
         if not any(isinstance(module, FSDPModule) for module in self._module.modules()):
             originals = dict(self._module.state_dict()) if self.global_rank == 0 and self.run_plan.large else {}
-            plan = self.run_plan.plan
             self._offloads = bool(plan.offload)
-            self._names = shard(
-                self._module,
-                plan.shard,
-                self._sharding_mesh(),
-                reshard_after_forward=bool(plan.reshard_after_forward),
-                # A GPU copies from pinned memory.
-                offload=CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self._offloads else None,
-            )
+            # A GPU copies from pinned memory.
+            offload = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self._offloads else None
+            self._names = shard(self._module, plan.shard, self._sharding_mesh(), reshard_after_forward=reshard, offload=offload)
             if self.run_plan.large and self._any_rank_has_shapes_only():
                 self._spread(originals)
-        elif (plan := self.run_plan.plan).replicas > 1 or plan.offload:
+        elif plan.replicas > 1 or plan.offload:
             raise ValueError(
                 f"the plan {plan.title()!r} says how the module is sharded, but its configure_model has sharded it already; "
                 "leave the sharding to the strategy, or choose a plan without replicas and offload"
             )
+        else:
+            self._names = {**self._names, **shard_rest(self._module, self._sharding_mesh(), reshard_after_forward=reshard)}
         check_values(self._module)
         materialize_module(self._module, self._home)
         self.model = self.precision_plugin.convert_module(self._module)
@@ -276,7 +274,7 @@ class _ShardingStrategy(whole.OneFile, ModelParallelStrategy):
 
 class FSDPEngine(SplitMixin, _ShardingStrategy):
     """Executes an FSDP plan: each rank has a shard of parameters, gradients and optimizer state. The plan's blocks are units of their own;
-    the root takes the rest. A module that the user's ``configure_model`` has sharded stays as it is.
+    the root takes the rest, also of a module of which the user's ``configure_model`` has sharded a part.
     """
 
     completes_gradients = True
@@ -322,8 +320,9 @@ def shard(
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     _let_go(module)
+    shards = _shards(module)
     scalars = {parameter for parameter in module.parameters() if not parameter.ndim}
-    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload or OffloadPolicy(), "ignored_params": scalars}
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload or OffloadPolicy(), "ignored_params": scalars | shards}
     units = [module.get_submodule(fqn) for fqn in fqns]
     # Of the views that a unit hands on as they came, which nobody can change in place: torch says so by an exception.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -331,15 +330,16 @@ def shard(
         for unit in units:
             unit.register_forward_hook(_without_views, with_kwargs=True)
             fully_shard(unit, **options, reshard_after_forward=reshard_after_forward)
-        if not module.automatic_optimization:
+        if not module.automatic_optimization or isinstance(module, FSDPModule):
             # Each backward of a manual step frees the root's parameters, so a module that a step calls more than once must be a unit. The
             # root takes those that share a parameter, which no two units can have.
-            children = list(_callable_children(module))
+            children = [child for child in _callable_children(module) if not shards.issuperset(child.parameters())]
             holders = Counter(parameter for child in children for parameter in child.parameters())
             for child in (each for each in children if all(holders[parameter] == 1 for parameter in each.parameters())):
                 child.register_forward_hook(_without_views, with_kwargs=True)
                 fully_shard(child, **options, reshard_after_forward=reshard_after_forward)
-        fully_shard(module, **options)
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, **options)
     replicate_scalars(module, mesh)
     let_copy(module)
     if not any(map(is_compiled, module.modules())):  # torch reads the mark where it compiles, and nowhere else
@@ -357,6 +357,37 @@ def shard(
     return names
 
 
+def shard_rest(module: Any, mesh: Any, *, reshard_after_forward: bool) -> dict[int, str]:
+    """:func:`shard` what the user's ``configure_model`` has left whole, of a module of which it has sharded a part: nobody would take the
+    means of its gradients over the ranks.
+
+    Raises:
+        ValueError: if a parameter can't be sharded any more.
+    """
+
+    def left() -> list[str]:
+        return [name for name, each in module.named_parameters() if each.requires_grad and not isinstance(each, DTensor)]
+
+    if not left():
+        return {}
+    # Optimizers update lists of shards, and all must be on one mesh.
+    meshes = [parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)]
+    mesh = next((each for each in meshes if each.size() == mesh.size()), mesh)
+    names = shard(module, (), mesh, reshard_after_forward=reshard_after_forward)
+    if whole_ones := left():
+        raise ValueError(
+            f"configure_model has sharded a module around {whole_ones[0]!r} without it, so that its gradients would differ from rank to "
+            "rank; put it into the module before fully_shard, or leave the sharding to the strategy"
+        )
+    return names
+
+
+def _shards(module: nn.Module) -> set[Any]:
+    """The parameters that are FSDP2's already."""
+    groups = chain.from_iterable(groups_of(unit) for unit in module.modules() if isinstance(unit, FSDPModule))
+    return {parameter.sharded_param for group in groups for parameter in group.fsdp_params}
+
+
 def onto_shards(optimizers: Iterable[Optimizer], module: nn.Module, names: Mapping[int, str]) -> None:
     """In optimizers that were made before sharding, replace the module's parameters by its shards.
 
@@ -368,9 +399,9 @@ def onto_shards(optimizers: Iterable[Optimizer], module: nn.Module, names: Mappi
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for index, before in enumerate(group["params"]):
-                if isinstance(before, DTensor) or id(before) not in names:
+                now: Any = shards.get(names.get(id(before), ""))
+                if isinstance(before, DTensor) or now is None:
                     continue
-                now: Any = shards[names[id(before)]]
                 group["params"][index] = now
                 for name, value in (state := optimizer.state.pop(before, {})).items():
                     if isinstance(value, Tensor) and value.shape == before.shape:

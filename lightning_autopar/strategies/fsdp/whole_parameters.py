@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,8 +58,6 @@ class WholeParameters:
         #: The order of the step that runs; None outside of a step's forward.
         self._order: GatherOrder | None = None
         self._visits = 0
-        #: The module may have sharded only some of its parameters itself.
-        self._others = frozenset(id(parameter) for parameter in root.parameters() if not isinstance(parameter, DTensor))
         _keep_writes(self._units)
         self._on_gpus = [group for unit in self._units for group in groups_of(unit) if group.device.type == "cuda"]
         within = {id(child) for name, module in root.named_modules() if name in set(uneven) for child in module.modules()}
@@ -106,10 +105,17 @@ class WholeParameters:
         if order is not None:
             order.end()
 
-    def _begin_update(self, *_: Any) -> None:
+    def _begin_update(self, optimizer: Optimizer, *_: Any) -> None:
         """The optimizer's shards are its own, whoever calls it."""
         self._update.close()  # where the last one failed (memory ran out), it never came to its end
         self.reshard()
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if parameter.grad is not None and not isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"the optimizer {type(optimizer).__name__} steps a parameter of shape {list(parameter.shape)} that isn't in the "
+                    "module, so that FSDP2 takes no means of its gradients over the ranks. Put it there (in __init__ or "
+                    "configure_model), or run with allow=['single']"
+                )
         self._update.enter_context(mixed_refused())
 
     def _end_update(self, *_: Any) -> None:
@@ -122,7 +128,7 @@ class WholeParameters:
 
     def knows(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether a parameter was there from the beginning; some are whole where others are shards."""
-        return isinstance(parameter, (DTensor, _Gathered)) or id(parameter) in self._others
+        return isinstance(parameter, (DTensor, _Gathered))
 
     def reshard(self) -> None:
         """Put all parameters back into shards; no communication."""

@@ -206,6 +206,74 @@ class Sharing(Fitted):
             fully_shard(self.net, mesh=mesh)
 
 
+class Probed(Fitted):
+    """Shards one block by itself, and then puts modules and a number beside it, as a callback's probe does."""
+
+    whole = False
+
+    def configure_model(self) -> None:
+        if self._device_mesh is not None:
+            fully_shard(self if self.whole else self.net[2], mesh=self.device_mesh["data_parallel"])
+        if not hasattr(self, "probes"):
+            self.probes = nn.ModuleDict({"probe": nn.Linear(8, 1)})
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + mse_loss(self.scale * self.probes["probe"](batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters()], 0.05)
+
+
+class ProbedWhole(Probed):
+    """The same around all of it."""
+
+    whole = True
+
+
+class ProbedByHand(Probed):
+    """The same with a backward pass and optimizers by hand, one of them made before sharding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.earlier = torch.optim.SGD(self.net.parameters(), 0.02)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [self.earlier, torch.optim.AdamW([self.scale, *self.probes.parameters()], 0.05)]
+
+
+class Outside(Fitted):
+    """Trains a layer that it hasn't registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [nn.Linear(8, 1)]
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + mse_loss(self.held[0](batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.held[0].parameters()], 0.05)
+
+
+class LeftOut(Fitted):
+    """Puts a parameter right into a module that it has sharded."""
+
+    def configure_model(self) -> None:
+        if self._device_mesh is not None:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        self.net.register_parameter("late", nn.Parameter(torch.ones(2)))
+
+
 class Late(Fitted):
     """Builds in ``configure_model``, buffers included."""
 
@@ -237,11 +305,26 @@ class Late(Fitted):
         (Viewing, numbers(), LAYERS),
         (Passing, numbers(), LAYERS),
         (Sharing, numbers(), BLOCKS),
+        (Probed, numbers(), ()),
+        (ProbedWhole, numbers(), ()),
+        (ProbedByHand, numbers(), ()),
         (Tempered, numbers(), BLOCKS),
     ],
 )
 def test_training_is_plain_lightnings(make: Any, data: Any, units: tuple[str, ...]) -> None:
     assert_same(make, data, plan("fsdp", shard=units))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (LeftOut, "configure_model has sharded a module around 'net.late' without it"),
+        (Outside, r"SGD steps a parameter of shape \[1, 8\] that isn't in the module"),
+    ],
+)
+def test_a_parameter_whose_gradient_nobody_would_average_is_refused(make: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        fit(make, numbers(), plan("fsdp"), limit_val_batches=0)
 
 
 def test_what_a_unit_hands_on_takes_memory_once() -> None:

@@ -32,7 +32,7 @@ from lightning_autopar.strategies.parity import engine_rehearsal as rehearse
 from lightning_autopar.strategies.parity.check_outcome import PASSED, Check
 from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
 from tests.strategies.fitted import BLOCKS, Fitted, numbers
-from tests.strategies.fsdp.test_fsdp import Averaging
+from tests.strategies.fsdp.test_fsdp import Averaging, LeftOut, Outside, Probed, ProbedByHand
 from tests.strategies.written import Averaged, Exchanging, FollowedByHook, Held, InPlace, Normed, Penalised, Sharing, Tying
 
 TWINS = (*BLOCKS, *(name.replace("net", "target") for name in BLOCKS))
@@ -158,6 +158,8 @@ def _first() -> FirstBatch:
         (Sharing, "the step has made the parameter 'weight' share another one's memory"),
         (Held, "'both' holds the parameter 'target.0.weight' itself, in the place of which FSDP2 puts shards"),
         (Rowwise, "the optimizer ByRows computes with tensors of its own together with parameters or gradients"),
+        (Outside, "the optimizer SGD steps a parameter of shape [1, 8] that isn't in the module"),
+        (LeftOut, "configure_model has sharded a module around 'net.late' without it"),
         (Crashing, "on_train_batch_end was left out, as it failed"),
     ],
 )
@@ -185,6 +187,8 @@ def test_what_runs_is_not_refused_and_stays_as_it_was() -> None:
         (Averaging, BLOCKS),
         (Transposed, BLOCKS),
         (Nested, BLOCKS),
+        (Probed, ()),
+        (ProbedByHand, ()),
     ],
 )
 def test_the_step_has_the_same_effect_on_shards(make: Any, units: tuple[str, ...]) -> None:
