@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -153,7 +153,9 @@ class _ShardingStrategy(whole.OneFile, ModelParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Refuse trained parameters that a hook has put into the module."""
-        refuse_new(self._module, self._gathered.knows, "FSDP2", watch=self._exit)
+        trained = ((name, parameter) for name, parameter in self._module.named_parameters() if parameter.requires_grad)
+        if not all(starmap(self._gathered.knows, trained)):
+            refuse_new(self._module, self._gathered.knows, "FSDP2", watch=self._exit)
         super().on_train_batch_start(batch, batch_idx)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
