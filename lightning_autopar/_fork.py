@@ -25,7 +25,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import gc
-import multiprocessing
 import os
 import pickle
 import random
@@ -42,7 +41,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures import thread as pools
 from contextlib import ExitStack, contextmanager
-from multiprocessing.dummy import DummyProcess
 from multiprocessing.pool import Pool, ThreadPool
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
@@ -315,9 +313,11 @@ _LOST = (
 
 
 def _find_pools() -> None:
-    """Before a fork: which pools there are. The collector knows them, and is asked only where threads or processes are new."""
-    threads = (id(each) for each in threading.enumerate() if isinstance(each, DummyProcess))
-    shown = {*map(id, pools._threads_queues.values()), *threads, *(each.pid or 0 for each in multiprocessing.active_children())}
+    """Before a fork: which pools there are. The collector knows them, and is asked only where there are new threads of theirs."""
+    threads = (
+        id(each) for each in threading.enumerate() if "_handle_workers" in each.name or type(each).__name__ == "_ExecutorManagerThread"
+    )
+    shown = {*map(id, pools._threads_queues.values()), *threads}
     if not shown <= _SHOWN:
         _SHOWN.update(shown)
         _POOLS.update(each for each in gc.get_objects() if issubclass(type(each), (ThreadPoolExecutor, ProcessPoolExecutor, Pool)))
