@@ -140,9 +140,9 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _partitioned(module: Any, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that it has partitioned, of a module and its guests. Since then a hook may have put copies there."""
+    """The parameters of a module and its guests, without those that a hook has put there since they were partitioned."""
     every = chain(module.named_parameters(recurse=recurse), module.ds_external_parameters())
-    return ((name, parameter) for name, parameter in every if hasattr(parameter, "ds_tensor"))
+    return ((name, each) for name, each in every if hasattr(each, "ds_tensor") or not isinstance(each, nn.Parameter))
 
 
 def _partition(self: Any, parameter: nn.Parameter) -> None:
