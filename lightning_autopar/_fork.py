@@ -127,18 +127,9 @@ def begin_child(*, gpus: bool) -> None:
         if torch.backends.cuda.is_built():
             _LASTING.enter_context(gpus_as_cpu())
     torch.set_num_threads(torch.get_num_threads())
+    # For good, as the user's code may make such a tensor whenever it runs: torch's own fails while a mode is open.
     torch.Tensor.__new__ = staticmethod(_new_tensor)  # type: ignore[method-assign,assignment]
-    for pool in _POOLS:  # otherwise they would leave work to what a fork leaves behind, for ever
-        kind = type(pool)
-        if issubclass(kind, ThreadPoolExecutor):
-            pool._threads.clear()
-            pool._work_queue, pool._idle_semaphore, pool._shutdown_lock = SimpleQueue(), threading.Semaphore(0), threading.Lock()
-        elif issubclass(kind, ThreadPool):
-            ThreadPool.__init__(pool, pool._processes, pool._initializer, pool._initargs)
-        elif issubclass(kind, ProcessPoolExecutor):
-            pool._broken = _LOST
-        else:
-            pool._check_running = _refuse_work
+    _renew_pools()
 
 
 def _new_tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -281,14 +272,19 @@ def track(*, here: bool) -> None:
             thread._record_writer = _Nowhere()
         threading.Thread.__init__(thread, daemon=True)
         thread.start()
-    tracker: Any = sys.modules.get("wandb")
-    if (run := getattr(tracker, "run", None)) is None:
+    if (run := run_of_wandb()) is None:
         return
     if here:
         _ = run.dir  # most calls connect a forked process to the run, but not those of its summary
         return
+    tracker: Any = sys.modules["wandb"]
     silent = tracker.init(mode="disabled", config=dict(tracker.config), reinit="create_new")
     run.__class__, run.__dict__ = type(silent), vars(silent)
+
+
+def run_of_wandb() -> Any:
+    """The run of Weights & Biases that this process has begun, or goes on with; None where there is none."""
+    return getattr(sys.modules.get("wandb"), "run", None)
 
 
 class _Nowhere:
@@ -314,20 +310,34 @@ _LOST = (
 
 def _find_pools() -> None:
     """Before a fork: which pools there are. The collector knows them, and is asked only where there are new threads of theirs."""
-    threads = (
-        id(each) for each in threading.enumerate() if "_handle_workers" in each.name or type(each).__name__ == "_ExecutorManagerThread"
-    )
-    shown = {*map(id, pools._threads_queues.values()), *threads}
+    theirs = ("_handle_workers", "ExecutorManagerThread")  # in the names that threads have of their functions and classes
+    threads = [each for each in threading.enumerate() if any(name in f"{each.name} {type(each).__name__}" for name in theirs)]
+    shown = {*map(id, threads), *map(id, pools._threads_queues.values())}
     if not shown <= _SHOWN:
         _SHOWN.update(shown)
         _POOLS.update(each for each in gc.get_objects() if issubclass(type(each), (ThreadPoolExecutor, ProcessPoolExecutor, Pool)))
 
 
+os.register_at_fork(before=_find_pools)
+
+
+def _renew_pools() -> None:
+    """In a child: a pool would leave its work to threads and processes that aren't there, and wait for ever."""
+    for pool in _POOLS:
+        kind = type(pool)
+        if issubclass(kind, ThreadPoolExecutor):
+            pool._threads.clear()
+            pool._work_queue, pool._idle_semaphore, pool._shutdown_lock = SimpleQueue(), threading.Semaphore(0), threading.Lock()
+        elif issubclass(kind, ThreadPool):
+            ThreadPool.__init__(pool, pool._processes, pool._initializer, pool._initargs)
+        elif issubclass(kind, ProcessPoolExecutor):
+            pool._broken = _LOST
+        else:
+            pool._check_running = _refuse_work
+
+
 def _refuse_work() -> NoReturn:
     raise ValueError(_LOST)
-
-
-os.register_at_fork(before=_find_pools)
 
 
 def of_this_process() -> list[Any]:

@@ -180,7 +180,7 @@ def _mentioned(
 
 
 def _bare(found: Any) -> Any:
-    """The function of a method. What else is found may be anything, and isn't asked: a W&B run's summary answers with a KeyError."""
+    """The function of a method; anything else as it is. It isn't asked for an attribute, as its own ``__getattr__`` may raise any error."""
     return found.__func__ if isinstance(found, (types.MethodType, staticmethod, classmethod)) else found
 
 

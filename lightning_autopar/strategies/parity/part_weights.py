@@ -90,7 +90,7 @@ class _Entries:
     zeros: str = ""
 
 
-#: What becomes of entries that are computed with a number, and of what was multiplied and added before: both anew.
+#: By operator, with a number as its other operand: the factor and the summand of its result, from those of its input.
 _LINEAR: dict[Any, Callable[[float, float, float], tuple[float, float]]] = {
     _ATEN.add: lambda times, plus, value: (times, plus + value),
     _ATEN.sub: lambda times, plus, value: (times, plus - value),
@@ -186,7 +186,7 @@ class Weighing:
         self._batches = batches
         self._known = tuple(known)
         self._weights: dict[tuple[int, ...], dict[Count, list[float]]] = {}
-        #: What the step compares the batch's entries with, and what its cross-entropies are told; nothing before the step has run.
+        #: What the step compares the batch's entries with, and the arguments of its cross-entropies. Empty until the step has run.
         self.told = LossArguments(None)
         #: The rules that explain the loss; none as long as it is a mean over samples, as far as is known.
         self.rules: tuple[Rule, ...] = ()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_autopar._fork import of_this_process
+from lightning_autopar._fork import of_this_process, run_of_wandb
 from lightning_autopar._lightning import Callback, CombinedLoader, LightningModule, Logger, Trainer, WandbLogger
 from lightning_autopar._lightning_compat import (
     TrainerFn,
@@ -170,11 +169,7 @@ def _of_this_process(trainer: Trainer) -> list[Any]:
     are connections. Those of loggers begin now, so that workers go on with them, and the script after its workers.
     """
     runs = [each.experiment for each in trainer.loggers if isinstance(each, WandbLogger)]
-    return [*of_this_process(), *runs, *(() if (run := _run_of_wandb()) is None else (run,))]
-
-
-def _run_of_wandb() -> Any:
-    return getattr(sys.modules.get("wandb"), "run", None)
+    return [*of_this_process(), *runs, *(() if (run := run_of_wandb()) is None else (run,))]
 
 
 def _roots(trainer: Trainer) -> Iterator[tuple[str, Any]]:
@@ -275,7 +270,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     results.lost += sorted(before.left)
     results.progress = _on_cpu(progress_of(trainer))
     results.random = rng.capture({}, cuda=False)
-    if (run := _run_of_wandb()) is not None:
+    if (run := run_of_wandb()) is not None:
         results.tracked = dict(run.config)
     for optimizer in optimizers:
         for index, group in enumerate(optimizer.param_groups):
@@ -479,7 +474,7 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     restore_loaders(trainer, sent.get(_LOADERS, {}))
     restore_progress(trainer, first.progress)
     if first.tracked:
-        _run_of_wandb().config.update(first.tracked, allow_val_change=True)
+        run_of_wandb().config.update(first.tracked, allow_val_change=True)
     rng.restore(first.random, {})
     if lost:
         warnings.warn(

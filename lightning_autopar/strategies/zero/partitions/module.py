@@ -99,6 +99,7 @@ class Traces:
             names, hooks = self._known[path]
             self._theirs[path] = set(vars(child)) - names, _hooks(child) - hooks
         paths = {id(child): path for path, child in self._root.named_modules()}
+        # By it copies and pickles are made, whoever makes them; until :meth:`undo`.
         nn.Module.__getstate__ = lambda child: self._state(paths.get(id(child)), child)  # type: ignore[method-assign]
 
     def _state(self, path: str | None, child: nn.Module) -> Any:
@@ -106,7 +107,8 @@ class Traces:
         state: Any = object.__getstate__(child)
         if path is None or not isinstance(state, dict):
             return state
-        state = {name: value for name, value in state.items() if name not in self._names(path, child)}
+        theirs = self._names(path, child)
+        state = {name: value for name, value in state.items() if name not in theirs}
         state["_parameters"] = self._kinds.get(path, dict)(child._parameters)
         for name, hooks in state.items():
             if name.endswith("_hooks") and isinstance(hooks, dict):
