@@ -1,8 +1,8 @@
 """Run one function in a forked child and bring its result back; and what a forked child can do after what its parent has done.
 
 Whatever the function does to its process (random draws, changed objects, a crash) stays in the child; what it tells others is held back
-(files that are open for writing, TensorBoard's, a run of Weights & Biases). Knows what a fork does to torch and to the user's pools and
-trackers, and nothing of what is run.
+(files that are open for writing, and trackers by :mod:`lightning_autopar._trackers`). Knows what a fork does to torch and to the user's
+pools, and nothing of what is run.
 
 A fork copies one thread and none of the others. Of torch's threads that matters to four kinds:
 
@@ -17,7 +17,7 @@ A fork copies one thread and none of the others. Of torch's threads that matters
   them finds it exchanged halfway, and the process aborts: "Invalid thread pool!" (https://github.com/pytorch/pytorch/issues/75147). So a
   child asks for it once before it has a second thread.
 
-Of the user's, pools of threads and the writers of event files begin anew in a child. A pool of processes can't, and says so.
+The user's pools of threads begin anew in a child. A pool of processes can't, and says so.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from weakref import WeakSet
 import torch
 
 from lightning_autopar._gpus_as_cpu import gpus_as_cpu
+from lightning_autopar._trackers import track
 from lightning_autopar.text import error_line
 
 T = TypeVar("T")
@@ -260,45 +261,6 @@ def _write_nothing() -> None:
             os.dup2(nowhere, int(name))
 
 
-def track(*, here: bool) -> None:
-    """What goes to the trackers that the parent has begun: a run of Weights & Biases, and TensorBoard's event files. It may start threads.
-
-    Args:
-        here: whether this process goes on with them. If not, it tries the user's code, or isn't the rank that speaks for all.
-    """
-    for thread in _EVENT_THREADS:  # with the parent's gone, a writer would wait for room in its queue for ever
-        thread._queue.__init__(thread._queue.maxsize)
-        if not here:
-            thread._record_writer = _Nowhere()
-        threading.Thread.__init__(thread, daemon=True)
-        thread.start()
-    if (run := run_of_wandb()) is None:
-        return
-    if here:
-        _ = run.dir  # most calls connect a forked process to the run, but not those of its summary
-        return
-    tracker: Any = sys.modules["wandb"]
-    silent = tracker.init(mode="disabled", config=dict(tracker.config), reinit="create_new")
-    run.__class__, run.__dict__ = type(silent), vars(silent)
-
-
-def run_of_wandb() -> Any:
-    """The run of Weights & Biases that this process has begun, or goes on with; None where there is none."""
-    return getattr(sys.modules.get("wandb"), "run", None)
-
-
-class _Nowhere:
-    """Takes what a thread would write into an event file."""
-
-    closed = False
-
-    def write(self, data: bytes) -> None:
-        """Drops it."""
-
-    def flush(self) -> None:
-        """There is nothing to write."""
-
-
 #: The user's pools of threads and of processes, and what showed that there are some.
 _POOLS: WeakSet[Any] = WeakSet()
 _SHOWN: set[int] = set()
@@ -345,28 +307,6 @@ def of_this_process() -> list[Any]:
     threads = threading.enumerate()
     _find_pools()
     return [*threads, *(queue for each in threads if (queue := vars(each).get("_queue")) is not None), *_POOLS]
-
-
-#: The threads that write TensorBoard's event files (``tensorboard.summary.writer.event_file_writer``), as they were before the last fork.
-_EVENT_THREADS: list[Any] = []
-
-
-def _settle_events() -> None:
-    """Before a fork: what waits for an event file is in it, so that a child doesn't write it as well."""
-    _EVENT_THREADS.clear()
-    for thread in threading.enumerate():
-        if type(thread).__name__ != "_AsyncWriterThread":
-            continue
-        each: Any = thread
-        if each._record_writer.closed:  # in a worker, whose end was brought back
-            each.stop()
-            continue
-        each._queue.join()
-        each._record_writer.flush()
-        _EVENT_THREADS.append(each)
-
-
-os.register_at_fork(before=_settle_events)
 
 
 def _answer(writer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -48,6 +48,7 @@ from lightning_autopar._lightning import _sync_ddp_if_available as reduce_over_r
 from lightning_autopar._lightning import _TunerExitException as TunerExit
 from lightning_autopar._lightning import _update_properties as update_properties
 from lightning_autopar._lightning import is_overridden as _is_overridden
+from lightning_autopar._root import LIGHTNING
 from lightning_autopar._temporary import patched
 
 if TYPE_CHECKING:
@@ -111,6 +112,9 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         return _is_overridden(method_name, instance, parent)
     except (AttributeError, TypeError):
         return True
+    except ValueError:  # a callback of the other Lightning's
+        of_lightning = [base for base in type(instance).__mro__ if base.__module__.startswith(LIGHTNING) and hasattr(base, method_name)]
+        return bool(of_lightning) and is_overridden(method_name, instance, of_lightning[-1])
 
 
 _CONNECTOR_FIELDS = (

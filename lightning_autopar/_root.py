@@ -67,6 +67,14 @@ def is_installed(file: str) -> bool:
     return any(file.startswith(folder) and file[len(folder) :].partition(os.sep)[0] in _recorded(folder) for folder in folders)
 
 
+def is_of_a_package(kind: type[Any]) -> bool:
+    """Whether a class is an installed package's, neither the user's nor a framework's. A package may derive its callback from the other
+    Lightning than the script's, as MLflow's autolog does; the script can't change it, and Lightning calls its hooks all the same.
+    """
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return package_of(kind) not in FRAMEWORK and file is not None and is_installed(file)
+
+
 @cache
 def _recorded(folder: str) -> frozenset[str]:
     """What pip has put into a folder, by its records; a project's own ``.egg-info`` has none."""

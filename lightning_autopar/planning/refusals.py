@@ -285,8 +285,8 @@ def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ..
         "what only one rank stores or logs, and random numbers that depend on the rank, differ from one device's"
     ] * bool(ranks)
     found += [
-        "the step calls its logger directly, which only rank 0 does, with what it computed of its part of the batch; self.log writes "
-        "what one device would"
+        "the step calls its logger or another tracker directly, which only rank 0 does, with what it computed of its part of the batch; "
+        "self.log writes what one device would"
     ] * ("logger" in footprint.asked)
     found += [
         f"the module writes {path!r}: each rank writes it, for its own part of the batch, unless the code checks the rank "

@@ -113,7 +113,8 @@ class AutoLauncher(Launcher):
         call = partial(function, **run_arguments(function, args, kwargs))
         attach_data(trainer, call.keywords)
         for each in (trainer.datamodule, *trainer.callbacks, *trainer.loggers):  # type: ignore[attr-defined]  # set by connectors
-            _root.check(each, type(each).__name__)  # for the module Lightning itself checks it
+            if not _root.is_of_a_package(type(each)):  # Lightning itself checks the module
+                _root.check(each, type(each).__name__)
         peers = under_external_launcher(self._strategy)
         with showing(
             trainer,

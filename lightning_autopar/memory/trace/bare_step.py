@@ -25,6 +25,7 @@ from lightning_autopar._lightning import LightningModule, LightningOptimizer, Pr
 from lightning_autopar._lightning_compat import TrainerFn, is_overridden, parse_optimizers
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar._temporary import patched
+from lightning_autopar._trackers import untold
 from lightning_autopar.memory.trace.first_batch import RAISED
 from lightning_autopar.memory.trace.no_writes import Written, no_writes
 from lightning_autopar.text import error_line
@@ -417,11 +418,14 @@ class BareStep:
         if index := loader_index(step, self.loader):
             kwargs["dataloader_idx"] = index[0]
         object.__setattr__(self._trainer, "stepping", True)
+        before = untold()
         try:
             with no_writes(self._written):
                 return step(batch, *kwargs.values())
         finally:
             object.__setattr__(self._trainer, "stepping", False)
+            if untold() > before:
+                self._trainer.asked["logger"] = None
 
     def _hook(self, name: str, *args: Any) -> Any:
         """Call a hook that the module overrides; if it fails, note that and go on, as hooks rarely matter to memory."""

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 
-from lightning_autopar._fork import begin_child, die_with, track
+from lightning_autopar._fork import begin_child, die_with
 from lightning_autopar._lightning import Trainer, rank_zero_only
 from lightning_autopar._lightning_compat import (
     SIGTERMException,
@@ -37,6 +37,7 @@ from lightning_autopar._lightning_compat import (
     without_word_of_signals,
 )
 from lightning_autopar._temporary import patched
+from lightning_autopar._trackers import settle, track
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.state import gpu_pickles
@@ -128,6 +129,7 @@ def work(rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: conne
 
 def _end() -> NoReturn:
     """End this process; its parent ends whatever it has started."""
+    settle()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or nobody reads any more
             stream.flush()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_autopar._fork import of_this_process, run_of_wandb
+from lightning_autopar._fork import of_this_process
 from lightning_autopar._lightning import Callback, CombinedLoader, LightningModule, Logger, Trainer, WandbLogger
 from lightning_autopar._lightning_compat import (
     TrainerFn,
@@ -37,6 +37,7 @@ from lightning_autopar._lightning_compat import (
     restore_progress,
 )
 from lightning_autopar._root import within
+from lightning_autopar._trackers import run_of_wandb
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.data.loader import unwrapped
