@@ -169,8 +169,8 @@ PATIENCE = timedelta(minutes=5)
 
 #: The remedy where a condition on the rank lets only some ranks run the code.
 _FOR_ALL = (
-    "with sharded parameters all ranks must do it: remove the condition on the rank around it (rank_zero_only, is_global_zero), save "
-    "weights by trainer.save_checkpoint or a ModelCheckpoint, or run with allow=['single', 'ddp']"
+    "as each rank has a part of the weights, all of them must do it: remove the condition on the rank around it (rank_zero_only, "
+    "is_global_zero; MLflow's autolog has it, unless it is told checkpoint=False), save weights by trainer.save_checkpoint or a ModelCheckpoint, or run with allow=['single', 'ddp']"
 )
 
 
@@ -178,7 +178,9 @@ _FOR_ALL = (
 _met: set[tuple[CodeType, int]] = set()
 
 
-def wait_for_all_ranks(what: str, remedy: str = _FOR_ALL, *, within: timedelta | None = None, once: bool = False) -> None:
+def wait_for_all_ranks(
+    what: str, remedy: str = _FOR_ALL, *, within: timedelta | None = None, once: bool = False, wait: bool = True
+) -> None:
     """Wait for all ranks: if only some of them come, they get an error instead of a collective that never ends.
 
     Args:
@@ -186,6 +188,7 @@ def wait_for_all_ranks(what: str, remedy: str = _FOR_ALL, *, within: timedelta |
         remedy: why all ranks must do it, and what to do.
         within: how long to wait; None: some minutes.
         once: whether to wait only the first time that a line of one of the user's hooks comes here. Waiting takes 10 ms.
+        wait: False where all ranks come in a run whose code isn't one rank's alone, and only that is asked.
 
     Raises:
         RuntimeError: if not all ranks come in that time; at once in a function of the user's that is rank 0's alone.
@@ -194,6 +197,8 @@ def wait_for_all_ranks(what: str, remedy: str = _FOR_ALL, *, within: timedelta |
     where = "" if hook is None else f" in {hook.f_code.co_qualname} ({os.path.basename(hook.f_code.co_filename)}:{hook.f_lineno})"
     if alone and dist.get_world_size() > 1:
         raise RuntimeError(f"{what}{where} on rank {dist.get_rank()} alone; {remedy}")
+    if not wait:
+        return
     if once:
         line = None if hook is None else (hook.f_code, hook.f_lineno)
         if line is None or line in _met:
