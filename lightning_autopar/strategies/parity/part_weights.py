@@ -471,8 +471,12 @@ class Weighing:
         """The rules that explain the loss; with the mean over samples, the counts of which the parts have as many as of samples."""
         if self.rules or self._equal:
             return self.rules or self._equal
+        return ("mean", *self.even())
+
+    def even(self) -> tuple[Count, ...]:
+        """The counts of which the parts have as many as of samples, in all splits."""
         splits = [(self.weights(shares), self._unlike(shares)) for shares in self._splits()]
-        return ("mean", *(count for count in splits[0][0] if all(count in weights and count not in unlike for weights, unlike in splits)))
+        return tuple(count for count in splits[0][0] if all(count in weights and count not in unlike for weights, unlike in splits))
 
 
 def _total(count: Count, part: Any) -> float:
