@@ -27,6 +27,7 @@ from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.footprint import Conduct, Footprint
 from lightning_autopar.memory.trace.find_blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch, tensors_of
+from lightning_autopar.strategies.parity.fewer_blocks import extent
 from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
 
 log = logging.getLogger(__name__)
@@ -89,9 +90,10 @@ class EarlySplits:
                 as of samples.
         """
         _, result = self._begun.pop(id(batch), (batch, None))
-        conduct, blocks = footprint.conduct, [block for block in footprint.blocks if block.repeated]
-        same = conduct is not None and not conduct.written and bool(blocks) == bool(find_blocks(self._trainer.lightning_module))
-        if result is None or not same or not is_quick(footprint):
+        module, size, conduct = self._trainer.lightning_module, batch.batch_size, footprint.conduct
+        blocks = any(block.repeated for block in footprint.blocks)
+        same = conduct is not None and not conduct.written and blocks == bool(find_blocks(module)) and is_quick(footprint)
+        if result is None or not same or extent(module, {}, footprint.flops / 3 / size, [size], size) is None:
             return None
         try:
             found = result()
