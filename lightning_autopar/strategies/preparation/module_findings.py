@@ -372,13 +372,8 @@ def _marked(batch: FirstBatch, loader: Any, loadings: Mapping[str, Loading]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class _Loaded:
-    """The batches that are probed.
-
-    Args:
-        batches: the first one and some more, as ranks make their parts.
-        validations: the same of the validation within a fit.
-        loadings: what other batches show, by the loader's key.
-        looked: some batches of each loader.
+    """The batches that are probed, the first one and some more, as ranks make their parts; and of the validation within a fit. What other
+    batches of the loaders show, by the loader's key, and some batches of each.
     """
 
     batches: Sequence[FirstBatch]

@@ -61,7 +61,6 @@ class EarlySplits:
     a quick step that writes to no parameter. Where the trace shows something else, they are made again.
 
     Args:
-        children: ends those that still run.
         told: further arguments of :func:`.split_probe.probe_split`.
     """
 
@@ -83,11 +82,8 @@ class EarlySplits:
                 self._begun[id(batch)] = batch, self._children.enter_context(result)
 
     def found(self, batch: FirstBatch, footprint: Footprint, known: Collection[Count]) -> tuple[SplitFinding, DrawPlan] | None:
-        """What the probe of this batch has found; None where there is none that was told the same.
-
-        Args:
-            known: what explains other batches. The probe wasn't told, which is the same where it counts them and parts have as many of them
-                as of samples.
+        """What the probe of this batch has found; None where there is none that was told the same. It wasn't told what is ``known`` of other
+        batches, which is the same where parts of this one have as many of that as of samples.
         """
         _, result = self._begun.pop(id(batch), (batch, None))
         module, size, conduct = self._trainer.lightning_module, batch.batch_size, footprint.conduct
