@@ -82,8 +82,8 @@ class EarlySplits:
                 self._begun[id(batch)] = batch, self._children.enter_context(result)
 
     def found(self, batch: FirstBatch, footprint: Footprint, known: Collection[Count]) -> tuple[SplitFinding, DrawPlan] | None:
-        """What the probe of this batch has found; None where there is none that was told the same. It wasn't told which counts are ``known``
-        of other batches, which is the same where parts of this one have as many of these as of samples.
+        """What the probe of this batch has found; None where there is none that was told the same. It wasn't told the counts that are
+        ``known`` of other batches, which is the same where parts of this one have as many of these as of samples.
         """
         _, result = self._begun.pop(id(batch), (batch, None))
         module, size, conduct = self._trainer.lightning_module, batch.batch_size, footprint.conduct
