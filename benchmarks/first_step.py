@@ -54,7 +54,7 @@ PARTS = {
     "finding out": ("lightning_autopar.strategies.preparation.planning_inputs", "find_out"),
     "first batch": ("lightning_autopar.strategies.preparation.module_findings", "first_batch"),
     "trace": ("lightning_autopar.strategies.preparation.module_findings", "_looked_at"),
-    "split": ("lightning_autopar.strategies.preparation.module_findings", "_split_as_made"),
+    "split": ("lightning_autopar.strategies.preparation.module_findings", "split_as_made"),
     "engines look": ("lightning_autopar.strategies.preparation.module_findings", "looks"),
     "report": ("lightning_autopar.strategies.preparation.decision", "make_report"),
     "trial of the chosen plan": ("lightning_autopar.strategies.preparation.confirmed_plan", "rehearse"),

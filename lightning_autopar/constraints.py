@@ -60,6 +60,7 @@ class SplitFinding:
             inside of their kernels, and generators that a step leaves in another state after a part of the batch than after the whole.
         raised: whether the user's step raised an exception when it was tried.
         skips: whether an automatic step returned None when it was tried.
+        even: the counts of which parts of the batch have as many as of samples.
     """
 
     difference: float = 0.0
@@ -78,6 +79,7 @@ class SplitFinding:
     drawn_apart: tuple[str, ...] = ()
     raised: bool = False
     skips: bool = False
+    even: tuple[Any, ...] = ()
 
     @property
     def differs(self) -> bool:

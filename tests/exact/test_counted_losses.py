@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_autopar import AutoParallelStrategy, Batch, Plan
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
-from lightning_autopar.strategies.preparation import module_findings
+from lightning_autopar.strategies.preparation import split_findings
 
 TWO = ("cpu:0", "cpu:1")
 
@@ -282,7 +282,7 @@ def test_what_counts_in_the_first_batch_and_not_in_others(plan: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_mask_that_comes_later_is_found_however_long_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_findings, "QUICK_FLOPS", 0)
+    monkeypatch.setattr(split_findings, "QUICK_FLOPS", 0)
     assert "the loss is a mean over the sum of batch[1]" in is_one_devices(Tokens, Late(22), PLANS["ddp"])
 
 
@@ -299,7 +299,7 @@ class Ignoring(Tokens):
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_labels_below_0_that_come_later_in_a_validation_are_found_however_long_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_findings, "QUICK_FLOPS", 0)
+    monkeypatch.setattr(split_findings, "QUICK_FLOPS", 0)
     assert "the loss is a mean over batch[1] != -7" in is_one_devices(Ignoring, Sevens(22), PLANS["ddp"])
 
 

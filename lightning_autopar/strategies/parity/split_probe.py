@@ -261,7 +261,8 @@ class _Probe(LaterSteps):
         notes = (f"not checked: whether the step draws other random numbers later in the run (with its counters far, it fails: {failed})",)
         if self.tries_others and found.splittable and not found.difference:
             found = self.holding(found, self.losses)
-        return replace(found, notes=found.notes + notes * bool(failed), skips=self.skips), plan
+        even = self.weighing.even() if found.splittable else ()
+        return replace(found, notes=found.notes + notes * bool(failed), skips=self.skips, even=even), plan
 
     def evaluation(self, hook: str) -> SplitFinding:
         """How the values that an evaluation step logs and keeps for parts of the batch combine into the whole batch's."""

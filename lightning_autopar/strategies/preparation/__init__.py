@@ -3,7 +3,7 @@
 Modules, in reading order:
 
     module_findings    footprint, probe and each engine's finding
-    evaluation_findings  what evaluations log of a split batch, in each loader
+    split_findings     what a split batch changes, and what evaluations log of it in each loader
     engine_looks       engines look at the first step, beside other checks
     callback_copies    copies of the network that callbacks make, found out on fakes
     divisible_batch    can a batch be run in parts, by how it was made

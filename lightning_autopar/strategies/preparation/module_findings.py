@@ -6,27 +6,24 @@ It reads the trainer and changes nothing in it; it doesn't know which plans ther
 from __future__ import annotations
 
 import logging
-import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
-from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
-from lightning_autopar._lightning_compat import attach_model_callbacks, transfer_batch
-from lightning_autopar.constraints import LOSS, SPLIT_TOLERANCE, SplitFinding
+from lightning_autopar._lightning import Trainer, rank_zero_warn
+from lightning_autopar._lightning_compat import attach_model_callbacks
+from lightning_autopar.constraints import SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.data.collate import CollateAll
 from lightning_autopar.exact.data.collate_trial import Loading, loader_key, look_at, makes_rows
-from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import Dealing, KnownTensors
 from lightning_autopar.exact.data.unlike_samples import leaves_out
 from lightning_autopar.exact.logs.kept_by_hooks import as_callbacks_leave, keeping_hooks
@@ -44,24 +41,26 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.strategies.base.worker_exception import Failure
 from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.shared_network_probe import with_shared_network
-from lightning_autopar.strategies.parity.split_probe import probe_split
 from lightning_autopar.strategies.preparation.callback_copies import with_copies
 from lightning_autopar.strategies.preparation.divisible_batch import known_tensors, made_of_samples, whole_of
 from lightning_autopar.strategies.preparation.engine_looks import begin_trials, looks
-from lightning_autopar.strategies.preparation.evaluation_findings import counts_in, validation_batch, with_evaluation, with_logs
 from lightning_autopar.strategies.preparation.longest_footprint import Seen, at_lengths, seen_sizes, step_bytes
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
+from lightning_autopar.strategies.preparation.split_findings import (
+    EarlySplits,
+    idle_threads,
+    is_quick,
+    split_as_made,
+    split_of,
+    validation_batch,
+    with_evaluation,
+    with_others,
+)
 
 log = logging.getLogger(__name__)
 
 #: How long tracing and probing together may take; after that the estimate is coarse, and the report says so.
 TRACE_SECONDS = 600.0
-#: Other batches than the first are probed where a step has no more floating-point operations, bytes moved and operations than this, with
-#: which its probe takes some 0.4 s on a core: the run's first step waits for the probes. Seconds would differ from run to run, and the
-#: verdict with them.
-QUICK_FLOPS, QUICK_BYTES, QUICK_OPERATIONS = 10**10, 15 * 10**8, 5000
-#: Finds out what a split of a batch changes.
-Split = Callable[..., tuple[SplitFinding, DrawPlan]]
 #: A step that reads one of these from its trainer may do something on one rank alone, and its peers would wait for it in a collective.
 _RANKS = {"is_global_zero", "global_rank", "local_rank", "node_rank"}
 _OWN_DRAWS = "draws='per-rank': each rank, and each part of a batch, draws random numbers of its own, so results differ from one device's"
@@ -213,6 +212,11 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         return Failure.of(error)
     validation = validation_batch(module, trainer) if stage == "fit" else None
     seen = seen_sizes(module, batch, validation)
+    told: dict[str, Any] = {"despite": questions.despite, "routes": any(not engines.named(name).whole for name in questions.engines)}
+    early, loaded = EarlySplits(children, trainer, told), None
+    if questions.split and stage == "fit":
+        loaded = _loaded(batch, validation, seen)
+        early.begin(loaded.batches)
     footprint, untraced = _looked_at(trainer, questions, batch, seen.validation)
     footprint = with_copies(at_lengths(partial(run_forked, _traced_apart, trainer, questions), batch, footprint, seen), trainer, batch)
     torch.set_num_threads(idle_threads())  # the trace counts what the run's own threads take
@@ -224,26 +228,17 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
     unsure = room_bytes is not None and questions.target != "cpu" and footprint.lengths is not None and footprint.lengths.open
     probe = questions.split or (stage == "fit" and (full or unsure))
     # So that a batch of an evaluation can be run again in parts; its trial has no backward passes.
-    probe = probe or (stage in ("validate", "test") and _is_quick(footprint))
+    probe = probe or (stage in ("validate", "test") and is_quick(footprint))
     as_drawn = batch, validation
     first = _first_step(trainer, questions, batch=batch, validation=lambda: as_drawn[1], footprint=footprint)
-    surely = probe and stage == "fit" and not (questions.later and len(questions.engines) > 1) and _is_quick(footprint)
+    surely = probe and stage == "fit" and not (questions.later and len(questions.engines) > 1) and is_quick(footprint)
     trials = begin_trials(children, questions.engines if surely else (), first, timeout_seconds=TRACE_SECONDS)
     # An evaluation has no loss to train on; its draws are told by their shapes.
     split, draws = None, DrawPlan() if footprint.random_draws else None
-    loadings: dict[str, Loading] = {}
-    more: list[FirstBatch] = []
-    others: list[FirstBatch] = []
-    whole, rowless = (whole_of((batch,), stage, collates=collates) for collates in (True, False))
-    if probe and stage != "predict":
-        own, validating = batch.loaders, () if validation is None else validation.loaders
-        loadings, looked = look_at([*own, *validating])
-        if batch.kind != "combined":
-            batch, *more = (_marked(each, own[0], loadings) for each in (batch, *_some(looked[0], seen.look.unlike)))
-        if validation is not None:
-            validation = _marked(validation, validating[0], loadings)
-            others = [_marked(each, validating[0], loadings) for each in _some(looked[len(own)], seen.validation_unlike)]
-        whole, rowless = (whole_of((batch, *more), stage, collates=collates) for collates in (True, False))
+    if loaded is None:
+        loaded = _loaded(batch, validation, seen) if probe and stage != "predict" else _Loaded(batches=(batch,))
+    (batch, *more), validation, loadings = loaded.batches, next(iter(loaded.validations), validation), loaded.loadings
+    whole, rowless = (whole_of((batch, *more), stage, collates=collates) for collates in (True, False))
     collated: str | None = None
     known: dict[str, KnownTensors] = {}
     key = loader_key(batch.loaders[0]) if batch.loaders else ""
@@ -251,29 +246,28 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         collated, whole, loadings[key] = whole, None, replace(loadings[key], parts=True)
     if probe and stage == "fit":
         cut = batch.cut
-        routes = any(not engines.named(name).whole for name in questions.engines)
-        split_one = partial(_split, module, trainer, footprint=footprint, despite=questions.despite, routes=routes)
-        batch, split, draws = _split_as_made(split_one, batch)
+        split_one = partial(split_of, module, trainer, footprint=footprint, early=early, **told)
+        batch, split, draws = split_as_made(split_one, batch)
         if cut and batch.samples is not None and not batch.cut:
             more = [replace(each, cut=False) for each in more]
-            key = loader_key(own[0])
+            key = loader_key(batch.loaders[0])
             loadings[key] = replace(loadings[key], collation="samples")
         # A loader that makes its batches by itself: ranks cut the rows of its batches, whatever the samples were.
         unmade = whole_of([each for each in more if each.samples is None], stage, collates=False)
         if unmade is not None and split.splittable:
             split = replace(split, splittable=False, reason=f"{unmade}, in another batch than the first")
         # Other batches decide what the first leaves open (a count that is 0 in it may be a mean or a sum), however long that takes.
-        if not (LogComparison(matching=split.log_rules).ambiguous or _is_quick(footprint)):
+        if not (LogComparison(matching=split.log_rules).ambiguous or is_quick(footprint)):
             unlike = seen.look.unlike and seen.look.unlike.samples
             more = [each for each in more if each.samples is unlike and leaves_out(unlike or (), batch.samples or ())]
         if split.probed:
-            split, draws = _on_others(split_one, module, [batch, *more], split, draws)
+            split, draws = with_others(split_one, module, [batch, *more], split, draws)
             known |= known_tensors(trainer, "training_step", [batch, *more])
     if probe and stage != "predict":
-        evaluated = [each for each in ((validation, *others) if stage == "fit" else (batch, *more)) if each is not None]
-        apart = zip(evaluated[0].loaders, looked[-len(evaluated[0].loaders) :], strict=True) if evaluated and looked else ()
+        evaluated = [*(loaded.validations if stage == "fit" else (batch, *more))]
+        apart = zip(evaluated[0].loaders, loaded.looked[-len(evaluated[0].loaders) :], strict=True) if evaluated and loaded.looked else ()
         firsts = [_marked(each[0], loader, loadings) for loader, each in apart if each and evaluated[0].kind != "combined"]
-        split = with_evaluation(split or SplitFinding(), module, trainer, evaluated, firsts[1:], stage, _is_quick(footprint))
+        split = with_evaluation(split or SplitFinding(), module, trainer, evaluated, firsts[1:], stage, is_quick(footprint))
         known |= known_tensors(trainer, "test_step" if stage == "test" else "validation_step", [*evaluated, *firsts])
         kept = (*LogComparison(matching=split.log_rules).hook_notes, *keeping_hooks(trainer))
         split = replace(split, notes=(*split.notes, *seen.notes), rank_notes=kept)
@@ -281,7 +275,7 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         split = replace(split or SplitFinding(), rank_notes=kept)
     shared: SharedModules = {}
     if questions.split and stage == "fit" and split is not None and split.differs and not _RANKS & {*footprint.asked}:
-        footprint, shared = with_shared_network(footprint, module, trainer, as_drawn[0], more if _is_quick(footprint) else [], evaluated)
+        footprint, shared = with_shared_network(footprint, module, trainer, as_drawn[0], more if is_quick(footprint) else [], evaluated)
     # What a long look finds of buffers, the probe of a split batch finds as well.
     waits = questions.later and len(questions.engines) > 1 and split is not None and split.probed
     later = tuple(name for name in questions.engines if waits and engines.named(name).looks_long)
@@ -341,13 +335,6 @@ def _first_step(trainer: Trainer, questions: Questions, **told: Any) -> FirstSte
     return FirstStep(trainer=trainer, stage=stage_of(trainer), several=questions.several, excluded=questions.excluded, **told)
 
 
-def idle_threads() -> int:
-    """How many threads a trial may compute with: as many as a step of the run, but not more than cores were idle in the last minute.
-    Threads that have to take turns wait for each other at every operation: a pipeline's trial was seen to take ten times as long.
-    """
-    return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - round(os.getloadavg()[0])))
-
-
 def _looked_at(trainer: Trainer, questions: Questions, batch: FirstBatch, validation: FirstBatch | None) -> tuple[Footprint, str | None]:
     """The step's footprint, and why it is a coarse one if it is; then the other checks still follow. Tracing can end its process: torch
     asks a fake tensor for its device through Python, even in C++ functions that are ``noexcept`` (``c10::TensorImpl::device_custom``), and
@@ -383,6 +370,30 @@ def _marked(batch: FirstBatch, loader: Any, loadings: Mapping[str, Loading]) -> 
     return replace(batch, samples=None, collate=None, batch_size=rows)  # its collate function leaves samples out
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """The batches that are probed, the first one and some more, as ranks make their parts; and of the validation within a fit. What other
+    batches of the loaders show, by the loader's key, and some batches of each.
+    """
+
+    batches: Sequence[FirstBatch]
+    validations: Sequence[FirstBatch] = ()
+    loadings: dict[str, Loading] = field(default_factory=dict)
+    looked: Sequence[Sequence[FirstBatch]] = ()
+
+
+def _loaded(batch: FirstBatch, validation: FirstBatch | None, seen: Seen) -> _Loaded:
+    own, validating = batch.loaders, () if validation is None else validation.loaders
+    loadings, looked = look_at([*own, *validating])
+    batches, validations = [batch], list[FirstBatch]()
+    if batch.kind != "combined":
+        batches = [_marked(each, own[0], loadings) for each in (batch, *_some(looked[0], seen.look.unlike))]
+    if validation is not None:
+        more = _some(looked[len(own)], seen.validation_unlike)
+        validations = [_marked(each, validating[0], loadings) for each in (validation, *more)]
+    return _Loaded(batches=batches, validations=validations, loadings=loadings, looked=looked)
+
+
 def _some(looked: Sequence[FirstBatch], unlike: FirstBatch | None) -> list[FirstBatch]:
     """Besides the first batch: the largest and the last one of its loader, one unlike the first, and one without rows if there is one."""
     more = looked[1:]
@@ -390,75 +401,6 @@ def _some(looked: Sequence[FirstBatch], unlike: FirstBatch | None) -> list[First
     last = more[0] if more else None  # see `some_batches`
     uncut = next((batch for batch in more if batch.samples is None and why_whole(batch.batch) is not None), None)
     return list({id(batch): batch for batch in (largest, last, unlike, uncut) if batch is not None}.values())
-
-
-def _is_quick(footprint: Footprint) -> bool:
-    """Whether the step is small enough to be probed on several batches, by what was counted in it."""
-    works = (work for part in (*footprint.blocks, *footprint.outer) for work in (*part.work, *part.backward_work))
-    return footprint.flops <= QUICK_FLOPS and footprint.moved_bytes <= QUICK_BYTES and sum(work.count for work in works) <= QUICK_OPERATIONS
-
-
-def _split_as_made(split_one: Split, batch: FirstBatch) -> tuple[FirstBatch, SplitFinding, DrawPlan]:
-    """What a split batch changes, with parts made as ranks make them: cut from the whole batch, or collated alone if that differs less."""
-    if "collate" in batch.draws:  # ranks cut their rows from the collated batch, and so does the probe
-        batch = replace(batch, samples=None, collate=None)
-    split, draws = split_one(batch)
-    if not batch.cut or batch.samples is None or (split.splittable and split.probed and split.difference <= SPLIT_TOLERANCE):
-        return batch, split, draws
-    apart = replace(batch, cut=False)
-    other, others_draws = split_one(apart)
-    truer = other.splittable and other.probed and (not split.splittable or other.difference < split.difference)
-    return (apart, other, others_draws) if truer else (batch, split, draws)
-
-
-def _on_others(
-    split_one: Split, module: LightningModule, looked: Sequence[FirstBatch], split: SplitFinding, draws: DrawPlan, again: bool = False
-) -> tuple[SplitFinding, DrawPlan]:
-    """The finding of the first batch, with what the splits of the others add to it."""
-    for batch in looked[1:]:
-        if batch.batch_size < 2 or not split.splittable:
-            continue
-        if "collate" in batch.draws or batch.samples is None:
-            batch = replace(batch, batch=transfer_batch(module, batch.batch), samples=None, collate=None)
-        other, others_draws = split_one(batch, known=counts_in(split), tries_others=False)
-        draws = replace(draws, seeded=draws.seeded or others_draws.seeded)
-        split = replace(split, uneven_calls=tuple(sorted({*split.uneven_calls, *other.uneven_calls})))
-        split = with_logs(split, LogComparison(matching=other.log_rules))
-        if not other.splittable or (other.probed and not other.difference <= max(split.difference, SPLIT_TOLERANCE)):
-            reason = f"{other.reason}, in another batch than the first, of {batch.batch_size} samples"
-            split = replace(split, splittable=other.splittable, difference=other.difference, reason=reason)
-        elif split.difference <= SPLIT_TOLERANCE and not split.log_rules.get(LOSS, ("mean",)):
-            if not again:  # what doesn't count here may not have been in the first batch
-                return _on_others(split_one, module, looked, split_one(looked[0], known=counts_in(other))[0], draws, again=True)
-            reason = f"parts of another batch than the first, of {batch.batch_size} samples, weigh by something else"
-            return replace(split, difference=math.inf, reason=reason), draws
-    return split, draws
-
-
-def _split(
-    module: LightningModule,
-    trainer: Trainer,
-    batch: FirstBatch,
-    *,
-    footprint: Footprint,
-    despite: tuple[str, ...],
-    routes: bool = True,
-    known: Collection[Count] = (),
-    tries_others: bool = True,
-) -> tuple[SplitFinding, DrawPlan]:
-    """Finds out in another child what a split batch changes."""
-    if late := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
-        when = "gets its shape in the first step, or in configure_model"
-        reason = f"the parameter {late[0]!r} {when}, and parts of a batch are tried before: call its layer in setup()"
-        return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
-    try:
-        told: Any = {"flops": footprint.flops, "conduct": footprint.conduct, "despite": despite, "routes": routes, "known": known}
-        told["tries_others"] = tries_others
-        told["blocks"] = {block.fqn: block.flops for block in footprint.blocks if block.repeated}
-        return run_forked(partial(probe_split, **told), module, trainer, batch)
-    except ChildFailed as error:
-        reason = f"not checked: whether a batch in parts gives the same loss and gradients ({error.reason})"
-        return SplitFinding(splittable=False, probed=False, reason=reason), DrawPlan()
 
 
 def stage_of(trainer: Trainer) -> str:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.logs.log_rules import Logged, compare_logs, recorded_logs
-from lightning_autopar.strategies.preparation import module_findings
+from lightning_autopar.strategies.preparation import split_findings
 
 
 def logged(*values: float, reduce_fx: str = "mean", hook: str = "training_step") -> list[dict[tuple[str, str], Logged]]:
@@ -121,5 +121,5 @@ def fit(strategy: Any) -> dict[str, float]:
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_every_reduction_of_every_kind_of_value_is_one_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_findings, "QUICK_FLOPS", -1)  # a step too long to be probed on other batches
+    monkeypatch.setattr(split_findings, "QUICK_FLOPS", -1)  # a step too long to be probed on other batches
     assert fit(AutoParallelStrategy(allow=["ddp"], devices="2xcpu:1GiB")) == pytest.approx(fit("auto"), abs=1e-5)

@@ -1405,6 +1405,31 @@ def test_entries_that_do_not_count_are_tried_although_the_batch_has_none(kind: s
     assert [count.left_out for count in found.unweighed] == unweighed
 
 
+class TwoMasks(Base):
+    """A loss over what two masks keep, of batches that a hook takes in single precision alone."""
+
+    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        if batch["x"].dtype != torch.float32:
+            raise TypeError("not in single precision")
+        return batch
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        each, kept = (self.layer(batch["x"]) - batch["x"]).square().mean(1), batch["one"] * batch["other"]
+        loss: Tensor = (each * kept).sum() / kept.sum()
+        return loss
+
+
+def test_each_mask_is_tried_where_a_hook_takes_batches_in_single_precision_alone() -> None:
+    module, trainer = TwoMasks(), Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    data = [{"x": x, "one": torch.ones(()), "other": torch.ones(())} for x in samples()]
+    trainer._data_connector.attach_data(module, train_dataloaders=DataLoader(data, batch_size=SAMPLES))  # type: ignore[arg-type]
+    trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+    found, _ = probe_split(module, trainer, first_batch(module, trainer))
+    assert (found.difference, [count.left_out for count in found.unweighed]) == (0.0, ["other numbers than 1 in batch.other"])
+
+
 def test_what_a_step_compares_entries_with_tells_which_ones_count() -> None:
     found, _ = probe_split(Positive(), None, FirstBatch(batch=torch.stack(samples()), batch_size=SAMPLES))
     assert (found.difference, str(found.log_rules["training_step", ""][0])) == (0.0, "batch > 0")

@@ -19,7 +19,7 @@ from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.planning.refusals import split_notes
-from lightning_autopar.strategies.preparation import module_findings
+from lightning_autopar.strategies.preparation import module_findings, split_findings
 from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
 from lightning_autopar.strategies.preparation.divisible_batch import whole_of
 from lightning_autopar.strategies.preparation.module_findings import Findings, Questions, find_out
@@ -246,10 +246,10 @@ def test_a_number_of_which_nobody_can_try_that_keeps_a_batch_whole() -> None:
 
 @pytest.mark.parametrize(("layer", "splittable"), [(nn.LazyLinear(3), False), (nn.Linear(2, 3), True)])
 def test_a_parameter_without_a_shape_needs_one_device(layer: nn.Module, splittable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_findings, "run_forked", lambda *_: (SplitFinding(), DrawPlan()))
+    monkeypatch.setattr(split_findings, "run_forked", lambda *_: (SplitFinding(), DrawPlan()))
     module, step = pl.LightningModule(), SimpleNamespace(flops=0, conduct=None, blocks=())
     module.late = layer
-    split, _ = module_findings._split(module, pl.Trainer(accelerator="cpu", **QUIET), _batch(torch.stack), footprint=step, despite=())  # type: ignore[arg-type]
+    split, _ = split_findings.split_of(module, pl.Trainer(accelerator="cpu", **QUIET), _batch(torch.stack), footprint=step, despite=())  # type: ignore[arg-type]
     assert split.splittable is splittable
     assert splittable or "'late.weight' gets its shape in the first step, or in configure_model, and parts" in str(split.reason)
 
@@ -318,7 +318,7 @@ def test_single_samples_are_tried_where_a_plan_may_have_a_part_of_the_module(
     def split(*args: Any, routes: bool, **told: Any) -> Any:
         return SplitFinding(probed=False, notes=(f"single samples: {routes}",)), DrawPlan()
 
-    monkeypatch.setattr(module_findings, "probe_split", split)
+    monkeypatch.setattr(split_findings, "probe_split", split)
     found = _found_out(Net(), tmp_path, monkeypatch, engines=engines)
     assert found.notes[:1] == (f"single samples: {routes}",)
 
@@ -327,7 +327,7 @@ def test_a_count_that_another_batch_contradicts_makes_a_difference_so_that_ranks
     """As where a sum is divided by how many samples of a class there are, and at least by 1: a part of a later batch may have none."""
     first, other = (FirstBatch(batch=torch.ones(size, 2), batch_size=size) for size in (8, 4))
     counted = SplitFinding(log_rules={LOSS: (Count(path=(), kind="above"),)})
-    split, _ = module_findings._on_others(
+    split, _ = split_findings.with_others(
         lambda batch, **_: (counted if batch is first else SplitFinding(log_rules={LOSS: ()}), DrawPlan()),
         Net(), [first, other], counted, DrawPlan(),
     )  # fmt: skip

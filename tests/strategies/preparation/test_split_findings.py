@@ -1,0 +1,109 @@
+"""How the values that an evaluation logs combine, by the batches that planning looks at."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_autopar.constraints import LOSS, SplitFinding
+from lightning_autopar.exact.data.counted_entries import Count
+from lightning_autopar.memory.footprint import Conduct, Footprint
+from lightning_autopar.memory.trace.first_batch import FirstBatch
+from lightning_autopar.memory.trace.trace import trace
+from lightning_autopar.strategies.preparation import split_findings
+from lightning_autopar.strategies.preparation.split_findings import EarlySplits, split_of, with_evaluation
+
+
+class Summing(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        values, mask = batch
+        return (self.layer(values).squeeze(1) * mask).square().sum() / mask.sum()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("squares", self.layer(batch).square().sum())
+
+
+ONE, MORE = (FirstBatch(batch=torch.rand(count, 3), batch_size=count, loaders=(DataLoader([0], batch_size=None),)) for count in (1, 4))
+
+
+@pytest.mark.parametrize(("batches", "size", "told"), [((ONE, MORE), None, "rule"), ((ONE,), None, "note"), ((ONE,), 1, "")])
+def test_where_the_first_batch_has_one_sample_another_one_tells(batches: tuple[FirstBatch, ...], size: int | None, told: str) -> None:
+    for batch in batches:
+        object.__setattr__(batch, "loaders", (DataLoader([0], batch_size=size),))
+    module, trainer = Summing(), pl.Trainer(accelerator="cpu", logger=False)
+    module.trainer = trainer
+    found = with_evaluation(SplitFinding(), module, trainer, batches, [], "fit", quick=True)
+    assert found.log_rules.get(("validation_step", "squares")) == (("sum",) if told == "rule" else None)
+    assert [note.partition(":")[0] for note in found.notes] == ["not checked"] * (told == "note")
+
+
+@pytest.fixture(scope="module")
+def masked() -> tuple[pl.Trainer, Footprint, list[FirstBatch]]:
+    """A trainer of a loss over a mask's entries, its footprint, and batches of which the mask keeps all, and some."""
+    module, trainer, batches = Summing(), pl.Trainer(accelerator="cpu", logger=False), list[FirstBatch]()
+    trainer.strategy.connect(module)
+    for left_out in (0, 3):
+        data = [[torch.rand(3), torch.tensor(float(number >= left_out))] for number in range(8)]
+        batches.append(FirstBatch(batch=torch.utils.data.default_collate(data), batch_size=8, samples=data))
+    return trainer, trace(module, None, batches[0]), batches
+
+
+def test_a_probe_beside_the_trace_finds_what_one_after_it_does(masked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, footprint, (batch, _) = masked
+    told: dict[str, Any] = {"despite": (), "routes": True}
+    after = split_of(trainer.lightning_module, trainer, batch, footprint=footprint, **told)
+    with ExitStack() as children:
+        early = EarlySplits(children, trainer, told)
+        early.begin([batch])
+        monkeypatch.setattr(split_findings, "run_forked", None)  # it isn't made again
+        beside = split_of(trainer.lightning_module, trainer, batch, footprint=footprint, early=early, **told)
+    assert beside == after
+    assert Count(path=(1,), kind="sum") in beside[0].log_rules[LOSS]
+
+
+@pytest.mark.parametrize(
+    ("told", "other", "known"),
+    [
+        ({"conduct": Conduct(written=(("layer.weight", "training_step"),))}, False, ()),
+        ({"conduct": None}, False, ()),
+        ({"flops": 10**11}, False, ()),
+        ({}, False, (Count(path=(7,), kind="sum"),)),
+        ({}, True, (Count(path=(1,), kind="sum"),)),
+    ],
+    ids=["writes to a parameter", "not traced", "long", "known of others and not counted here", "known of others and uneven here"],
+)
+def test_a_probe_beside_the_trace_is_made_again_where_that_shows_something_else(
+    told: dict[str, Any], other: bool, known: tuple[Count, ...], masked: Any
+) -> None:
+    trainer, footprint, batches = masked
+    with ExitStack() as children:
+        early = EarlySplits(children, trainer, {"despite": (), "routes": False})
+        early.begin([batches[other]])
+        assert early._begun
+        assert early.found(batches[other], replace(footprint, **told), known) is None
+        early.begin([batches[other]])
+        assert early.found(batches[other], footprint, () if other else [Count(path=(1,), kind="sum")]) is not None
+
+
+@pytest.mark.parametrize("limit", ["EARLY_BYTES", "EARLY_NUMBERS"])
+def test_a_large_step_is_traced_first(limit: str, masked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_findings, limit, 8)
+    trainer, _, batches = masked
+    with ExitStack() as children:
+        early = EarlySplits(children, trainer, {})
+        early.begin(batches)
+        assert not early._begun
