@@ -170,7 +170,8 @@ PATIENCE = timedelta(minutes=5)
 #: The remedy where a condition on the rank lets only some ranks run the code.
 _FOR_ALL = (
     "as each rank has a part of the weights, all of them must do it: remove the condition on the rank around it (rank_zero_only, "
-    "is_global_zero; MLflow's autolog has it, unless it is told checkpoint=False), save weights by trainer.save_checkpoint or a ModelCheckpoint, or run with allow=['single', 'ddp']"
+    "is_global_zero; MLflow's autolog has it, unless it is told checkpoint=False), save weights by trainer.save_checkpoint or a "
+    "ModelCheckpoint, or run with allow=['single', 'ddp']"
 )
 
 

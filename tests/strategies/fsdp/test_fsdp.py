@@ -732,14 +732,11 @@ class Checkpoints(Fitted):
         self.trainer.save_checkpoint("weights.ckpt")
 
 
-@pytest.mark.parametrize(
-    "under", [plan("fsdp", shard=BLOCKS), plan("pipeline", cuts=BLOCKS[1:2], schedule="gpipe")], ids=["fsdp", "pipeline"]
-)
-def test_a_checkpoint_of_one_rank_alone_is_named(under: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_one_rank_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hook = r"the state dict was asked for in Checkpoints.on_train_epoch_end \(test_fsdp.py:\d+\) on rank 0 alone; .*trainer.save_checkpoint"
     with pytest.raises(RuntimeError, match=hook):
-        fit(Checkpoints, numbers(), under, limit_val_batches=0, max_epochs=1)
+        fit(Checkpoints, numbers(), plan("fsdp", shard=BLOCKS), limit_val_batches=0, max_epochs=1)
 
 
 def _found_by_fully_shard(rank: int, world_size: int) -> tuple[int, int]:
