@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_autopar._lightning import LightningEnvironment, LightningModule, Trainer
+from lightning_autopar._temporary import patched
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.first_batch import FirstBatch
@@ -135,9 +136,11 @@ def _step(engine: ZeroEngine, optimizer: Any, closure: Callable[[], Any], **kwar
 def _through(outer: Any, module: LightningModule, function: Callable[[], Any]) -> Any:
     """Call the function as if it were the module's ``forward``, so that DeepSpeed's hooks are around it; as Lightning does."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        del module.__dict__["forward"]  # within the step, ``forward`` is the module's own
-        return function()
+    own = module.forward  # a method, or what the user has put in its place
 
-    module.__dict__["forward"] = forward
-    return outer()
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with patched(module, "forward", own):  # within the step
+            return function()
+
+    with patched(module, "forward", forward):
+        return outer()
