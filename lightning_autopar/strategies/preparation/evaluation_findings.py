@@ -63,6 +63,12 @@ def with_logs(split: SplitFinding, other: LogComparison) -> SplitFinding:
     return replace(split, log_rules=together, real_rules=real, unweighed=unweighed, notes=notes)
 
 
+def transferred(module: LightningModule, batches: Sequence[FirstBatch]) -> list[FirstBatch]:
+    """The batches, with those after the first as the module's transfer hooks leave them, where their loader has made them by itself."""
+    others = (each if each.samples is not None else replace(each, batch=transfer_batch(module, each.batch)) for each in batches[1:])
+    return [*batches[:1], *others]
+
+
 def with_evaluation(
     split: SplitFinding,
     module: LightningModule,
@@ -82,6 +88,8 @@ def with_evaluation(
     hook = "test_step" if stage == "test" else "validation_step"
     if not split.splittable or not is_overridden(hook, module) or not batches:
         return split
+    with evaluating(trainer, testing=stage == "test"):
+        batches = transferred(module, batches)
     if (batches := [each for each in batches if each.batch_size != 1] or batches)[0].batch_size == 1:
         ones = all(getattr(loader, "batch_size", None) == 1 for loader in batches[0].loaders)  # which nobody splits
         note = f"not checked: how the values that {hook} logs combine when a batch is split, as the first one has one sample"

@@ -21,7 +21,7 @@ from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
-from lightning_autopar._lightning_compat import attach_model_callbacks, transfer_batch
+from lightning_autopar._lightning_compat import attach_model_callbacks, evaluating, transfer_batch
 from lightning_autopar.constraints import LOSS, SPLIT_TOLERANCE, SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.data.collate import CollateAll
@@ -48,7 +48,13 @@ from lightning_autopar.strategies.parity.split_probe import probe_split
 from lightning_autopar.strategies.preparation.callback_copies import with_copies
 from lightning_autopar.strategies.preparation.divisible_batch import known_tensors, made_of_samples, whole_of
 from lightning_autopar.strategies.preparation.engine_looks import begin_trials, looks
-from lightning_autopar.strategies.preparation.evaluation_findings import counts_in, validation_batch, with_evaluation, with_logs
+from lightning_autopar.strategies.preparation.evaluation_findings import (
+    counts_in,
+    transferred,
+    validation_batch,
+    with_evaluation,
+    with_logs,
+)
 from lightning_autopar.strategies.preparation.longest_footprint import Seen, at_lengths, seen_sizes, step_bytes
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 
@@ -281,7 +287,10 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         split = replace(split or SplitFinding(), rank_notes=kept)
     shared: SharedModules = {}
     if questions.split and stage == "fit" and split is not None and split.differs and not _RANKS & {*footprint.asked}:
-        footprint, shared = with_shared_network(footprint, module, trainer, as_drawn[0], more if _is_quick(footprint) else [], evaluated)
+        trained = transferred(module, [as_drawn[0], *(more if _is_quick(footprint) else ())])
+        with evaluating(trainer):
+            evaluated = transferred(module, evaluated)
+        footprint, shared = with_shared_network(footprint, module, trainer, trained[0], trained[1:], evaluated)
     # What a long look finds of buffers, the probe of a split batch finds as well.
     waits = questions.later and len(questions.engines) > 1 and split is not None and split.probed
     later = tuple(name for name in questions.engines if waits and engines.named(name).looks_long)

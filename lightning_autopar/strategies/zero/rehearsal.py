@@ -135,7 +135,6 @@ def _step(engine: ZeroEngine, optimizer: Any, closure: Callable[[], Any], **kwar
 
 def _through(outer: Any, module: LightningModule, function: Callable[[], Any]) -> Any:
     """Call the function as if it were the module's ``forward``, so that DeepSpeed's hooks are around it; as Lightning does."""
-
     own = module.forward  # a method, or what the user has put in its place
 
     def forward(*args: Any, **kwargs: Any) -> Any:
