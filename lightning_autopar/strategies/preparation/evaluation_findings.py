@@ -88,8 +88,6 @@ def with_evaluation(
     hook = "test_step" if stage == "test" else "validation_step"
     if not split.splittable or not is_overridden(hook, module) or not batches:
         return split
-    with evaluating(trainer, testing=stage == "test"):
-        batches = transferred(module, batches)
     if (batches := [each for each in batches if each.batch_size != 1] or batches)[0].batch_size == 1:
         ones = all(getattr(loader, "batch_size", None) == 1 for loader in batches[0].loaders)  # which nobody splits
         note = f"not checked: how the values that {hook} logs combine when a batch is split, as the first one has one sample"

@@ -88,6 +88,22 @@ def test_what_is_written_is_kept(make: Any, stage: int) -> None:
     assert rehearsed(make(), zero(stage)) is None
 
 
+class Bending(Fitted):
+    """Has second derivatives after its inputs in the loss."""
+
+    def loss(self, batch: Any) -> Tensor:
+        rows = batch[0].clone().requires_grad_()
+        slopes = torch.autograd.grad(self.net(rows).sum(), rows, create_graph=True)[0]
+        bends = torch.autograd.grad(slopes.sum(), rows, create_graph=True)[0]
+        return nn.functional.mse_loss(bends.sum(1, keepdim=True), batch[1])
+
+
+def test_derivatives_through_parameters_that_were_freed_are_told() -> None:
+    words = "the step differentiates by itself (torch.autograd.grad), through parameters that ZeRO-3 frees after each use; ZeRO-2 keeps"
+    assert (rehearsed(Bending(), zero(3)) or "").startswith(words)
+    assert rehearsed(Bending(), zero(2)) is None
+
+
 def test_rows_keep_their_class_and_the_module_its_own_forward() -> None:
     module = Labelling()
     assert rehearsed(module, zero(3)) is None
