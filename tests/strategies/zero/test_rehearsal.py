@@ -98,6 +98,7 @@ class Bending(Fitted):
         return nn.functional.mse_loss(bends.sum(1, keepdim=True), batch[1])
 
 
+@pytest.mark.slow
 def test_derivatives_through_parameters_that_were_freed_are_told() -> None:
     words = "the step differentiates by itself (torch.autograd.grad), through parameters that ZeRO-3 frees after each use; ZeRO-2 keeps"
     assert (rehearsed(Bending(), zero(3)) or "").startswith(words)
