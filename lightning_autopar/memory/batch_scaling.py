@@ -41,12 +41,10 @@ def at_lengths(first: Footprint, usual: Footprint, longest: Footprint) -> Footpr
     Where the longest batch's step has other parts than the usual one's, it has its work as well.
     """
     same = [[layer.fqn for layer in (*each.blocks, *each.outer)] for each in (usual, longest)]
-    alike = longest.batch_size == first.batch_size
     found = replace(
         longest,
         batch_size=first.batch_size,
-        longest_samples=0 if alike else longest.batch_size,
-        tape=longest.tape if alike else None,  # whose parts are those of as many samples
+        longest_samples=0 if longest.batch_size == first.batch_size else longest.batch_size,
         conduct=first.conduct,
         random_draws=tuple(dict.fromkeys((*first.random_draws, *longest.random_draws))),
         unused_parameters=first.unused_parameters,

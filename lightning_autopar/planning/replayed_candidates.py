@@ -149,8 +149,10 @@ class Finalists:
         return self.replays(candidate.plan) and {DeviceBytes}.issuperset(map(type, candidate.bytes.values()))
 
     def replays(self, plan: Plan) -> bool:
-        """Whether a plan's step was taped, its engine has a player for it, and its allocator caches freed memory."""
-        if self.footprint.tape is None or self.inventory.device(plan.devices[0]).kind == "cpu":
+        """Whether a plan's step was taped at as many samples as a batch has, its engine has a player for it, and its allocator caches freed
+        memory.
+        """
+        if self.footprint.tape is None or self.footprint.longest_samples or self.inventory.device(plan.devices[0]).kind == "cpu":
             return False
         return len(engines.of(plan).replayed(self.footprint, plan)) > 0
 

@@ -192,12 +192,6 @@ OUTER = tuple(LayerFootprint(fqn="") for _ in range(5))
         ({"blocks": 2, "tied": (("net.0.w", "net.1.w"),)}, {}, "no block can begin a stage: it shares a parameter with a block before it"),
         ({"tape": None}, {}, "the step wasn't traced, and can't be cut into stages without its trace"),
         (
-            {"tape": None, "longest_samples": 3},
-            {},
-            "batches have different numbers of samples (8 in the first one, 3 in the one that takes the most memory), for which the "
-            "memory of stages can't be predicted",
-        ),
-        (
             {"blocks": 1},
             {},
             "a pipeline is cut between blocks or layers that share no parameters and run once a step, and the module has 1",

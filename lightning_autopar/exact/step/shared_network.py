@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.data.fingerprint import bytes_of
@@ -33,6 +33,8 @@ from lightning_autopar.exact.step.batch_norm import restore, synchronise
 from lightning_autopar.exact.step.random_draws import Choice, DrawPlan, GlobalDraws, Rows, whole_like
 
 _Own = Callable[..., Any]
+#: Types of values that aren't tensors.
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,37 @@ def flattened(value: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(keystr(place), leaf) for place, leaf in leaves], structure
 
 
+def travels(leaf: Any) -> bool:
+    """Whether rows of it can be taken and put together: a tensor of the user's class has its values as torch's own, and beside them
+    attributes that are plain values.
+    """
+    if not isinstance(leaf, Tensor):
+        return type(leaf) in PLAIN
+    if type(leaf) in (Tensor, nn.Parameter):
+        return True
+    inner = type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return not (inner or isinstance(leaf, nn.Parameter)) and all(type(each) in PLAIN for each in tree_leaves(vars(leaf)))
+
+
+def same_kind(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are of one class, and have the same attributes where that is the user's."""
+    return type(one) is type(other) and (type(one) in (Tensor, nn.Parameter) or vars(one) == vars(other))
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same values as a tensor of torch's own class; autograd passes through."""
+    return tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor)
+
+
+def like(kept: Tensor, rows: Tensor) -> Tensor:
+    """These rows in the class of a tensor of the user's, with its attributes: labels of columns, say."""
+    if type(kept) in (Tensor, nn.Parameter):
+        return rows
+    made = rows.as_subclass(type(kept))
+    vars(made).update(vars(kept))
+    return made
+
+
 @dataclass
 class Call:
     """One call of a shared submodule.
@@ -98,7 +131,8 @@ class Call:
 
     def part(self, take: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with only these rows of the tensors that are cut."""
-        leaves = [take(leaf) if isinstance(leaf, Tensor) and place in self.shared.cut else leaf for place, leaf in self._leaves]
+        taken = (place in self.shared.cut and isinstance(leaf, Tensor) for place, leaf in self._leaves)
+        leaves = [like(leaf, take(plain(leaf))) if cuts else leaf for cuts, (_, leaf) in zip(taken, self._leaves, strict=True)]
         args, kwargs = tree_unflatten(leaves, self._structure)
         return args, kwargs
 
@@ -113,7 +147,7 @@ class Call:
             if gathers and (not leaf.ndim or leaf.shape[0] != share.fed):
                 rows = leaf.shape[0] if leaf.ndim else "no"
                 raise RuntimeError(self._words(f"gave {rows} rows for {share.fed} rows of its input, and not one for each"))
-            whole.append(gather(leaf) if gathers else leaf)
+            whole.append(like(leaf, gather(plain(leaf))) if gathers else leaf)
         return tree_unflatten(whole, structure)
 
     def _words(self, what: str) -> str:
@@ -218,7 +252,7 @@ class SharedNetwork(SharingSteps):
         self._calls.clear()
         self._chosen.clear()
         self._behind = None
-        with super().step(), gradients_asked_for(lambda gradient, _: _Mean.apply(gradient)):  # type: ignore[no-untyped-call]
+        with super().step(), gradients_asked_for(_mean):
             yield
 
     def _share_now(self) -> BatchShare | None:
@@ -280,6 +314,10 @@ def gradients_asked_for(change: Callable[[Tensor, Any], Tensor]) -> Iterator[Non
         yield
 
 
+def _mean(gradient: Tensor, _: Any) -> Tensor:
+    return like(gradient, _Mean.apply(plain(gradient)))  # type: ignore[no-untyped-call]
+
+
 class _Mean(torch.autograd.Function):
     """The mean over ranks of a gradient, and of its own gradient where that is differentiated in turn."""
 
@@ -291,7 +329,7 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, *gradients: Tensor) -> Tensor:
-        return _Mean.apply(gradients[0])  # type: ignore[no-untyped-call, no-any-return]
+        return _mean(gradients[0], None)
 
 
 class _CallDraws(GlobalDraws):
@@ -318,7 +356,8 @@ class _Cut(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         network = ctx.network
         network.behind(None)
-        return _Gather.apply(gradients[0] / network.ranks, ctx.running, network), None, None  # type: ignore[no-untyped-call]
+        gathered = _Gather.apply(plain(gradients[0]) / network.ranks, ctx.running, network)  # type: ignore[no-untyped-call]
+        return like(gradients[0], gathered), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -333,5 +372,5 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         running, network = ctx.running, ctx.network
         network.behind(running)
-        own = _Cut.apply(gradients[0], running, network)  # type: ignore[no-untyped-call]
-        return own * (network.ranks if running.share.rows else 0), None, None
+        own = _Cut.apply(plain(gradients[0]), running, network)  # type: ignore[no-untyped-call]
+        return like(gradients[0], own * (network.ranks if running.share.rows else 0)), None, None

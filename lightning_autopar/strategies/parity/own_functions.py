@@ -37,6 +37,13 @@ def own_functions(tensors: Iterable[Tensor | None], since: int = 0) -> list[Any]
     return [node for node in found if not _function(node).__module__.startswith("lightning_autopar.")]
 
 
+def next_node() -> int:
+    """The number of a node of autograd's graph that is made now; later ones have larger numbers."""
+    with torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True).clone().grad_fn
+    return int(node._sequence_nr())
+
+
 def signature(node: Any) -> Signature:
     """What a node of the whole batch's graph and the same one of a part's have in common, if it isn't over samples."""
     return _function(node), tuple(tuple(each.shape) for each in node._input_metadata)

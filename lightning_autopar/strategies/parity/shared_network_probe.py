@@ -13,7 +13,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,7 +38,17 @@ from lightning_autopar.exact.logs.log_rules import recorded_logs
 from lightning_autopar.exact.step.attribute_rules import Before
 from lightning_autopar.exact.step.batch_norm import NormRuns, norms_of
 from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
-from lightning_autopar.exact.step.shared_network import Call, SharedModule, SharedModules, SharingSteps, flattened
+from lightning_autopar.exact.step.shared_network import (
+    Call,
+    SharedModule,
+    SharedModules,
+    SharingSteps,
+    flattened,
+    like,
+    plain,
+    same_kind,
+    travels,
+)
 from lightning_autopar.memory.footprint import Conduct, Footprint, Sharing
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.work.operations import operation
@@ -46,7 +56,7 @@ from lightning_autopar.strategies.parity.draw_probe import DrawObserver, everyth
 from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
 from lightning_autopar.strategies.parity.nudged_weights import nudged
-from lightning_autopar.strategies.parity.own_functions import not_linear, own_functions, signature
+from lightning_autopar.strategies.parity.own_functions import next_node, not_linear, own_functions, signature
 from lightning_autopar.strategies.parity.split_probe import _Probe
 from lightning_autopar.strategies.parity.undo import put_back, undone
 
@@ -57,7 +67,6 @@ _EQUAL_DOUBLE, _EQUAL = 1e-8, 1e-5
 _SECONDS, _RUNS = 60.0, 8
 #: How often the step runs while submodules are ruled out one after the other.
 _ROUNDS = 20
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def with_shared_network(
@@ -325,27 +334,50 @@ class _Trial(SharingSteps):
         self.flops, self.sent = 0, list[int]()
         #: For each shared call, numbers of nodes of autograd's graph: its first, the first after its runs, and the first after all.
         self._calls: list[tuple[int, int, int, str]] = []
+        #: The numbers of the nodes that each backward pass within the step has made.
+        self._passes = list[range]()
         #: Submodules whose parts' tensors come to the loss by another way than their output, as a hook within may keep them.
         self.bypassed: set[str] = set()
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """See :class:`SharingSteps`. Gradients that the step asks for are followed from and to a call's output and arguments alone."""
+        own = torch.autograd._engine_run_backward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nodes = (getattr(each, "grad_fn", None) or getattr(each, "node", None) for each in (*args[0], *args[4]))
+            calls = (self._call_around(node._sequence_nr()) for node in nodes if node is not None)
+            self.bypassed.update(call[-1] for call in calls if call is not None)
+            began = next_node()
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self._passes.append(range(began, next_node()))
+
+        with super().step(), patched(torch.autograd, "_engine_run_backward", run):
+            yield
+
+    def _call_around(self, number: int) -> tuple[int, int, int, str] | None:
+        """The call within whose runs a node of autograd's graph was made."""
+        place = bisect_right(self._calls, number, key=lambda call: call[0]) - 1
+        return self._calls[place] if place >= 0 and number < self._calls[place][1] else None
+
     def follow(self, loss: Tensor) -> None:
-        """Find the submodules that are bypassed. On a rank, such a tensor has its own rows alone; here, there is one of each part."""
-        begins = [began for began, *_ in self._calls]
+        """Find the submodules that are bypassed. On a rank, such a tensor has its own rows alone; here, there is one of each part. A
+        gradient's own graph leads into a call from outside as well: a rank makes it of its rows, with a gradient's factors.
+        """
         seen, waiting = set[Any](), [loss.grad_fn]
         while waiting:
             node = waiting.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
-            for inner, _ in node.next_functions:
-                if inner is None:
-                    continue
-                place = bisect_right(begins, number := inner._sequence_nr()) - 1
-                if place >= 0:
-                    began, ran, ended, name = self._calls[place]
-                    if number < ran and not began <= node._sequence_nr() < ended:
-                        self.bypassed.add(name)
-                waiting.append(inner)
+            outer = node._sequence_nr()
+            for inner, _ in node.next_functions if not any(outer in made for made in self._passes) else ():
+                call = None if inner is None else self._call_around(inner._sequence_nr())
+                if call is not None and not call[0] <= outer < call[2]:
+                    self.bypassed.add(call[3])
+            waiting += [inner for inner, _ in node.next_functions]
 
     def call(self, name: str, child: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output as ranks would put it together; the submodule's own where it can't be shared."""
@@ -356,7 +388,7 @@ class _Trial(SharingSteps):
             self.shared.setdefault(name, replace(known, draws=(), evaluated=()))
             return own(*args, **kwargs)
         state, buffers = rng.capture({}), {each: buffer.clone() for each, buffer in child.named_buffers()}
-        began = _next_node()
+        began = next_node()
         try:
             self._inside = True
             found = self._tried(name, known, child, own, (args, kwargs))
@@ -373,7 +405,7 @@ class _Trial(SharingSteps):
             put_back(child, buffers)
             return own(*args, **kwargs)
         self.shared[name] = seen
-        self._calls.append((began, found[2], _next_node(), name))
+        self._calls.append((began, found[2], next_node(), name))
         return found[0]
 
     def _tried(self, name: str, known: SharedModule | None, child: nn.Module, own: Any, given: Any) -> tuple[Any, SharedModule, int] | None:
@@ -383,9 +415,9 @@ class _Trial(SharingSteps):
         watched = any(_users_hooks(inner) for inner in child.modules() if inner is not child)
         if watched or rng.find_generators(child.named_modules()):
             return None
-        if not all(type(leaf) in (Tensor, Parameter, *_PLAIN) for _, leaf in leaves):
+        if not all(map(travels, (leaf for _, leaf in leaves))):
             return None
-        run, began = _Runs(child, own), _next_node()
+        run, began = _Runs(child, own), next_node()
         with _Flops() as counted:
             observer = DrawObserver(everything(1), None, False)
             whole, ended = run.on(given, observer)
@@ -394,7 +426,7 @@ class _Trial(SharingSteps):
         outputs = {place: leaf for place, leaf in before if isinstance(leaf, Tensor)}
         sizes = {leaf.shape[0] for place, leaf in tensors.items() if leaf.ndim and (known is None or place in known.cut)}
         rows = next((leaf.shape[0] for leaf in outputs.values() if leaf.ndim and leaf.shape[0] in sizes), 0)
-        if rows < 2 or not all(type(leaf) in (Tensor, *_PLAIN) for _, leaf in before):
+        if rows < 2 or not all(travels(leaf) and not isinstance(leaf, Parameter) for _, leaf in before):
             return None
         cut = known.cut if known else frozenset(place for place, leaf in tensors.items() if leaf.ndim and leaf.shape[0] == rows)
         seen = SharedModule(cut=cut, whole=frozenset(tensors) - cut, gathered=frozenset(), kept=frozenset())
@@ -408,17 +440,19 @@ class _Trial(SharingSteps):
             alike = {signature(node) for node in own_functions((leaf for _, leaf in others if isinstance(leaf, Tensor)), began)}
             if not_linear([node for node in functions if signature(node) in alike], {})[1]:
                 return None  # each rank would give it a part of the gradient that it is to see whole
-            if any(mine != value for (_, mine), (_, value) in zip(others, before, strict=True) if type(value) in _PLAIN):
+            if any(mine != value for (_, mine), (_, value) in zip(others, before, strict=True) if not isinstance(value, Tensor)):
                 return None  # it says how many rows it got
             if observer.irregular or len(observer.draws) != len(run.draws) or rng.changed(ended, end) or structure != drawn:
                 return None
             parts.append((dict(others), [draw.choice for draw in observer.draws]))
         if run.changes or run.norms.apart() is not None or any(choices != parts[0][1] for _, choices in parts):
             return None
-        joined, ran = dict[str, Tensor](), _next_node()
+        joined, ran = dict[str, Tensor](), next_node()
         for place, leaf in outputs.items():
-            pieces = [each[place] for each, _ in parts]
-            together = _joined(leaf, pieces, [share.rank for share in shares], self.ranks)
+            if not all(same_kind(leaf, each[place]) for each, _ in parts):
+                return None  # its attributes say which rows it has
+            pieces = [plain(each[place]) for each, _ in parts]
+            together = _joined(plain(leaf), pieces, [share.rank for share in shares], self.ranks)
             if together is None:
                 if any(each.shape != leaf.shape or _apart(leaf, each) > self.tolerance for each in pieces):
                     return None
@@ -429,7 +463,8 @@ class _Trial(SharingSteps):
             else:
                 joined[place] = together
                 seen = replace(seen, gathered=seen.gathered | {place})
-        for each in joined.values():
+        for place, each in joined.items():
+            joined[place] = like(outputs[place], each)
             if each.requires_grad:
                 each.register_hook(partial(self._look_at_gradient, name))
         self.flops += counted.flops
@@ -497,13 +532,6 @@ class _Flops(TorchDispatchMode):
         return output
 
 
-def _next_node() -> int:
-    """The number of a node of autograd's graph that is made now; later ones have larger numbers."""
-    with torch.enable_grad():
-        node: Any = torch.zeros((), requires_grad=True).clone().grad_fn
-    return int(node._sequence_nr())
-
-
 def _may_be_shared(child: nn.Module) -> bool:
     return any(True for _ in child.parameters()) and not isinstance(child, (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin))
 
@@ -559,6 +587,7 @@ def _tensors_in(kept: Any, place: str = "") -> list[tuple[str, Tensor]]:
 
 def _apart(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
     """The largest difference, relative to the largest value; infinite where shapes or types differ."""
+    one, other = plain(one), plain(other)
     if one.shape != other.shape or one.dtype != other.dtype:
         return math.inf
     if not one.numel() or torch.equal(one, other):

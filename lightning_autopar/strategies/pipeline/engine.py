@@ -111,9 +111,6 @@ class Pipeline(Engine):
     def refusal(self, question: Question) -> str | None:
         """Refuse what ``torch.distributed.pipelining`` can't run."""
         footprint, constraints = question.footprint, question.constraints
-        if footprint.tape is None and footprint.longest_samples:
-            counts = f"{footprint.batch_size} in the first one, {footprint.longest_samples} in the one that takes the most memory"
-            return f"batches have different numbers of samples ({counts}), for which the memory of stages can't be predicted"
         if footprint.tape is None or not footprint.outer:
             return "the step wasn't traced, and can't be cut into stages without its trace"
         if len(footprint.blocks) < 2:

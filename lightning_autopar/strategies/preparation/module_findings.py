@@ -19,7 +19,7 @@ from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import Trainer, rank_zero_warn
-from lightning_autopar._lightning_compat import attach_model_callbacks
+from lightning_autopar._lightning_compat import attach_model_callbacks, evaluating
 from lightning_autopar.constraints import SplitFinding
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.data.collate import CollateAll
@@ -52,6 +52,7 @@ from lightning_autopar.strategies.preparation.split_findings import (
     is_quick,
     split_as_made,
     split_of,
+    transferred,
     validation_batch,
     with_evaluation,
     with_others,
@@ -275,7 +276,10 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         split = replace(split or SplitFinding(), rank_notes=kept)
     shared: SharedModules = {}
     if questions.split and stage == "fit" and split is not None and split.differs and not _RANKS & {*footprint.asked}:
-        footprint, shared = with_shared_network(footprint, module, trainer, as_drawn[0], more if is_quick(footprint) else [], evaluated)
+        trained = transferred(module, [as_drawn[0], *(more if is_quick(footprint) else ())])
+        with evaluating(trainer):
+            evaluated = transferred(module, evaluated)
+        footprint, shared = with_shared_network(footprint, module, trainer, trained[0], trained[1:], evaluated)
     # What a long look finds of buffers, the probe of a split batch finds as well.
     waits = questions.later and len(questions.engines) > 1 and split is not None and split.probed
     later = tuple(name for name in questions.engines if waits and engines.named(name).looks_long)

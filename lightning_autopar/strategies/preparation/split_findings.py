@@ -213,6 +213,12 @@ def with_logs(split: SplitFinding, other: LogComparison) -> SplitFinding:
     return replace(split, log_rules=together, real_rules=real, unweighed=unweighed, notes=notes)
 
 
+def transferred(module: LightningModule, batches: Sequence[FirstBatch]) -> list[FirstBatch]:
+    """The batches, with those after the first as the module's transfer hooks leave them, where their loader has made them by itself."""
+    others = (each if each.samples is not None else replace(each, batch=transfer_batch(module, each.batch)) for each in batches[1:])
+    return [*batches[:1], *others]
+
+
 def with_evaluation(
     split: SplitFinding,
     module: LightningModule,

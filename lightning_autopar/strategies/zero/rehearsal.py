@@ -14,9 +14,12 @@ from tempfile import gettempdir
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_autopar._lightning import LightningEnvironment, LightningModule, Trainer
+from lightning_autopar._temporary import patched
 from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.exact.step.shared_network import gradients_asked_for
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.plans import Plan
@@ -28,6 +31,7 @@ from lightning_autopar.strategies.zero.strategy import ZeroEngine, plugin
 
 #: The rehearsal runs on CPU devices in 32 bits, whatever the plan's devices and the run's precision are.
 _DEVICE, _PRECISION = "cpu:1GiB", "32-true"
+_DIFFERENTIATES = "the step differentiates by itself (torch.autograd.grad)"
 
 
 def rehearse_zero(
@@ -53,6 +57,8 @@ def rehearse_zero(
 
 def _sentence(name: str, reason: str) -> str:
     """The cause of a failure, in words for a user."""
+    if _DIFFERENTIATES in reason:
+        return f"{_DIFFERENTIATES}, through parameters that {name} frees after each use; ZeRO-2 keeps parameters whole"
     if "'Tensor' object has no attribute 'ds_" in reason:
         return (
             f"the step gives a module tensors in the place of its parameters (as torch.func.functional_call does), which {name} takes for "
@@ -119,9 +125,20 @@ def _steps(plan: Plan, module: LightningModule, trainer: Trainer | None, batch: 
 
     rehearsal.__dict__["_call"] = call
     module.__dict__["backward"] = lambda loss, *args, **kwargs: engine.backward_parts(loss, *args, **kwargs)
-    with losses_of_backward() as losses:
-        for index in range(STEPS):
-            rehearsal.training_step(batch(), index)
+    asked = list[Any]()
+
+    def note(gradient: Tensor, of: Any) -> Tensor:
+        asked.append(of)
+        return gradient
+
+    with losses_of_backward() as losses, gradients_asked_for(note):
+        try:
+            for index in range(STEPS):
+                rehearsal.training_step(batch(), index)
+        except RuntimeError as error:
+            if asked and plan.zero_stage == 3:
+                raise RuntimeError(_DIFFERENTIATES) from error
+            raise
     return Run(losses=tuple(losses), weights=copied(engine.lightning_module_state_dict() or {}), notes=tuple(rehearsal.notes))
 
 
@@ -134,10 +151,11 @@ def _step(engine: ZeroEngine, optimizer: Any, closure: Callable[[], Any], **kwar
 
 def _through(outer: Any, module: LightningModule, function: Callable[[], Any]) -> Any:
     """Call the function as if it were the module's ``forward``, so that DeepSpeed's hooks are around it; as Lightning does."""
+    own = module.forward  # a method, or what the user has put in its place
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        del module.__dict__["forward"]  # within the step, ``forward`` is the module's own
-        return function()
+        with patched(module, "forward", own):  # within the step
+            return function()
 
-    module.__dict__["forward"] = forward
-    return outer()
+    with patched(module, "forward", forward):
+        return outer()

@@ -94,6 +94,29 @@ class Captured(Module):
         return loss + torch.cat(found).softmax(1).mean(0).square().sum()
 
 
+LEAKED: list[Tensor] = []
+
+
+class Leaking(Net):
+    """Leaves what a layer within computes where the step finds it."""
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> dict[str, Tensor]:
+        LEAKED.append(self.linear(x * mask))
+        return {"rows": LEAKED[-1].tanh(), "scale": self.scale.exp()}
+
+
+class Sloping(Module):
+    """Has the slopes of its rows after its inputs, or after what the network has left, in the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        given = batch.clone().requires_grad_()
+        found = self.net(given, mask=torch.ones(6))["rows"].sin()
+        after = LEAKED[-1] if LEAKED else given
+        LEAKED.clear()
+        slopes = torch.autograd.grad(found.square().sum(), after, create_graph=True)[0]
+        return slopes.square().sum() / slopes.square().amax() + (found @ found.T).square().mean()
+
+
 class Watched(Module):
     """A hook keeps a statistic, which is logged."""
 
@@ -140,6 +163,11 @@ def test_where_a_part_comes_to_the_loss_past_the_output_its_submodules_are_share
     """Here, the hook gets each part; a rank's would get its own alone. Past the layer's own output it is called with all rows."""
     _, shared = probe_sharing(Captured(Net()), None, batch())
     assert set(shared) == {"net.linear"}
+
+
+@pytest.mark.parametrize(("net", "shared"), [(Net, "net"), (Leaking, "net.linear")])
+def test_gradients_may_be_asked_for_after_what_goes_into_a_network_not_after_what_is_within(net: Any, shared: str) -> None:
+    assert set(probe_sharing(Sloping(net()), None, batch())[1]) == {shared}
 
 
 def test_what_a_hook_within_keeps_without_gradient_is_of_all_rows() -> None:

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory.stage_rank import GPT, make_plan, measure_stage, rank_of_pipeline
 from lightning_autopar._fork import run_forked
+from lightning_autopar.memory.batch_scaling import at_lengths, for_rank, scaled
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.step_parts import Size, parts_of
 from lightning_autopar.memory.tape import Tape
@@ -54,6 +55,20 @@ def test_a_stage_takes_what_was_predicted(name: str, plan: Plan) -> None:
     for rank, real in enumerate(measured):
         predicted = pipeline_bytes(traced(name), plan, rank, on_cpu=True)
         assert predicted.allocated == pytest.approx(real["allocated"], rel=0.01)
+
+
+@pytest.mark.parametrize("more", [-1, 1, 5])
+@pytest.mark.parametrize("plan", [make_plan("gpipe", 2, 1, 8), make_plan("1f1b", 2, 4, 8)], ids=Plan.title)
+def test_the_batch_that_takes_the_most_may_have_another_number_of_samples(plan: Plan, more: int) -> None:
+    """A part of it is as large as if all batches had as many samples; in several parts it may have been rounded up."""
+    longest = traced("narrow")
+    first = scaled(longest, ROWS + more)
+    counted = for_rank(at_lengths(first, first, longest), plan.micro_batches)
+    assert (counted.batch_size, counted.longest_samples) == (ROWS + more, ROWS)
+    for rank in range(2):
+        alone = pipeline_bytes(longest, plan, rank, on_cpu=True).allocated
+        found = pipeline_bytes(counted, plan, rank, on_cpu=True).allocated
+        assert alone * 0.999 <= found <= alone * (1.001 if plan.micro_batches == 1 else 1.3)
 
 
 SHARDED = replace(make_plan("1f1b", 2, 4, 8, replicas=2), shard=tuple(f"blocks.{index}" for index in range(8)))

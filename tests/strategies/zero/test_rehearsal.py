@@ -52,6 +52,28 @@ class Dropping(Fitted):
         return torch.optim.AdamW(self.parameters(), 0.05, weight_decay=0.5)
 
 
+class Labelled(Tensor):
+    """Rows of a class of the user's, which results of torch's functions keep."""
+
+
+class Labelling(Fitted):
+    """Looks at what its rows are, and has a function of its own in the place of ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.labelled  # type: ignore[method-assign]
+
+    def labelled(self, rows: Tensor) -> Tensor:
+        found: Tensor = self.net(rows.as_subclass(Labelled))
+        scaled = found @ self.net[4].weight  # the rows come first, the parameter second
+        if {type(found), type(scaled)} != {Labelled}:
+            raise TypeError(f"the rows' class is lost: {type(found)}, {type(scaled)}")
+        return scaled.mean(1, keepdim=True).as_subclass(Tensor)
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+
 @pytest.mark.parametrize("plan", [zero(2), zero(3, offload=("optimizer", "parameters")), zero(3, count=1)], ids=Plan.title)
 def test_what_runs_is_not_refused_and_stays_as_it_was(plan: Plan) -> None:
     module = Dropping()
@@ -64,6 +86,29 @@ def test_what_runs_is_not_refused_and_stays_as_it_was(plan: Plan) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_is_written_is_kept(make: Any, stage: int) -> None:
     assert rehearsed(make(), zero(stage)) is None
+
+
+class Bending(Fitted):
+    """Has second derivatives after its inputs in the loss."""
+
+    def loss(self, batch: Any) -> Tensor:
+        rows = batch[0].clone().requires_grad_()
+        slopes = torch.autograd.grad(self.net(rows).sum(), rows, create_graph=True)[0]
+        bends = torch.autograd.grad(slopes.sum(), rows, create_graph=True)[0]
+        return nn.functional.mse_loss(bends.sum(1, keepdim=True), batch[1])
+
+
+@pytest.mark.slow
+def test_derivatives_through_parameters_that_were_freed_are_told() -> None:
+    words = "the step differentiates by itself (torch.autograd.grad), through parameters that ZeRO-3 frees after each use; ZeRO-2 keeps"
+    assert (rehearsed(Bending(), zero(3)) or "").startswith(words)
+    assert rehearsed(Bending(), zero(2)) is None
+
+
+def test_rows_keep_their_class_and_the_module_its_own_forward() -> None:
+    module = Labelling()
+    assert rehearsed(module, zero(3)) is None
+    assert module.forward == module.labelled
 
 
 def test_what_would_part_is_seen() -> None:

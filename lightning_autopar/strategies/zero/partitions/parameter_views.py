@@ -96,7 +96,11 @@ class _Watched(nn.Parameter):
                     for leaf in tree_leaves((args, kwargs)):
                         if isinstance(leaf, _Watched):
                             cls._watch.used(leaf, taken=func == _GET_DATA)
-            return func(*args, **kwargs)
+            if not (others := tuple(kind for kind in types if not issubclass(kind, _Watched))):
+                return func(*args, **kwargs)
+        # With a tensor of the user's class, it is that class's call, as if the parameter were a plain one.
+        called = (kind.__torch_function__(func, others, args, kwargs) for kind in others)
+        return next((result for result in called if result is not NotImplemented), NotImplemented)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy is a plain parameter."""
