@@ -122,6 +122,41 @@ def test_an_optimizer_that_was_made_before(engine: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+class Marked(Blocks):
+    """Parameters with attributes of the user's, which say how they are trained; some are given and taken away meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        for parameter in self.parameters():
+            parameter.mark = 3.0 / (1 + parameter.ndim)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = [parameter.mark for parameter in self.parameters()]
+        if self.global_step == 2:
+            del self.scale.given
+            self.head.weight.given = 1.0
+        penalty = sum(parameter.square().sum() * parameter.mark for parameter in (self.scale, self.head.weight, self.head.bias))
+        return super().training_step(batch, batch_idx) * self.scale + 0.01 * sum(found) * penalty
+
+    def on_train_epoch_start(self) -> None:
+        self.scale.given = 0.5
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("given", sum(getattr(parameter, "given", 0.0) for parameter in (self.scale, self.head.weight)))
+
+    def configure_optimizers(self) -> Any:
+        marks = {parameter.mark for parameter in self.parameters()}
+        groups = {mark: [parameter for parameter in self.parameters() if parameter.mark == mark] for mark in sorted(marks)}
+        return torch.optim.Adam([{"params": group, "lr": 0.01 * mark} for mark, group in groups.items()])
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "pipeline"])
+def test_attributes_of_parameters(engine: str) -> None:
+    ours, theirs = assert_same(Marked, engine), trained(Marked, "")
+    torch.testing.assert_close(dict(ours.trainer.callback_metrics), dict(theirs.trainer.callback_metrics), rtol=1e-5, atol=1e-5)
+
+
 class Frozen(Blocks):
     """All but the last block and the head is frozen, so that a stage has nothing to train."""
 
