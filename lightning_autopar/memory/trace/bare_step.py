@@ -25,6 +25,7 @@ from lightning_autopar._lightning import LightningModule, LightningOptimizer, Pr
 from lightning_autopar._lightning_compat import TrainerFn, is_overridden, parse_optimizers
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar._temporary import patched
+from lightning_autopar.memory.footprint import CREATE_GRAPH
 from lightning_autopar.memory.trace.first_batch import RAISED
 from lightning_autopar.memory.trace.no_writes import Written, no_writes
 from lightning_autopar.text import error_line
@@ -499,7 +500,8 @@ def announced(
 
     Args:
         automatic: whether the optimizer follows backward; if not, the user's step decides what follows.
-        nested: gets the name of a function whose backward runs another backward pass, from which parameters get gradients.
+        nested: gets the name of a function whose backward runs another backward pass, from which parameters get gradients; and
+            :data:`CREATE_GRAPH` for a backward pass with that argument.
     """
     original = torch.autograd.backward
     inside = False
@@ -511,6 +513,8 @@ def announced(
                 function = getattr(type(torch._C._current_autograd_node()), "_forward_cls", None)
                 nested("a hook" if function is None else f"{function.__module__}.{function.__qualname__}")
             return original(tensors, *args, **kwargs)
+        if kwargs.get(CREATE_GRAPH, args[2:3] == (True,)) and _reaches_parameters([tensors] if isinstance(tensors, Tensor) else tensors):
+            nested(CREATE_GRAPH)
         inside = True
         enter("backward")
         try:
