@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
@@ -155,6 +156,21 @@ class Marked(Blocks):
 def test_attributes_of_parameters(engine: str) -> None:
     ours, theirs = assert_same(Marked, engine), trained(Marked, "")
     torch.testing.assert_close(dict(ours.trainer.callback_metrics), dict(theirs.trainer.callback_metrics), rtol=1e-5, atol=1e-5)
+
+
+class Pruned(Blocks):
+    """A hook prunes a layer, which then has a mask and another name for its weight; another one is pruned only for a while."""
+
+    def on_train_epoch_start(self) -> None:
+        prune.l1_unstructured(self.blocks[self.current_epoch][0], "weight", amount=0.2)
+
+    def on_train_end(self) -> None:
+        prune.remove(self.blocks[1][0], "weight")
+
+
+def test_what_the_run_has_renamed() -> None:
+    ours, theirs = assert_same(Pruned, "ddp"), trained(Pruned, "")
+    assert {name for name, _ in ours.named_parameters()} == {name for name, _ in theirs.named_parameters()}
 
 
 class Frozen(Blocks):
