@@ -173,6 +173,28 @@ def test_what_the_run_has_renamed() -> None:
     assert {name for name, _ in ours.named_parameters()} == {name for name, _ in theirs.named_parameters()}
 
 
+class Gate(nn.Linear):
+    """Leaves a term of the loss on itself, as a mixture of experts does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = super().forward(x).softmax(-1)
+        self.term = weight.mean(0).square().sum()
+        return x + weight
+
+
+class Gated(Blocks):
+    def block(self) -> nn.Module:
+        return Gate(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.1 * sum(block.term for block in self.blocks)  # type: ignore[no-any-return,misc]
+
+
+def test_a_term_of_the_loss_that_a_block_leaves_on_itself() -> None:
+    assert_same(Gated, "pipeline")
+
+
 class Frozen(Blocks):
     """All but the last block and the head is frozen, so that a stage has nothing to train."""
 
