@@ -266,7 +266,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
             state.clear()
         optimizer.state.clear()
     if rank != 0:
-        results.changes = before.survey.changes(names, {}, under=_MODULE)
+        results.changes = before.survey.changes(names, {}, under=(_MODULE, "datamodule"))
         return results
     results.lost += sorted(before.left)
     results.progress = _on_cpu(progress_of(trainer))
