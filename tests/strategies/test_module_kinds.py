@@ -460,3 +460,18 @@ def test_a_callback_that_trains_on_one_rank_alone_is_named(monkeypatch: pytest.M
         match=r"a network of its own in .*Alone.on_train_batch_end \(test_module_kinds.py:\d+\) on rank 0, but not on all ranks",
     ):
         fitted.fit(fitted.Fitted, fitted.numbers(), fitted.plan("ddp"), callbacks=[Alone()])
+
+
+class Ragged(Blocks):
+    """Has a nested tensor of torch's first layout for a batch, which has no shape."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch.to_padded_tensor(0.0)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:autopar. the step could not be traced")
+def test_batches_without_a_shape_run_on_one_device() -> None:
+    rows = [torch.ones(2 + index % 3, 8) for index in range(8)]
+    trainer = pl.Trainer(accelerator="cpu", strategy=AutoParallelStrategy(allow=["single"], devices="2xcpu:1GiB"), max_epochs=1, **QUIET)  # type: ignore[arg-type]
+    trainer.fit(Ragged(), DataLoader(rows, 4, collate_fn=torch.nested.nested_tensor))  # type: ignore[arg-type]
+    assert trainer.global_step == 2
