@@ -118,7 +118,7 @@ def _held_kinds(owner: Any, module: LightningModule, words: Set[str]) -> set[typ
     """The user's classes of what code with these names may have in hand: of the module's parts that it names, and of what a callback makes
     in its other hooks and may have put there.
     """
-    kinds = {type(child) for path, child in module.named_modules() if words.intersection(path.split("."))}
+    kinds = {type(child) for path, child in module.named_modules() if not words.isdisjoint(path.split("."))}
     for function in [] if owner is module else _methods(owner):
         kinds.update(each for name in function.__code__.co_names if isinstance(each := function.__globals__.get(name), type))
     return {kind for kind in kinds if package_of(kind) not in FRAMEWORK and not issubclass(kind, (Metric, LightningModule))}
@@ -133,7 +133,7 @@ def late_hooks(trainer: Trainer) -> tuple[str, ...]:
     """A sentence on each callback that puts hooks on modules when the run begins: they aren't there when planning tries the step."""
     named = ((each, sorted(words & _REGISTERS)) for each, words in names_in_callbacks(trainer))
     return tuple(
-        f"{_title(each)} puts hooks on modules ({by[0]}) after planning has tried the step: what they keep may differ where a batch is split"
+        f"{_title(each)} puts hooks on modules ({by[0]}) after planning has tried the step: what they keep of parts may differ"
         for each, by in named
         if by
     )

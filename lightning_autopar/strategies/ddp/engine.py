@@ -155,8 +155,8 @@ class DDP(Engine):
             return None
         if function == CREATE_GRAPH:
             return (
-                "backward(create_graph=True) keeps the graph of gradients for gradients of these, and what DDP puts in their place, the mean "
-                "over all ranks, has no graph; take what needs it within the loss (torch.autograd.grad(..., create_graph=True))"
+                "backward(create_graph=True) keeps the graph of gradients for gradients of these, and what DDP puts in their place, "
+                "the mean over all ranks, has no graph; take what needs it within the loss (torch.autograd.grad(..., create_graph=True))"
             )
         return (
             f"the backward of {function} runs a backward pass of its own, in which parameters get gradients that DDP doesn't "
