@@ -42,8 +42,8 @@ def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
         if name in kinds and fitting:
             return f"the callback {kinds[name]} works on the whole module's weights, and a pipeline's stages each hold a part of them"
     for owner, hook in overridden(trainer, _HOOKS) if fitting else ():
-        for _, words, _ in reached([(getattr(owner, hook), owner)], module, is_quiet):
-            if any(together <= words for together in _TRACERS):
+        for _, mentioned, _ in reached([(getattr(owner, hook), owner)], module, is_quiet):
+            if any(together <= mentioned for together in _TRACERS):
                 return f"{type(owner).__name__}.{hook} records the module's code (by torch.jit or an export), and a stage has a part of it"
     for callback, names in names_in_callbacks(trainer) if fitting else ():
         if "grad" in names:  # it copies, changes or reads gradients
