@@ -132,12 +132,12 @@ class Reached:
             kind, _, home = title.partition(" ")
             if isinstance(root, types.CellType):
                 cell = _CellNamespace(root)
-                if _is_followed(cell.get(home)):
+                if is_followed(cell.get(home)):
                     found[_free(title, found)] = (cell, home)
                 continue
             prefix = "class attribute " + home + "." if kind == "class" else "global " + ("" if home == "__main__" else home + ".")
             for name, value in self.variables(root).items():
-                if _is_followed(value):
+                if is_followed(value):
                     found[_free(prefix + name, found)] = (vars(root), name)
         return found
 
@@ -177,7 +177,7 @@ class Reached:
                         self.roots.append((f"variable {name}", cell))
             self._look_at(getattr(target, "__wrapped__", None))  # the function inside of a decorator
             if users:
-                self._look_into_globals(target.__globals__, list(dict.fromkeys(_names_in(target.__code__))))
+                self._look_into_globals(target.__globals__, list(dict.fromkeys(names_in(target.__code__))))
 
     def _look_into_class(self, kind: type) -> None:
         if kind in self._classes or issubclass(kind, enum.Enum):
@@ -201,12 +201,12 @@ class Reached:
                 self._look_into_globals(vars(value), [each for each in names if each in vars(value)])
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """The names of globals and attributes in code, functions in it included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            yield from names_in(constant)
 
 
 def _is_data(value: Any) -> bool:
@@ -214,7 +214,7 @@ def _is_data(value: Any) -> bool:
     return not callable(value) and not hasattr(type(value), "__get__") and not isinstance(value, (types.ModuleType, *_DATA))
 
 
-def _is_followed(value: Any) -> bool:
+def is_followed(value: Any) -> bool:
     """Whether a variable's value is one that a step may keep something in: a progress bar or a logger of others' counts for itself."""
     kind = type(value)
     root = package_of(kind)

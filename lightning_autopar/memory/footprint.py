@@ -16,6 +16,9 @@ from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Plan
 
+#: The argument of ``backward`` by which gradients get a graph of their own.
+CREATE_GRAPH = "create_graph"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Conduct:
@@ -228,7 +231,8 @@ class Footprint:
         moments: the fullest moments of the step, in order; empty where it wasn't traced, and then the peak is the sum of all categories.
         asked: what the module asks its trainer for that differs between plans or ranks: ``"world_size"``, ``"is_global_zero"``, in
             a step ``"logger"``; and the paths of files that it writes.
-        reentrant: the function whose backward runs another backward pass, from which parameters get gradients; empty where there is none.
+        reentrant: the function whose backward runs another backward pass, from which parameters get gradients; or :data:`CREATE_GRAPH`
+            where gradients have a graph of their own; empty where there is none.
         traced: False where the step could not be traced, and the activations are a guess with a wide margin.
         margin: by how much the prediction may be too low, as a share of it (0.1: up to ten per cent more).
         assumptions: what had to be guessed, a sentence each.

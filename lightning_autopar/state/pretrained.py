@@ -44,6 +44,7 @@ def move_tensors(module: nn.Module, device: str, which: Callable[[Tensor], bool]
                     empty = torch.empty_like(tensor.detach(), device=device)
                     parameter = isinstance(tensor, nn.Parameter)
                     fresh[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
+                    vars(fresh[id(tensor)]).update(vars(tensor))  # the user's attributes
                 slots[name] = fresh[id(tensor)]
 
 

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy
@@ -120,6 +121,78 @@ def test_an_optimizer_that_was_made_before(engine: str) -> None:
         {name: dict(each.optimizer.state[parameter]) for name, parameter in each.named_parameters()} for each in (module, plain)
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+class Marked(Blocks):
+    """Parameters with attributes of the user's, which say how they are trained; some are given and taken away meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        for parameter in self.parameters():
+            parameter.mark = 3.0 / (1 + parameter.ndim)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = [parameter.mark for parameter in self.parameters()]
+        if self.global_step == 2:
+            del self.scale.given
+            self.head.weight.given = 1.0
+        penalty = sum(parameter.square().sum() * parameter.mark for parameter in (self.scale, self.head.weight, self.head.bias))
+        return super().training_step(batch, batch_idx) * self.scale + 0.01 * sum(found) * penalty
+
+    def on_train_epoch_start(self) -> None:
+        self.scale.given = 0.5
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("given", sum(getattr(parameter, "given", 0.0) for parameter in (self.scale, self.head.weight)))
+
+    def configure_optimizers(self) -> Any:
+        marks = {parameter.mark for parameter in self.parameters()}
+        groups = {mark: [parameter for parameter in self.parameters() if parameter.mark == mark] for mark in sorted(marks)}
+        return torch.optim.Adam([{"params": group, "lr": 0.01 * mark} for mark, group in groups.items()])
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "pipeline"])
+def test_attributes_of_parameters(engine: str) -> None:
+    ours, theirs = assert_same(Marked, engine), trained(Marked, "")
+    torch.testing.assert_close(dict(ours.trainer.callback_metrics), dict(theirs.trainer.callback_metrics), rtol=1e-5, atol=1e-5)
+
+
+class Pruned(Blocks):
+    """A hook prunes a layer, which then has a mask and another name for its weight; another one is pruned only for a while."""
+
+    def on_train_epoch_start(self) -> None:
+        prune.l1_unstructured(self.blocks[self.current_epoch][0], "weight", amount=0.2)
+
+    def on_train_end(self) -> None:
+        prune.remove(self.blocks[1][0], "weight")
+
+
+def test_what_the_run_has_renamed() -> None:
+    ours, theirs = assert_same(Pruned, "ddp"), trained(Pruned, "")
+    assert {name for name, _ in ours.named_parameters()} == {name for name, _ in theirs.named_parameters()}
+
+
+class Gate(nn.Linear):
+    """Leaves a term of the loss on itself, as a mixture of experts does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = super().forward(x).softmax(-1)
+        self.term = weight.mean(0).square().sum()
+        return x + weight
+
+
+class Gated(Blocks):
+    def block(self) -> nn.Module:
+        return Gate(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.1 * sum(block.term for block in self.blocks)  # type: ignore[no-any-return,misc]
+
+
+def test_a_term_of_the_loss_that_a_block_leaves_on_itself() -> None:
+    assert_same(Gated, "pipeline")
 
 
 class Frozen(Blocks):
@@ -387,3 +460,18 @@ def test_a_callback_that_trains_on_one_rank_alone_is_named(monkeypatch: pytest.M
         match=r"a network of its own in .*Alone.on_train_batch_end \(test_module_kinds.py:\d+\) on rank 0, but not on all ranks",
     ):
         fitted.fit(fitted.Fitted, fitted.numbers(), fitted.plan("ddp"), callbacks=[Alone()])
+
+
+class Ragged(Blocks):
+    """Has a nested tensor of torch's first layout for a batch, which has no shape."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch.to_padded_tensor(0.0)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:autopar. the step could not be traced")
+def test_batches_without_a_shape_run_on_one_device() -> None:
+    rows = [torch.ones(2 + index % 3, 8) for index in range(8)]
+    trainer = pl.Trainer(accelerator="cpu", strategy=AutoParallelStrategy(allow=["single"], devices="2xcpu:1GiB"), max_epochs=1, **QUIET)  # type: ignore[arg-type]
+    trainer.fit(Ragged(), DataLoader(rows, 4, collate_fn=torch.nested.nested_tensor))  # type: ignore[arg-type]
+    assert trainer.global_step == 2

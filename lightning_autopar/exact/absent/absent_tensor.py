@@ -137,9 +137,9 @@ def hole_shaped_like(tensor: Tensor, dtype: torch.dtype, what: str, requires_gra
 
 
 def hole_parameter(parameter: Tensor, what: str, *, device: torch.device | None = None) -> AbsentTensor:
-    """An absent tensor that is a parameter for ``isinstance``."""
+    """An absent tensor that is a parameter for ``isinstance``, with the user's attributes of this one."""
     absent = absent_like(parameter, what, device=device)
-    absent._is_param = True
+    vars(absent).update(vars(parameter), _is_param=True)
     return absent
 
 

@@ -32,6 +32,9 @@ _STORES = frozenset(("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR"
 _LOADS = frozenset(("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "BINARY_SUBSCR"))
 #: How the names of what draws begin; and ``dropout`` anywhere.
 _RANDOM = ("rand", "bernoulli", "multinomial", "normal_", "uniform_", "exponential_")
+_REGISTERS = frozenset(
+    f"register_{kind}_hook" for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre", "module_forward")
+)
 _METHODS = frozenset(("add", "append", "appendleft", "extend", "insert", "setdefault", "update"))
 
 
@@ -97,7 +100,11 @@ def _keeps(owner: Any, hook: str, module: LightningModule) -> bool:
         return uses is None
     function = _function(owner, hook)
     home, given = package_of(function), _given(owner, hook, module)
-    for code, names, holder in reached([(function, owner)], module, lambda each: package_of(each) != home):
+    found = list(reached([(function, owner)], module, lambda each: package_of(each) != home))
+    words = {name for _, names, _ in found for name in names}
+    methods = [(inspect.getattr_static(kind, name, None), kind) for kind in _held_kinds(owner, module, words) for name in words]
+    found += reached([each for each in methods if inspect.isfunction(each[0])], module, lambda each: package_of(each) != home)
+    for code, names, holder in found:
         # A metric's states are the whole batch's wherever they are: ranks exchange them.
         held = {**getattr(holder, "__dict__", {}), **getattr(holder, "_modules", {})}  # no property of the user's is called
         metrics = {name for name, value in held.items() if isinstance(value, (Metric, MetricCollection))}
@@ -105,6 +112,31 @@ def _keeps(owner: Any, hook: str, module: LightningModule) -> bool:
         if code is not None and _stores(code, _METHODS - {"update"} if metrics & names else _METHODS, own):
             return True
     return False
+
+
+def _held_kinds(owner: Any, module: LightningModule, words: Set[str]) -> set[type]:
+    """The user's classes of what code with these names may have in hand: of the module's parts that it names, and of what a callback makes
+    in its other hooks and may have put there.
+    """
+    kinds = {type(child) for path, child in module.named_modules() if not words.isdisjoint(path.split("."))}
+    for function in [] if owner is module else _methods(owner):
+        kinds.update(each for name in function.__code__.co_names if isinstance(each := function.__globals__.get(name), type))
+    return {kind for kind in kinds if package_of(kind) not in FRAMEWORK and not issubclass(kind, (Metric, LightningModule))}
+
+
+def _methods(owner: Any) -> list[types.FunctionType]:
+    kinds = [kind for kind in type(owner).__mro__ if package_of(kind) not in FRAMEWORK]
+    return [method for kind in kinds for method in vars(kind).values() if isinstance(method, types.FunctionType)]
+
+
+def late_hooks(trainer: Trainer) -> tuple[str, ...]:
+    """A sentence on each callback that puts hooks on modules when the run begins: they aren't there when planning tries the step."""
+    named = ((each, sorted(words & _REGISTERS)) for each, words in names_in_callbacks(trainer))
+    return tuple(
+        f"{_title(each)} puts hooks on modules ({by[0]}) after planning has tried the step: what they keep of parts may differ"
+        for each, by in named
+        if by
+    )
 
 
 def _draws(owner: Any, hook: str, module: LightningModule) -> bool:
@@ -116,8 +148,7 @@ def _draws(owner: Any, hook: str, module: LightningModule) -> bool:
         return False
     found = reached([(_function(owner, hook), owner)], module, lambda each: package_of(each) in FRAMEWORK)
     names = {name for _, names, _ in found for name in names}
-    kinds = [kind for kind in type(owner).__mro__ if owner is not module and package_of(kind) not in FRAMEWORK]
-    methods = [method for kind in kinds for method in vars(kind).values() if isinstance(method, types.FunctionType)]
+    methods = [] if owner is module else _methods(owner)
     names |= {name for method in methods for name in method.__code__.co_names if "dropout" in name.lower()}
     held = [child for each in vars(owner).values() if owner is not module and isinstance(each, nn.Module) for child in each.modules()]
     return any(name.lower().startswith(_RANDOM) or "dropout" in name.lower() for name in names) or any(

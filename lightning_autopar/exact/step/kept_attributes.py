@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import isfunction
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from lightning_autopar._lightning_compat import step_name
 from lightning_autopar._root import PYTORCH
 from lightning_autopar.exact.data.fingerprint import bytes_of
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.reached_variables import Reached
+from lightning_autopar.exact.reached_variables import Reached, is_followed, names_in
 from lightning_autopar.exact.step.attribute_rules import (
     MISSING,
     Before,
@@ -55,8 +56,17 @@ Place = tuple[dict[str, Any], str]
 
 
 def variables(module: LightningModule) -> dict[str, Place]:
-    """The user's variables that functions of the module reach, by their names in sentences, which no attribute has."""
-    return Reached({type(each): each for each in module.modules()}.values()).places()
+    """The user's variables that functions of the module reach, by their names in sentences, which no attribute has; and what they name of
+    the DataModule's attributes.
+    """
+    found = Reached({type(each): each for each in module.modules()}.values()).places()
+    named = {name for kind in type(module).__mro__ for each in vars(kind).values() if isfunction(each) for name in names_in(each.__code__)}
+    try:
+        source = getattr(module.trainer, "datamodule", None) if "datamodule" in named else None
+    except RuntimeError:  # it has no trainer yet
+        source = None
+    held = {} if source is None else vars(source)
+    return found | {f"attribute {type(source).__name__}.{name}": (held, name) for name in named & held.keys() if is_followed(held[name])}
 
 
 def places_of(module: LightningModule, names: Iterable[str]) -> dict[str, Place]:

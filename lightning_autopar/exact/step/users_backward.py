@@ -95,8 +95,8 @@ def average(reached: Iterable[Parameter], parameters: Sequence[Parameter]) -> No
     """
     reached = list(reached)
     known, ids = {id(parameter) for parameter in parameters}, {id(parameter) for parameter in reached}
-    some = reached[0]
-    used = torch.tensor([id(parameter) in ids for parameter in parameters], dtype=torch.int32, device=some.device)
+    device = (*parameters, *reached)[0].device
+    used = torch.tensor([id(parameter) in ids for parameter in parameters], dtype=torch.int32, device=device)
     dist.all_reduce(used)  # the samples may decide on which parameters a rank's loss depends
     everyones = [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count]
     everyones += [parameter for parameter in reached if id(parameter) not in known]

@@ -257,6 +257,7 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
             parameter.data = applied
         else:  # tied ones stay tied
             new = known.setdefault(id(parameter), (parameter, nn.Parameter(applied, parameter.requires_grad)))[1]
+            vars(new).update(vars(parameter))
             module._parameters[name] = new
     for name, buffer in module._buffers.items():
         if buffer is not None:

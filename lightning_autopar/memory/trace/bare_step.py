@@ -26,6 +26,7 @@ from lightning_autopar._lightning_compat import TrainerFn, is_overridden, parse_
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar._temporary import patched
 from lightning_autopar._trackers import untold
+from lightning_autopar.memory.footprint import CREATE_GRAPH
 from lightning_autopar.memory.trace.first_batch import RAISED
 from lightning_autopar.memory.trace.no_writes import Written, no_writes
 from lightning_autopar.text import error_line
@@ -503,7 +504,8 @@ def announced(
 
     Args:
         automatic: whether the optimizer follows backward; if not, the user's step decides what follows.
-        nested: gets the name of a function whose backward runs another backward pass, from which parameters get gradients.
+        nested: gets the name of a function whose backward runs another backward pass, from which parameters get gradients; and
+            :data:`CREATE_GRAPH` for a backward pass with that argument.
     """
     original = torch.autograd.backward
     inside = False
@@ -515,6 +517,8 @@ def announced(
                 function = getattr(type(torch._C._current_autograd_node()), "_forward_cls", None)
                 nested("a hook" if function is None else f"{function.__module__}.{function.__qualname__}")
             return original(tensors, *args, **kwargs)
+        if kwargs.get(CREATE_GRAPH, args[2:3] == (True,)) and _reaches_parameters([tensors] if isinstance(tensors, Tensor) else tensors):
+            nested(CREATE_GRAPH)
         inside = True
         enter("backward")
         try:

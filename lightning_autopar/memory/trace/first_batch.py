@@ -413,7 +413,7 @@ def batch_size_of(batch: Any) -> int:
     """The leading dimension of the first tensor that has one, else the length of the first list of other things; else 0."""
     for tensor in tensors_of(batch):
         if tensor.dim():
-            return tensor.shape[0]
+            return tensor.size(0)  # a nested tensor may have no shape
     lists = [batch, *(batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ())]
     return next((len(item) for item in lists if isinstance(item, (list, tuple)) and item and not isinstance(item[0], (list, tuple))), 0)
 

@@ -177,4 +177,6 @@ def _positions(tensor: Tensor) -> int:
         return tensor.numel()
     if tensor.dim() >= 4:
         return tensor.numel() // max(1, tensor.shape[1])
+    if tensor.is_nested and tensor.layout is torch.strided:  # it has no shape
+        return tensor.numel()
     return tensor.numel() // max(1, tensor.shape[-1])

@@ -129,13 +129,13 @@ class Survey:
         """The number of an object from before."""
         return self._index.get(id(target))
 
-    def changes(self, names: Mapping[int, Any], extra: Mapping[str, Any], *, under: str | None = None) -> Changes:
+    def changes(self, names: Mapping[int, Any], extra: Mapping[str, Any], *, under: tuple[str, ...] | None = None) -> Changes:
         """The changes so far, in the worker.
 
         Args:
             names: for other objects that both sides have: ``id`` → what :meth:`apply`'s ``resolve`` takes, or a number from before.
             extra: values to send along; those that can't be are named by their keys.
-            under: the name of a root that alone is looked at, with what was found in it; and besides what functions reach.
+            under: the names of roots that alone are looked at, with what was found in them; and besides what functions reach.
         """
         changes = Changes(data=b"")
         parts: dict[Part, Any] = {}
@@ -209,7 +209,7 @@ class Survey:
         self,
         names: Mapping[int, Any],
         *,
-        under: str | None = None,
+        under: tuple[str, ...] | None = None,
         reached: bool = True,
         skip: Callable[[int, str], bool] | None = None,
         lazy: bool = False,
@@ -286,8 +286,8 @@ class Survey:
         self._paths.append(path)
         return number
 
-    def _is_under(self, number: int, root: str, reached: bool) -> bool:
-        return is_under(self._paths[number], root) or (reached and self.is_reached(number))
+    def _is_under(self, number: int, roots: tuple[str, ...], reached: bool) -> bool:
+        return any(is_under(self._paths[number], root) for root in roots) or (reached and self.is_reached(number))
 
     def is_reached(self, number: int) -> bool:
         """Whether an object was found by what functions reach, and not otherwise."""

@@ -20,7 +20,7 @@ from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar._temporary import Exits, without_noise
 from lightning_autopar.devices.host import thread_times, waited_share
 from lightning_autopar.devices.nvml import NvmlUnavailable, read_devices
-from lightning_autopar.exact.absent.absent_tensor import is_absent
+from lightning_autopar.exact.absent.absent_tensor import filled, is_absent
 from lightning_autopar.exact.absent.rules import leaves_of
 from lightning_autopar.exact.step.step_rollback import own_gradient
 from lightning_autopar.memory.allocation_recorder import HOST, AllocationRecorder
@@ -89,7 +89,7 @@ def held_gradients(strategy: Any) -> Iterator[Tensor]:
 
 def here(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Those tensors that this rank has; under a pipeline other ranks have the rest."""
-    return (tensor for tensor in tensors if not is_absent(tensor))
+    return (filled(tensor) for tensor in tensors if not is_absent(tensor))
 
 
 #: Steps that aren't measured: the first has no optimizer state, and the second doesn't free what a later step frees of the step before.

@@ -15,7 +15,7 @@ from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeParts
 from lightning_autopar.memory.allocator.tape_player import DDPPlayer, Player
 from lightning_autopar.memory.device_bytes import DeviceBytes
-from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.footprint import CREATE_GRAPH, Footprint
 from lightning_autopar.planning.enumerate_plans import build_plan
 from lightning_autopar.plans import Plan
 from lightning_autopar.timing.overlap import LaneSeconds, Links, play_replicas
@@ -148,9 +148,16 @@ class DDP(Engine):
         return (build_plan(question, devices, self.name, f"a replica on each device: {sent}"),)
 
     def refusal(self, question: Question) -> str | None:
-        """Refuse backward passes within the backward pass: DDP takes their parameters for unused ones, and then gets their gradients."""
+        """Refuse backward passes within the backward pass, whose parameters DDP takes for unused ones, and then gets their gradients; and
+        gradients that have a graph, as the means that DDP puts in their place have none.
+        """
         if not (function := question.footprint.reentrant):
             return None
+        if function == CREATE_GRAPH:
+            return (
+                "backward(create_graph=True) keeps the graph of gradients for gradients of these, and what DDP puts in their place, "
+                "the mean over all ranks, has no graph; take what needs it within the loss (torch.autograd.grad(..., create_graph=True))"
+            )
         return (
             f"the backward of {function} runs a backward pass of its own, in which parameters get gradients that DDP doesn't "
             "wait for; use torch.utils.checkpoint with use_reentrant=False, or layers that aren't reversible"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -49,6 +50,8 @@ class DDPEngine(SplitMixin, DDPStrategy):
     _advised = False
     _trained: frozenset[int] = frozenset()
     _known: frozenset[int] = frozenset()
+    #: What the optimizers step that isn't in the module, so that DDP doesn't know of it.
+    _outside: tuple[Parameter, ...] = ()
     _reduced = False
 
     def __init__(self, run_plan: RunPlan, *, forked: bool) -> None:
@@ -119,10 +122,10 @@ class DDPEngine(SplitMixin, DDPStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """See :class:`.EngineMixin`. A rank that runs its batches in more parts than planned learns of the buckets here."""
-        if self._alone and not (self._reduced or self._stepping):
-            wrapped: Any = self.model
-            if wrapped.require_backward_grad_sync:
+        if not self._stepping and getattr(self.model, "require_backward_grad_sync", True):
+            if self._alone and not self._reduced:
                 self._keep_views()
+            self._average_outside()
         super().post_backward(closure_loss)
 
     def gradient_marks(self) -> list[int] | None:
@@ -167,7 +170,20 @@ class DDPEngine(SplitMixin, DDPStrategy):
                 self.model._remove_autograd_hooks()
             self.model = self._setup_model(module)
             self._register_ddp_hooks()
+        self._find_outside()
         super().on_train_batch_start(batch, batch_idx)
+
+    def _find_outside(self) -> None:
+        stepped = {id(each): each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]}
+        before, self._outside = self._outside, tuple(each for key, each in stepped.items() if key not in self._known)
+        if self._ddp_kwargs.get("init_sync", True):  # as DDP does with the module's
+            for parameter in set(self._outside) - set(before):
+                dist.broadcast(parameter.detach(), 0)
+
+    def _average_outside(self, reached: Iterable[Parameter] = (), parameters: Iterable[Parameter] = ()) -> None:
+        reached = dict.fromkeys((*reached, *(each for each in self._outside if each.grad is not None)))
+        if self._outside or reached:
+            average(reached, [*parameters, *self._outside])
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -194,7 +210,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
 
     def exchange_gradients(self, reached: list[Parameter]) -> None:
         """DDP reduces gradients only in backward passes that it was prepared for."""
-        average(reached, [parameter for parameter in self._module.parameters() if parameter.requires_grad])
+        self._average_outside(reached, [parameter for parameter in self._module.parameters() if parameter.requires_grad])
 
     def setup_distributed(self) -> None:
         """Like Lightning's, without re-seeding: every rank goes on from the parent's RNG state, as one device would."""

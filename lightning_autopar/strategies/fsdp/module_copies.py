@@ -10,7 +10,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
+from lightning_autopar._lightning import LightningModule
 from lightning_autopar.state.checkpoint import gathered
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 
@@ -30,6 +31,8 @@ _SHARDS = "_shards_of_called_copy"
 #: Whose hooks mean nothing in a copy.
 _NOT_THE_USERS = ("torch.distributed.", "lightning_autopar.")
 _SWAP: Callable[..., None] = torch.utils.swap_tensors
+#: What records or exports a module's code, which isn't to have FSDP2's in it.
+_TRACERS: Any = ((torch.jit, "trace"), (torch.jit, "trace_module"), (torch.jit, "script"), (torch.export, "export"), (torch.onnx, "export"))
 #: Whether a step or its backward pass runs.
 in_step = False
 #: The copies so far.
@@ -37,12 +40,47 @@ _COPIES = weakref.WeakSet[nn.Module]()
 
 
 def let_copy(module: nn.Module) -> None:
-    """From now on, ``copy.deepcopy`` copies the units of this sharded module, which ``fully_shard`` forbids; and ``to`` goes through where
-    it has nothing to do, for which torch would exchange each shard with itself, and refuses to where somebody watches it.
+    """From now on, ``copy.deepcopy`` copies the units of this sharded module, which ``fully_shard`` forbids; ``torch.jit.trace`` and others
+    of its kind get a whole copy; and ``to`` goes through where it has nothing to do, for which torch would exchange each shard with itself,
+    and refuses to where somebody watches it.
     """
     torch.utils.swap_tensors = _swap_others
+    for holder, name in _TRACERS:
+        if not hasattr(own := getattr(holder, name), "_of_whole_modules"):
+            setattr(holder, name, _of_whole_modules(own))
     for kind in {type(child) for child in module.modules() if isinstance(child, FSDPModule)}:
         kind.__deepcopy__ = _copied  # type: ignore[attr-defined]
+
+
+def _of_whole_modules(own: Callable[..., Any]) -> Callable[..., Any]:
+    def whole(value: Any) -> Any:
+        return _whole_copy(value) if isinstance(value, nn.Module) and not in_step else value
+
+    @wraps(own)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return own(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
+
+    traced._of_whole_modules = True  # type: ignore[attr-defined]
+    return traced
+
+
+def _whole_copy(module: nn.Module) -> nn.Module:
+    """A copy with whole parameters, of its own class and without our hooks; the module itself if it has no shards. A collective."""
+    if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        return module
+    wait_for_all_ranks(f"{type(module).__name__} was traced")
+    made = copy.deepcopy(module)
+    if isinstance(module, LightningModule):
+        made.trainer = module.trainer  # type: ignore[assignment]  # torch asks for each property
+    wholes: dict[int, nn.Parameter] = {}
+    for child in made.modules():
+        _strip(child)
+        for name, parameter in child._parameters.items():
+            if isinstance(parameter, DTensor):
+                if id(parameter) not in wholes:
+                    wholes[id(parameter)] = nn.Parameter(gathered(parameter).detach(), requires_grad=parameter.requires_grad)
+                child._parameters[name] = wholes[id(parameter)]
+    return made
 
 
 def _swap_others(one: Tensor, other: Tensor) -> None:
@@ -94,16 +132,18 @@ class OwnHook:
 
 def become_plain() -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
     """Leave all copies without anything of FSDP2's or ours, at a run's end. Returns the changed dictionaries, each with what it had."""
-    changed: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    for child in {child for each in _COPIES for child in each.modules()}:
-        changed.append((vars(child), dict(vars(child))))
-        for name in [name for name in vars(child) if name.startswith(TRACES)]:
-            del vars(child)[name]
-        for name, hooks in vars(child).items():
-            if name.endswith("_hooks") and hooks:
-                changed.append((hooks, dict(hooks)))
-                for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
-                    del hooks[key]
+    return [change for child in {child for each in _COPIES for child in each.modules()} for change in _strip(child)]
+
+
+def _strip(child: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    changed: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(vars(child), dict(vars(child)))]
+    for name in [name for name in vars(child) if name.startswith(TRACES)]:
+        del vars(child)[name]
+    for name, hooks in vars(child).items():
+        if name.endswith("_hooks") and hooks:
+            changed.append((hooks, dict(hooks)))
+            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+                del hooks[key]
     return changed
 
 

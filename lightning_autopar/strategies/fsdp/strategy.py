@@ -48,7 +48,7 @@ from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.split_mixin import SplitMixin
 from lightning_autopar.strategies.fsdp.module_copies import STEPS, TRACES, let_copy, plain_copies
 from lightning_autopar.strategies.fsdp.same_collectives import groups_of
-from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, replicate_scalars
+from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters, hand_on_attributes, replicate_scalars
 from lightning_autopar.strategies.fsdp.whole_results import give_whole_results, whole_for_loggers
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
@@ -323,6 +323,7 @@ def shard(
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     _let_go(module)
+    attributes = {name: vars(parameter) for name, parameter in module.named_parameters()}
     shards = _shards(module)
     scalars = {parameter for parameter in module.parameters() if not parameter.ndim}
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload or OffloadPolicy(), "ignored_params": scalars | shards}
@@ -344,6 +345,8 @@ def shard(
         if not isinstance(module, FSDPModule):
             fully_shard(module, **options)
     replicate_scalars(module, mesh)
+    for name, parameter in module.named_parameters():
+        hand_on_attributes(attributes[name], parameter)
     let_copy(module)
     if not any(map(is_compiled, module.modules())):  # torch reads the mark where it compiles, and nowhere else
         for child in module.modules():
@@ -478,6 +481,7 @@ def unshard(module: nn.Module) -> None:
             if isinstance(parameter, DTensor):
                 if id(parameter) not in whole:
                     whole[id(parameter)] = nn.Parameter(parameter.detach().full_tensor().cpu(), requires_grad=parameter.requires_grad)
+                    hand_on_attributes(vars(parameter), whole[id(parameter)])
                 setattr(child, name, whole[id(parameter)])
     for child in list(module.modules()):
         if isinstance(child, FSDPModule):

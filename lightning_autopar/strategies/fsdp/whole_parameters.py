@@ -12,7 +12,7 @@ its own part of it without communication.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -196,6 +196,16 @@ def _outside_units(root: nn.Module) -> Iterator[nn.Module]:
 # -- what is written to them -----------------------------------------------------------------------------------------------------------
 
 
+def hand_on_attributes(theirs: Mapping[str, Any], parameter: Tensor) -> None:
+    """Give a parameter the user's attributes (``parameter.no_decay = True``) of the one whose place it takes, and no others."""
+    own = vars(parameter)
+    if _NOT_THE_USERS.issuperset((*own, *theirs)):
+        return
+    for name in own.keys() - _NOT_THE_USERS - theirs.keys():
+        del own[name]
+    own.update((name, value) for name, value in theirs.items() if name not in _NOT_THE_USERS)
+
+
 class _Gathered(nn.Parameter):
     """A gathered parameter that notices access to its ``data``: writes there don't change the version counter. Its gradient, outside of
     backward passes, is its shard's, in whole: ``zero_grad()`` in a step, or a hook that looks at gradients before the next backward pass.
@@ -264,7 +274,7 @@ def replicate_scalars(module: nn.Module, mesh: Any) -> None:
                 if id(parameter) not in replicated:
                     values = _on(mesh, parameter.detach())
                     replicated[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                    replicated[id(parameter)].__dict__.update(parameter.__dict__)
+                    hand_on_attributes(vars(parameter), replicated[id(parameter)])
                 child._parameters[name] = replicated[id(parameter)]
 
 
@@ -293,6 +303,7 @@ class _Scalar:
         """Put it back onto the mesh, with the step's writes to it."""
         whole, local = self.unsharded_param, self.sharded_param.to_local()
         whole.take_over_gradient()  # type: ignore[attr-defined]  # a _Gathered
+        hand_on_attributes(vars(whole), self.sharded_param)
         if whole.data_ptr() != local.data_ptr():
             local.detach().copy_(whole.detach())
             _DATA.__set__(whole, local.detach())
@@ -325,6 +336,7 @@ class _Scalars:
             if not scalar.is_whole():
                 _DATA.__set__(scalar.unsharded_param, scalar.sharded_param.to_local().detach())  # a hook may have exchanged its data
             scalar.unsharded_param.requires_grad_(scalar.sharded_param.requires_grad)
+            hand_on_attributes(vars(scalar.sharded_param), scalar.unsharded_param)
             for module, name in scalar.holders:
                 module._parameters[name] = scalar.unsharded_param
 
@@ -369,6 +381,8 @@ def _refuse_other(module: nn.Module, name: str, whole: nn.Parameter) -> None:
 
 
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
+#: Attributes that are no user's: those of a gathered parameter, and what makes a DTensor a parameter.
+_NOT_THE_USERS = frozenset(("_of", "_taken", "_shown", "_is_param"))
 #: What FSDP2 knows of each shard that is a parameter of its.
 _OWNERS: Any = WeakIdKeyDictionary()
 
@@ -431,6 +445,7 @@ def _to_unsharded(parameter: Any, original: Any) -> None:
     if type(whole) is nn.Parameter:
         whole.__class__ = _Gathered
         whole.__dict__["_of"] = parameter
+    hand_on_attributes(vars(parameter.sharded_param), whole)
     whole.__dict__["_taken"] = False
     parameter._gathered_version = _version(whole)
 
@@ -446,6 +461,7 @@ def _to_sharded(groups: list[Any], group: Any, parameter: Any, original: Any) ->
     if whole.__dict__.get("_taken", False) or _version(whole) != parameter._gathered_version:
         _take_part(groups, parameter, whole)
         _order(group)
+    hand_on_attributes(vars(whole), parameter.sharded_param)
     original()
 
 

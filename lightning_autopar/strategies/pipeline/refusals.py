@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lightning_autopar._lightning import BitsandbytesPrecision, Trainer
+from lightning_autopar._lightning import BitsandbytesPrecision, LightningModule, Trainer
 from lightning_autopar._lightning_compat import TrainerFn, graph_logger
 from lightning_autopar.exact.logs.kept_by_hooks import names_in_callbacks
+from lightning_autopar.exact.logs.logging_hooks import is_quiet, overridden, reached
 from lightning_autopar.exact.random_state import find_generators
 from lightning_autopar.memory.fakes.fake_copies import is_compiled
 
@@ -21,6 +22,9 @@ _WHOLE_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPrunin
 _WEIGHTS = ("parameters", "named_parameters", "state_dict", "AveragedModel")
 _COPIES = ("clone", "deepcopy", "AveragedModel", "copy_", "add_", "mul_", "lerp_", "_foreach_lerp_", "load_state_dict")
 _READS = ("norm", "vector_norm", "item", "numpy", "tolist", "std", "add_histogram", "add_graph")
+#: Names that stand together in code which records the module's.
+_TRACERS = ({"jit", "trace"}, {"jit", "trace_module"}, {"jit", "script"}, {"torch", "export"}, {"to_torchscript"}, {"to_onnx"})
+_HOOKS = tuple(name for name in dir(LightningModule) if name.startswith("on_"))
 
 
 def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
@@ -37,6 +41,10 @@ def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
     for name in _WHOLE_CALLBACKS:
         if name in kinds and fitting:
             return f"the callback {kinds[name]} works on the whole module's weights, and a pipeline's stages each hold a part of them"
+    for owner, hook in overridden(trainer, _HOOKS) if fitting else ():
+        for _, mentioned, _ in reached([(getattr(owner, hook), owner)], module, is_quiet):
+            if any(together <= mentioned for together in _TRACERS):
+                return f"{type(owner).__name__}.{hook} records the module's code (by torch.jit or an export), and a stage has a part of it"
     for callback, names in names_in_callbacks(trainer) if fitting else ():
         if "grad" in names:  # it copies, changes or reads gradients
             continue

@@ -26,7 +26,7 @@ from lightning_autopar.exact.data.collate import CollateAll
 from lightning_autopar.exact.data.collate_trial import Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.rank_share import Dealing, KnownTensors
 from lightning_autopar.exact.data.unlike_samples import leaves_out
-from lightning_autopar.exact.logs.kept_by_hooks import as_callbacks_leave, keeping_hooks
+from lightning_autopar.exact.logs.kept_by_hooks import as_callbacks_leave, keeping_hooks, late_hooks
 from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.exact.step.micro_batches import why_whole
 from lightning_autopar.exact.step.random_draws import DrawPlan
@@ -271,7 +271,7 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         split = with_evaluation(split or SplitFinding(), module, trainer, evaluated, firsts[1:], stage, is_quick(footprint))
         known |= known_tensors(trainer, "test_step" if stage == "test" else "validation_step", [*evaluated, *firsts])
         kept = (*LogComparison(matching=split.log_rules).hook_notes, *keeping_hooks(trainer))
-        split = replace(split, notes=(*split.notes, *seen.notes), rank_notes=kept)
+        split = replace(split, notes=(*split.notes, *seen.notes, *late_hooks(trainer)), rank_notes=kept)
     if questions.several and stage == "predict" and (kept := keeping_hooks(trainer, predicting=True)):
         split = replace(split or SplitFinding(), rank_notes=kept)
     shared: SharedModules = {}

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_autopar.exact.logs.kept_by_hooks import keeping_hooks
+from lightning_autopar.exact.logs.kept_by_hooks import keeping_hooks, late_hooks
 from lightning_autopar.exact.logs.logging_hooks import overridden
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from tests.strategies.fitted import QUIET
@@ -71,9 +71,66 @@ class Replaces(pl.Callback):
         batch[0] = batch[0] * 2
 
 
+class Queue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(4, 2))
+
+    def push(self, rows: Any) -> None:
+        self.rows[: len(rows)] = rows
+
+    def look(self) -> Any:
+        return self.rows.sum()
+
+
+class Queues(pl.Callback):
+    """Keeps them in a module that it brings, as an evaluation by neighbours does."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.queues = nn.ModuleDict({"rows": Queue()})
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.queues["rows"].push(outputs["rows"])
+
+
+class LooksAtQueue(Queues):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.log("kept", pl_module.queues["rows"].look() + outputs["rows"].sum())
+
+
+class QueuesByHook(Queues):
+    """In the step."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        pl_module.layer.register_forward_hook(lambda module, args, output: pl_module.queues["rows"].push(output))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+class Holds(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = Queue()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.queue.push(batch)
+
+
+def test_hooks_that_a_callback_will_put_on_modules() -> None:
+    trainer: Any = SimpleNamespace(lightning_module=BoringModel(), callbacks=[Queues(), QueuesByHook(), pl.callbacks.DeviceStatsMonitor()])
+    (said,) = late_hooks(trainer)
+    assert said.startswith("the callback QueuesByHook puts hooks on modules (register_forward_hook)")
+    trainer = SimpleNamespace(lightning_module=Holds(), callbacks=[])
+    assert keeping_hooks(trainer)[0].startswith("the module may keep what on_train_batch_end gets")
+
+
 @pytest.mark.parametrize(
     ("callback", "hook"),
     [
+        (Queues, "on_train_batch_end"),
+        (LooksAtQueue, None),
         (Appends, "on_validation_batch_end"),
         (Hands, "on_train_batch_start"),
         (Replaces, None),

@@ -35,7 +35,7 @@ def test_each_worker_brings_what_it_alone_has() -> None:
             module.list.append(2)
             del module.gone
         other.x = rank + 1
-        workers.append(survey.changes({}, {"extra": 5} if rank == 0 else {}, under=None if rank == 0 else "module"))
+        workers.append(survey.changes({}, {"extra": 5} if rank == 0 else {}, under=None if rank == 0 else ("module",)))
         vars(module).clear()
         vars(module).update(state)
         if rank == 2:

@@ -120,3 +120,59 @@ def test_sparse_gradients_are_refused_where_nccl_would_reduce_them(device: str, 
     trainer = SimpleNamespace(strategy=strategy, lightning_module=module, state=SimpleNamespace(fn=TrainerFn.FITTING))
     refusal = engines.of(plan("ddp")).unfit(trainer, {})
     assert refusal == ("'0' has sparse gradients, which NCCL can't reduce; build it with sparse=False" if refused else None)
+
+
+class Outside(Fitted):
+    """Trains a layer in a list, and a tensor that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [nn.Linear(8, 1)]
+        self.scale = torch.zeros((), requires_grad=True)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.scale.exp() + mse_loss(self.held[0](batch[0]), batch[1])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log_dict({"outside": self.held[0].weight.sum(), "scale": self.scale.detach()})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.held[0].parameters(), self.scale], 0.01, momentum=0.9)
+
+
+class OutsideByHand(Outside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        loss.backward()
+        self.manual_backward(0.1 * self.loss(batch))
+        optimizer.step()
+        self.log("loss", loss)
+
+
+class OutsideAlone(Outside):
+    """Has nothing in the module that DDP could train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "micro_batches"),
+    [
+        (Outside, {"gradient_clip_val": 0.5}, 1),
+        (Outside, {"accumulate_grad_batches": 3}, 2),
+        (OutsideByHand, {}, 1),
+        (OutsideAlone, {}, 1),
+    ],
+)
+def test_gradients_of_what_is_trained_outside_of_the_module_are_averaged(make: Any, options: dict[str, Any], micro_batches: int) -> None:
+    ours, theirs = assert_same(make, numbers(), plan("ddp", micro_batches=micro_batches), **options)
+    torch.testing.assert_close(ours.held[0].weight, theirs.held[0].weight)
+    torch.testing.assert_close(ours.scale, theirs.scale)

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_autopar import CheckpointMigrate
 from tests.strategies.elastic.test_elastic import Watch, to
-from tests.strategies.fitted import BLOCKS, Fitted, fit, numbers, plan
+from tests.strategies.fitted import BLOCKS, Fitted, assert_same, fit, numbers, plan
 
 
 class Scaled(Fitted):
@@ -30,6 +30,23 @@ class Scaled(Fitted):
 
     def loss(self, batch: Any) -> Any:
         return nn.functional.mse_loss(self.net(batch[0]) * self.scale, batch[1])
+
+
+class Traced(Scaled):
+    """Records its code in hooks, and that of a part of it, as loggers of graphs and exports do."""
+
+    def forward(self, x: Any) -> Any:
+        return self.net(x) * self.scale
+
+    def on_train_epoch_end(self) -> None:
+        x = torch.ones(2, 8)
+        traced = torch.jit.trace(func=self, example_inputs=x)(x).sum()
+        self.log_dict({"traced": traced, "part": torch.jit.trace(self.net[1:3], torch.ones(2, 16))(torch.ones(2, 16)).sum()})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_code_that_is_recorded_in_hooks_is_the_modules_own() -> None:
+    assert_same(Traced, numbers(), plan("fsdp", shard=BLOCKS))
 
 
 class Backup(pl.Callback):

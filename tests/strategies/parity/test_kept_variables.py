@@ -66,9 +66,22 @@ def with_closure() -> tuple[pl.LightningModule, list[float]]:
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
             curve.append(float(loss.detach()))
+            source = self.trainer.datamodule  # type: ignore[attr-defined]
+            source.steps += 1
+            source.targets += float(batch[1].sum())
             return loss
 
     return Closed(), curve
+
+
+class Source(pl.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.targets = 0, 0.0
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        x = torch.randn(19, 4, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=5, shuffle=True)
 
 
 def noted(strategy: Any) -> list[float]:
@@ -80,11 +93,11 @@ def noted(strategy: Any) -> list[float]:
     SUMS["targets"], SEEN = 0.0, 0
     pl.seed_everything(5, verbose=False)
     module, curve = with_closure()
-    x = torch.randn(19, 4)
-    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=5, shuffle=True)
+    source = Source()
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, **QUIET)
-    trainer.fit(module, loader)
-    return [*LOSSES, *(value for _, value in ORDER), METER.average, METER.total, SUMS["targets"], SEEN, *curve, len(Noting.sizes)]
+    trainer.fit(module, source)
+    held = [METER.average, METER.total, SUMS["targets"], SEEN, source.steps, source.targets]
+    return [*LOSSES, *(value for _, value in ORDER), *held, *curve, len(Noting.sizes)]
 
 
 @pytest.fixture(scope="module")

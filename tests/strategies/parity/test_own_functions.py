@@ -148,11 +148,25 @@ class Checkpointed(nn.Linear):
         return checkpoint(super().forward, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("reentrant", "name"), [(True, "torch.utils.checkpoint.CheckpointFunction"), (False, "")])
-def test_a_backward_pass_within_the_backward_pass_is_refused_under_ddp(reentrant: bool, name: str) -> None:
+class SecondOrder(Module):
+    """Keeps the graph of its gradients, for an optimizer that asks for theirs (AdaHessian)."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "told"),
+    [
+        (lambda: Module(Checkpointed(True)), "torch.utils.checkpoint.CheckpointFunction", "use_reentrant=False"),
+        (lambda: Module(Checkpointed(False)), "", ""),
+        (lambda: SecondOrder(nn.Linear(4, 4)), "create_graph", "has no graph"),
+    ],
+)
+def test_a_backward_pass_within_the_backward_pass_is_refused_under_ddp(make: Any, name: str, told: str) -> None:
     """Found in the trace: also where no gradients are compared, as under manual optimization."""
-    footprint = trace(Module(Checkpointed(reentrant)), None, first().batch)
+    footprint = trace(make(), None, first().batch)
     assert footprint.reentrant == name
     question = Question(footprint=footprint, inventory=None, constraints=Constraints())  # type: ignore[arg-type]
     refusal = engines.named("ddp").refusal(question)
-    assert refusal is None if not reentrant else refusal is not None and name in refusal and "use_reentrant=False" in refusal
+    assert refusal is None if not name else refusal is not None and name in refusal and told in refusal

@@ -166,6 +166,24 @@ def test_callbacks_that_read_weights_have_no_stages(tmp_path: Path) -> None:
     assert excluded(tmp_path, stage=TrainerFn.VALIDATING, callbacks=[Norms()]) == {}
 
 
+class Exports(Regression):
+    def on_train_epoch_end(self) -> None:
+        self.write()
+
+    def write(self) -> None:
+        torch.jit.trace(self.net, torch.ones(1, 8)).save("net.pt")
+
+
+class Diagonal(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.sum = torch.trace(torch.ones(2, 2))
+
+
+def test_hooks_that_record_the_module_have_no_stages(tmp_path: Path) -> None:
+    assert "Exports.on_train_epoch_end records the module's code" in unstaged(tmp_path, Exports())
+    assert "pipeline" not in excluded(tmp_path, callbacks=[Diagonal()])
+
+
 def test_a_logger_that_traces_the_module_needs_all_of_it(tmp_path: Path) -> None:
     found = excluded(tmp_path, logger=TensorBoardLogger(tmp_path, log_graph=True))
     assert set(found) == {"fsdp", "pipeline", "zero"}

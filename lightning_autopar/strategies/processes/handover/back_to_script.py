@@ -243,6 +243,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
             "state_dict": _with_pickles(state, "module", results.lost),
             "buffers": {name: buffer.detach().cpu() for name, buffer in buffers.items()},
             "named_buffers": [name for name, _ in module.named_buffers()],
+            "names": {name for kind in (module.named_parameters, module.named_buffers) for name, _ in kind(remove_duplicate=False)},
             "shards": {name: whole for name, (_, whole) in shards.items()},
             "requires_grad": {
                 **{name: parameter.requires_grad for name, parameter in module.named_parameters()},
@@ -266,7 +267,7 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
             state.clear()
         optimizer.state.clear()
     if rank != 0:
-        results.changes = before.survey.changes(names, {}, under=_MODULE)
+        results.changes = before.survey.changes(names, {}, under=(_MODULE, "datamodule"))
         return results
     results.lost += sorted(before.left)
     results.progress = _on_cpu(progress_of(trainer))
@@ -543,6 +544,11 @@ def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> 
     # Only the workers had values for tensors on the meta device, and such a tensor can't be filled in place.
     move_tensors(module, "cpu", lambda tensor: tensor.is_meta)
     values = saved["state_dict"] | saved["buffers"]
+    for prefix in saved["training"].keys() & dict(module.named_modules()).keys():  # the run has removed a tensor, or renamed it (pruning)
+        child = module.get_submodule(prefix)
+        for slots in (child._parameters, child._buffers):
+            for own in [own for own in slots if f"{prefix}.{own}".lstrip(".") not in saved["names"] and slots[own] is not None]:
+                del slots[own]
     targets, holders = dict(_tensors(module)), dict(module.named_modules())
     for name in (*saved["named_buffers"], *saved["requires_grad"]):
         prefix, _, own = name.rpartition(".")

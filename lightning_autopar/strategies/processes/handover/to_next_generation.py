@@ -68,7 +68,7 @@ def write_objects(trainer: Trainer, before: Before, folder: Path, rank: int, sha
     things = RunObjects(trainer, before)
     if rank == 0:
         write_loggers(trainer, before, folder)
-    found, gone = before.survey.differing(things.names, under=MODULE if rank else None, skip=things.skipped, lazy=True)
+    found, gone = before.survey.differing(things.names, under=(MODULE,) if rank else None, skip=things.skipped, lazy=True)
     values: dict[Any, tuple[Any, Any]] = {**found, **things.made()}
     extras = things.extras() if rank == 0 else {"buffers": things.buffers()}
     sent = {SCHEDULERS: things.schedulers()} if rank == 0 else {}
@@ -208,7 +208,7 @@ def write_loggers(trainer: Trainer, before: Before, folder: Path) -> None:
     values: dict[Part, tuple[Any, Any]] = {}
     gone: list[Part] = []
     for path in paths:
-        its, without = survey.differing(things.names, under=path, reached=False, lazy=True)
+        its, without = survey.differing(things.names, under=(path,), reached=False, lazy=True)
         values |= its
         gone += [part for part in without if part not in gone]
     files: dict[int, tuple[int, int, list[str]]] = {}
