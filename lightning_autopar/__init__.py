@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from lightning_autopar._version import __version__ as __version__
-    from lightning_autopar.api import plan
     from lightning_autopar.callbacks.checkpoint_migrate import CheckpointMigrate
     from lightning_autopar.callbacks.elastic_replan import ElasticReplan
     from lightning_autopar.callbacks.plan_monitor import PlanMonitor
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_autopar.state.pretrained import load_pretrained
     from lightning_autopar.strategies.auto import AutoParallelStrategy
     from lightning_autopar.strategies.base.batch_rule import Batch
+    from lightning_autopar.strategies.plan_of_module import plan
 
 __all__ = [
     "AutoParallelStrategy",
@@ -50,7 +50,7 @@ _HOMES = {
     "Turn": "lightning_autopar.sharing.wait_options",
     "__version__": "lightning_autopar._version",
     "load_pretrained": "lightning_autopar.state.pretrained",
-    "plan": "lightning_autopar.api",
+    "plan": "lightning_autopar.strategies.plan_of_module",
     "yield_run": "lightning_autopar.sharing.runs.requests",
 }
 

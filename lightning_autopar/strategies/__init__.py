@@ -3,6 +3,7 @@
 Modules, in reading order:
 
     auto                   AutoParallelStrategy
+    plan_of_module         `lightning_autopar.plan`, without a Trainer
     launcher               from `fit` to a running plan
     out_of_memory_restart  after memory ran out: the run's next plan
     base/                  What every engine shares; knows no engine
