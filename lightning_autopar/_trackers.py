@@ -1,5 +1,5 @@
 """What forked processes tell the trackers that the script has begun: TensorBoard's event files and tensorboardX's, queues of ``logging``,
-and runs of Weights & Biases and of MLflow.
+and runs of Weights & Biases, MLflow and ClearML.
 
 One process goes on with them, rank 0's worker, so that one run is one run. A process that tries the user's code, and every other rank,
 tells them nothing. Knows the trackers' own classes by their names and imports none of them.
@@ -78,6 +78,9 @@ def track(*, here: bool) -> None:
             _empty(lines)
             listener.start()
     _track_mlflow(here=here)
+    if not here and (clearml := sys.modules.get("clearml.backend_interface.metrics.reporter")) is not None:
+        for name in [name for name in vars(clearml.Reporter) if name.startswith("report_")]:  # its tasks live on in forked processes
+            setattr(clearml.Reporter, name, _leave_untold)
     if (run := run_of_wandb()) is None:
         return
     if here:

@@ -139,7 +139,7 @@ class _Samples:
         self.loader, self._clock, self._kept, self._alike = loader, clock, 0, True
         self.of = self.population(first)
         self.seen: list[_Sample] = []
-        for sample in first.samples or ():
+        for sample in first.known_samples:
             self._measure(None, sample)
         begun, known = clock(), len(self.seen)
         for index, sample in self._loaded(random.Random(0).sample(self.of, min(len(self.of), MOST))):
@@ -202,7 +202,7 @@ class _Samples:
     def unlike(self, first: FirstBatch) -> FirstBatch | None:
         """A batch whose first samples have something that the first batch has not."""
         kept = [each for each in self.seen if each.sample is not None]
-        chosen = unlike([each.sample for each in kept], first.samples or (), first.batch_size)
+        chosen = unlike([each.sample for each in kept], first.known_samples, first.batch_size)
         return self.batch([kept[number] for number in chosen]) if chosen else None
 
     def batch(self, samples: Sequence[_Sample]) -> FirstBatch:
@@ -253,7 +253,7 @@ def _of_batches(loader: DataLoader[Any], first: FirstBatch, ends: float, clock: 
             break
     volumes: list[int] = [_volume_of(first)]
     largest: dict[int, FirstBatch] = {}
-    known, unlike_by, other = Known.of(first.samples or ()), math.inf, None
+    known, unlike_by, other = Known.of(first.known_samples), math.inf, None
     picked = random.Random(0).sample(range(len(listed)), len(listed))
     looked: list[int] = []
     for place in picked:
@@ -261,7 +261,7 @@ def _of_batches(loader: DataLoader[Any], first: FirstBatch, ends: float, clock: 
         if batch is not None:
             looked.append(place)
             volumes.append(_volume_of(batch))
-            if (by := min((kind(mark) for sample in batch.samples or () for mark in known.new(sample)), default=math.inf)) < unlike_by:
+            if (by := min((kind(mark) for sample in batch.known_samples for mark in known.new(sample)), default=math.inf)) < unlike_by:
                 unlike_by, other = by, batch
             # By its numbers, and by what attention makes of them.
             for which, measure in enumerate((_volume_of, _stretch_of)):

@@ -11,7 +11,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -94,6 +94,11 @@ class FirstBatch:
     together: tuple[tuple[int, ...], ...] = ()
     calls: str = ""
     loader: int = 0
+
+    @property
+    def known_samples(self) -> Sequence[Any]:
+        """What is known of its samples; what ``__getitems__`` gives may have no truth value, as a TensorDict."""
+        return () if self.samples is None else self.samples
 
     def without_makers(self) -> FirstBatch:
         """The batch without the objects that made it, which may not be picklable."""

@@ -259,8 +259,8 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
             split = replace(split, splittable=False, reason=f"{unmade}, in another batch than the first")
         # Other batches decide what the first leaves open (a count that is 0 in it may be a mean or a sum), however long that takes.
         if not (LogComparison(matching=split.log_rules).ambiguous or is_quick(footprint)):
-            unlike = seen.look.unlike and seen.look.unlike.samples
-            more = [each for each in more if each.samples is unlike and leaves_out(unlike or (), batch.samples or ())]
+            unlike = None if seen.look.unlike is None else seen.look.unlike.samples
+            more = [each for each in more if each.samples is unlike and leaves_out(each.known_samples, batch.known_samples)]
         if split.probed:
             split, draws = with_others(split_one, module, [batch, *more], split, draws)
             known |= known_tensors(trainer, "training_step", [batch, *more])

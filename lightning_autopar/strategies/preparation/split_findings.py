@@ -246,7 +246,7 @@ def with_evaluation(
         probed = partial(run_forked, probe_evaluation, module, trainer)
         found: SplitFinding = probed(batches[0], hook, counts_in(split))
         for batch in batches[1:]:
-            gaps = leaves_out(batch.samples or (), batches[0].samples or ())
+            gaps = leaves_out(batch.known_samples, batches[0].known_samples)
             if quick or gaps or LogComparison(matching=found.log_rules).ambiguous:
                 other = probed(batch, hook, counts_in(found), False)
                 if new := [count for count in counts_in(other) if count not in counts_in(found)]:  # all of it counts in the first batch

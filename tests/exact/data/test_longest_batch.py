@@ -232,6 +232,24 @@ def test_what_cannot_be_looked_at_is_said(loader: Any, why: str) -> None:
     assert "weren't looked at" in found.lengths.sentence()
 
 
+class Together(Texts):
+    """Gives several samples at once, in what has no truth value, as a TensorDict."""
+
+    class Samples(list[Tensor]):
+        def __bool__(self) -> bool:
+            raise RuntimeError("converting it to a boolean value is not permitted")
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return self.Samples(self[index] for index in indices)
+
+
+def test_samples_without_a_truth_value_are_looked_at() -> None:
+    loader = DataLoader(Together([3, 3, 9, 5]), batch_size=2, collate_fn=padded)
+    found = look(first_of(loader, [0, 1]))
+    assert found.lengths.unseen is None
+    assert found.longest[0].batch.shape == (2, 9)
+
+
 def test_a_dataset_that_fails_says_so() -> None:
     class Broken(Texts):
         def __getitem__(self, index: int) -> Tensor:
