@@ -17,7 +17,7 @@ A fork copies one thread and none of the others. Of torch's threads that matters
   them finds it exchanged halfway, and the process aborts: "Invalid thread pool!" (https://github.com/pytorch/pytorch/issues/75147). So a
   child asks for it once before it has a second thread.
 
-The user's pools of threads begin anew in a child. A pool of processes can't, and says so.
+The user's pools of threads and of processes begin anew in a child.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures import thread as pools
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.pool import Pool, ThreadPool
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
@@ -264,10 +265,6 @@ def _write_nothing() -> None:
 #: The user's pools of threads and of processes, and what showed that there are some.
 _POOLS: WeakSet[Any] = WeakSet()
 _SHOWN: set[int] = set()
-_LOST = (
-    "a pool's processes work for the process that began it, and planning, like the workers of a plan, runs the step in another one: begin "
-    "the pool at its first use in each process, which os.getpid() tells apart"
-)
 
 
 def _find_pools() -> None:
@@ -287,19 +284,36 @@ def _renew_pools() -> None:
     """In a child: a pool would leave its work to threads and processes that aren't there, and wait for ever."""
     for pool in _POOLS:
         kind = type(pool)
+        if any(getattr(pool, name, False) for name in ("_shutdown", "_shutdown_thread")) or getattr(pool, "_state", "RUN") != "RUN":
+            continue
         if issubclass(kind, ThreadPoolExecutor):
             pool._threads.clear()
             pool._work_queue, pool._idle_semaphore, pool._shutdown_lock = SimpleQueue(), threading.Semaphore(0), threading.Lock()
         elif issubclass(kind, ThreadPool):
             ThreadPool.__init__(pool, pool._processes, pool._initializer, pool._initargs)
         elif issubclass(kind, ProcessPoolExecutor):
-            pool._broken = _LOST
+            context, most = pool._mp_context, pool._max_tasks_per_child
+            ProcessPoolExecutor.__init__(pool, pool._max_workers, context, *_dying(pool, context), max_tasks_per_child=most)
         else:
-            pool._check_running = _refuse_work
+            pool._check_running = partial(_begin_processes, pool)  # at its first use: every child has the pool, and few use it
 
 
-def _refuse_work() -> NoReturn:
-    raise ValueError(_LOST)
+def _begin_processes(pool: Any) -> None:
+    del pool._check_running
+    Pool.__init__(pool, pool._processes, *_dying(pool, pool._ctx), pool._maxtasksperchild, pool._ctx)
+
+
+def _dying(pool: Any, context: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """A pool's initializer and its arguments, for processes that end with this one, as a child leaves without ending its pools."""
+    given = pool._initargs[1:] if pool._initializer is _begin_process else (pool._initializer, pool._initargs)
+    return _begin_process, (None if context.get_start_method() == "forkserver" else os.getpid(), *given)
+
+
+def _begin_process(parent: int | None, initializer: Callable[..., Any] | None, initargs: tuple[Any, ...]) -> None:
+    if parent is not None:  # else it is the server's child
+        die_with(parent)
+    if initializer is not None:
+        initializer(*initargs)
 
 
 def of_this_process() -> list[Any]:

@@ -61,14 +61,37 @@ def test_multiprocessing_s_pool_of_threads_works_in_a_child() -> None:
         assert run_forked(lambda: pool.map_async(abs, [-2, -3]).get(timeout=20), timeout_seconds=60) == [2, 3]
 
 
+_ready: list[str] = []
+
+
+def _shown(number: int) -> tuple[int, list[str], int]:
+    return abs(number), _ready, os.getpid()
+
+
 @pytest.mark.parametrize("kind", [Pool, ProcessPoolExecutor])
-def test_a_pool_of_processes_says_that_it_works_for_its_own_process(kind: Any) -> None:
-    """A child's task would be done by nobody."""
-    with kind(1) as pool:
-        assert list(pool.map(abs, [-1])) == [1]
-        with pytest.raises(ChildFailed, match=r"a pool's processes work for the process that began it.*at its first use in each process"):
-            run_forked(lambda: list(pool.map(abs, [-2])), timeout_seconds=60)
-        assert list(pool.map(abs, [-3])) == [3]
+def test_a_pool_of_processes_begins_anew_in_a_child_and_ends_with_it(kind: Any) -> None:
+    """A child's task would be done by nobody, and its pool's processes would be left."""
+    with kind(1, initializer=_ready.append, initargs=("ready",)) as pool:
+        ((one, ready, own),) = pool.map(_shown, [-1])
+
+        def nested() -> list[Any]:
+            return [*pool.map(_shown, [-2]), *run_forked(lambda: list(pool.map(_shown, [-3])), timeout_seconds=30)]
+
+        (two, also, child), (three, too, grandchild) = run_forked(nested, timeout_seconds=60)
+        ((four, _, same),) = pool.map(_shown, [-4])
+    assert (one, two, three, four) == (1, 2, 3, 4)
+    assert ready == also == too == ["ready"]
+    assert same == own not in (child, grandchild)
+    psutil.wait_procs([psutil.Process(pid) for pid in (child, grandchild) if psutil.pid_exists(pid)], timeout=20)
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in (child, grandchild))
+
+
+def test_a_pool_that_is_closed_stays_so_in_a_child() -> None:
+    pool = ThreadPoolExecutor(1)
+    pool.submit(abs, -1).result()
+    pool.shutdown()
+    with pytest.raises(ChildFailed, match="cannot schedule new futures after shutdown"):
+        run_forked(lambda: pool.submit(abs, -1), timeout_seconds=60)
 
 
 def test_this_process_does_something_meanwhile() -> None:
