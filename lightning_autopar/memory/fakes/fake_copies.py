@@ -257,7 +257,7 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
             parameter.data = applied
         else:  # tied ones stay tied
             new = known.setdefault(id(parameter), (parameter, nn.Parameter(applied, parameter.requires_grad)))[1]
-            vars(new).update(vars(parameter))
+            vars(new).update({name: each for name, each in vars(parameter).items() if name not in vars(new)})  # a fake has its own
             module._parameters[name] = new
     for name, buffer in module._buffers.items():
         if buffer is not None:
