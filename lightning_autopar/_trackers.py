@@ -12,7 +12,7 @@ import sys
 import threading
 from logging.handlers import QueueListener
 from multiprocessing import get_context
-from queue import Queue
+from queue import Queue, SimpleQueue
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -72,9 +72,12 @@ def track(*, here: bool) -> None:
             thread._queue.put = _leave_untold
     for listener in _LISTENERS:
         lines: Any = listener.queue
-        if not here:
+        if isinstance(lines, SimpleQueue):  # has room for all that nobody reads
+            if here:
+                listener.start()
+        elif not here:
             lines.put = lines.put_nowait = _leave_untold
-        elif type(lines) is Queue:  # else it is one of several processes, and the parent's listener reads it
+        elif isinstance(lines, Queue):  # else it is one of several processes, and the parent's listener reads it
             _empty(lines)
             listener.start()
     _track_mlflow(here=here)
@@ -125,8 +128,9 @@ def _track_mlflow(*, here: bool) -> None:
     if (fluent := sys.modules.get("mlflow.tracking.fluent")) is None:
         return
     active = fluent._active_run_stack  # of each thread and process; what a new one has is by its ``default_factory``
-    runs = active.get_all_thread_values().get(threading.main_thread().ident) or active.default_factory()
-    active.default_factory = lambda: [*runs]
+    if not isinstance(active, list):  # of the process, before MLflow 2.14
+        runs = active.get_all_thread_values().get(threading.main_thread().ident) or active.default_factory()
+        active.default_factory = lambda: [*runs]
     client: Any = sys.modules["mlflow.tracking._tracking_service.client"].TrackingServiceClient
     if here or isinstance(client.store, _Reads):
         return

@@ -12,7 +12,7 @@ import sys
 import threading
 from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
-from queue import Queue
+from queue import Queue, SimpleQueue
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -131,10 +131,10 @@ class _EventLoggerThread(threading.Thread):
             self._record_writer.write(f"{row}\n")
 
 
-@pytest.mark.parametrize("allow", ["single", "ddp"])
-def test_each_row_is_there_once(allow: str, mlflow: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+@pytest.mark.parametrize(("allow", "queue"), [("single", Queue), ("ddp", Queue), ("ddp", SimpleQueue)])
+def test_each_row_is_there_once(allow: str, queue: Any, mlflow: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     lines = logging.FileHandler(tmp_path / "lines")
-    listener = QueueListener(Queue(3), lines)
+    listener = QueueListener(queue(), lines)
     listener.start()
     log = logging.Logger("told", logging.INFO)
     log.addHandler(QueueHandler(listener.queue))
