@@ -217,7 +217,8 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
     early, loaded = EarlySplits(children, trainer, told), None
     if questions.split and stage == "fit":
         loaded = _loaded(batch, validation, seen)
-        early.begin(loaded.batches)
+        if not all(engines.named(name).looks_long for name in questions.engines):  # whose trials wait for the trace alone
+            early.begin(loaded.batches)
     footprint, untraced = _looked_at(trainer, questions, batch, seen.validation)
     footprint = with_copies(at_lengths(partial(run_forked, _traced_apart, trainer, questions), batch, footprint, seen), trainer, batch)
     torch.set_num_threads(idle_threads())  # the trace counts what the run's own threads take
