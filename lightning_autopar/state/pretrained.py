@@ -43,8 +43,8 @@ def move_tensors(module: nn.Module, device: str, which: Callable[[Tensor], bool]
                 if id(tensor) not in fresh:
                     empty = torch.empty_like(tensor.detach(), device=device)
                     parameter = isinstance(tensor, nn.Parameter)
-                    fresh[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
-                    vars(fresh[id(tensor)]).update(vars(tensor))  # the user's attributes
+                    new = fresh[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
+                    vars(new).update({name: each for name, each in vars(tensor).items() if name not in vars(new)})  # the user's attributes
                 slots[name] = fresh[id(tensor)]
 
 
