@@ -114,7 +114,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         return True
     except ValueError:  # a callback of the other Lightning's
         of_lightning = [base for base in type(instance).__mro__ if base.__module__.startswith(LIGHTNING) and hasattr(base, method_name)]
-        return bool(of_lightning) and is_overridden(method_name, instance, of_lightning[-1])
+        return is_overridden(method_name, instance, of_lightning[-1]) if of_lightning else hasattr(instance, method_name)
 
 
 _CONNECTOR_FIELDS = (

@@ -21,7 +21,7 @@ from uuid import uuid4
 _EVENT_THREADS: list[Any] = []
 _RECORD_THREADS: list[Any] = []
 _LISTENERS: list[QueueListener] = []
-#: What the trackers would have been told in a process that tells them nothing.
+#: How many calls of trackers this process has dropped.
 _untold = 0
 
 
@@ -96,7 +96,7 @@ def track(*, here: bool) -> None:
 
 
 def untold() -> int:
-    """How often a process that tells the trackers nothing would have told them something: it grows where a step calls one."""
+    """How many calls of trackers this process has dropped, as it tells them nothing: it grows where a step calls one."""
     return _untold
 
 

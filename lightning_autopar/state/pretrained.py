@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_autopar._temporary import patched
+from lightning_autopar.memory.fakes.fake_copies import give_attributes
 from lightning_autopar.state.scratch_files import SMALL_BYTES, ScratchFile, hand_back_freed, hand_back_pages
 
 
@@ -44,7 +45,7 @@ def move_tensors(module: nn.Module, device: str, which: Callable[[Tensor], bool]
                     empty = torch.empty_like(tensor.detach(), device=device)
                     parameter = isinstance(tensor, nn.Parameter)
                     new = fresh[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
-                    vars(new).update({name: each for name, each in vars(tensor).items() if name not in vars(new)})  # the user's attributes
+                    give_attributes(new, vars(tensor))
                 slots[name] = fresh[id(tensor)]
 
 

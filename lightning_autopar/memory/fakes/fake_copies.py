@@ -73,7 +73,7 @@ def fake_copy(
             wanted = dtype if dtype is not None and tensor.is_floating_point() and (cast_ids is None or id(tensor) in cast_ids) else None
             memo[id(tensor)] = fake = _fake(tensor, mode, wanted)
             if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and vars(tensor):  # a step may need it
-                vars(fake).update({name: each for name, each in copy.deepcopy(vars(tensor), memo).items() if name not in vars(fake)})
+                give_attributes(fake, copy.deepcopy(vars(tensor), memo))
             if shadow is not None and not isinstance(tensor, (nn.Parameter, FakeTensor)) and tensor.device.type != "meta":
                 shadow.put(memo[id(tensor)], tensor)
         found: Tensor = memo[id(tensor)]
@@ -101,6 +101,11 @@ def fake_copy(
                     log.debug("sharing %s.%s: %s", type(module).__name__, name, error)
                     memo[id(attribute)] = attribute
         return copy.deepcopy(value, memo)
+
+
+def give_attributes(tensor: Tensor, given: Mapping[str, Any]) -> None:
+    """Give a tensor the user's attributes of the one whose place it takes. What it has stays: a fake has a device and a mode."""
+    vars(tensor).update({name: value for name, value in given.items() if name not in vars(tensor)})
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode | None, dtype: torch.dtype | None) -> Tensor:
@@ -257,7 +262,7 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
             parameter.data = applied
         else:  # tied ones stay tied
             new = known.setdefault(id(parameter), (parameter, nn.Parameter(applied, parameter.requires_grad)))[1]
-            vars(new).update({name: each for name, each in vars(parameter).items() if name not in vars(new)})  # a fake has its own
+            give_attributes(new, vars(parameter))
             module._parameters[name] = new
     for name, buffer in module._buffers.items():
         if buffer is not None:

@@ -179,9 +179,23 @@ _FOR_ALL = (
 _met: set[tuple[CodeType, int]] = set()
 
 
-def wait_for_all_ranks(
-    what: str, remedy: str = _FOR_ALL, *, within: timedelta | None = None, once: bool = False, wait: bool = True
-) -> None:
+def refuse_one_rank(what: str, remedy: str = _FOR_ALL) -> tuple[FrameType | None, str]:
+    """Raise at once where a function of the user's runs that is rank 0's alone, as its collective would never end.
+
+    Returns:
+        The frame of the user's hook that runs, if one does, and where that is, in words.
+
+    Raises:
+        RuntimeError: with what has been done, in words, and the remedy.
+    """
+    hook, alone = _running()
+    where = "" if hook is None else f" in {hook.f_code.co_qualname} ({os.path.basename(hook.f_code.co_filename)}:{hook.f_lineno})"
+    if alone and dist.get_world_size() > 1:
+        raise RuntimeError(f"{what}{where} on rank {dist.get_rank()} alone; {remedy}")
+    return hook, where
+
+
+def wait_for_all_ranks(what: str, remedy: str = _FOR_ALL, *, within: timedelta | None = None, once: bool = False) -> None:
     """Wait for all ranks: if only some of them come, they get an error instead of a collective that never ends.
 
     Args:
@@ -189,17 +203,11 @@ def wait_for_all_ranks(
         remedy: why all ranks must do it, and what to do.
         within: how long to wait; None: some minutes.
         once: whether to wait only the first time that a line of one of the user's hooks comes here. Waiting takes 10 ms.
-        wait: False where all ranks come in a run whose code isn't one rank's alone, and only that is asked.
 
     Raises:
-        RuntimeError: if not all ranks come in that time; at once in a function of the user's that is rank 0's alone.
+        RuntimeError: if not all ranks come in that time; at once as :func:`refuse_one_rank`.
     """
-    hook, alone = _running()
-    where = "" if hook is None else f" in {hook.f_code.co_qualname} ({os.path.basename(hook.f_code.co_filename)}:{hook.f_lineno})"
-    if alone and dist.get_world_size() > 1:
-        raise RuntimeError(f"{what}{where} on rank {dist.get_rank()} alone; {remedy}")
-    if not wait:
-        return
+    hook, where = refuse_one_rank(what, remedy)
     if once:
         line = None if hook is None else (hook.f_code, hook.f_lineno)
         if line is None or line in _met:

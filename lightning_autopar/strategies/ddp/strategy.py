@@ -50,7 +50,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
     _advised = False
     _trained: frozenset[int] = frozenset()
     _known: frozenset[int] = frozenset()
-    #: What the optimizers step that isn't in the module, so that DDP doesn't know of it.
+    #: Parameters that the optimizers step and the module doesn't hold: DDP doesn't average their gradients.
     _outside: tuple[Parameter, ...] = ()
     _reduced = False
 
@@ -177,8 +177,10 @@ class DDPEngine(SplitMixin, DDPStrategy):
         stepped = {id(each): each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]}
         before, self._outside = self._outside, tuple(each for key, each in stepped.items() if key not in self._known)
         if self._ddp_kwargs.get("init_sync", True):  # as DDP does with the module's
-            for parameter in set(self._outside) - set(before):
-                dist.broadcast(parameter.detach(), 0)
+            known = set(map(id, before))
+            for parameter in self._outside:  # in the optimizers' order, which is the same on all ranks
+                if id(parameter) not in known:
+                    dist.broadcast(parameter.detach(), 0)
 
     def _average_outside(self, reached: Iterable[Parameter] = (), parameters: Iterable[Parameter] = ()) -> None:
         reached = dict.fromkeys((*reached, *(each for each in self._outside if each.grad is not None)))

@@ -31,7 +31,7 @@ _SHARDS = "_shards_of_called_copy"
 #: Whose hooks mean nothing in a copy.
 _NOT_THE_USERS = ("torch.distributed.", "lightning_autopar.")
 _SWAP: Callable[..., None] = torch.utils.swap_tensors
-#: What records or exports a module's code, which isn't to have FSDP2's in it.
+#: Functions that record a module's code. They get a copy without FSDP2's hooks.
 _TRACERS: Any = ((torch.jit, "trace"), (torch.jit, "trace_module"), (torch.jit, "script"), (torch.export, "export"), (torch.onnx, "export"))
 #: Whether a step or its backward pass runs.
 in_step = False

@@ -42,7 +42,7 @@ from lightning_autopar.memory.fakes.fake_copies import is_compiled
 from lightning_autopar.state import checkpoint as whole
 from lightning_autopar.state.pretrained import check_values, shapes_only
 from lightning_autopar.strategies.base.host_optimizers import on_host, why_not
-from lightning_autopar.strategies.base.process_group import join_group, wait_for_all_ranks
+from lightning_autopar.strategies.base.process_group import join_group, refuse_one_rank
 from lightning_autopar.strategies.base.refused_parameters import refuse_new
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.split_mixin import SplitMixin
@@ -261,7 +261,7 @@ class _ShardingStrategy(whole.OneFile, ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state dict on rank 0, nothing elsewhere; a collective."""
-        wait_for_all_ranks("the state dict was asked for", wait=False)
+        refuse_one_rank("the state dict was asked for")
         return whole.whole_state_dict(self._module, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class Weighing:
         self._batches = batches
         self._known = tuple(known)
         self._weights: dict[tuple[int, ...], dict[Count, list[float]]] = {}
-        #: What the step compares the batch's entries with, and the arguments of its cross-entropies. Empty until the step has run.
+        #: The numbers that the step compares entries of the batch with, and the arguments of its cross-entropies. Empty until it has run.
         self.told = LossArguments(None)
         #: The rules that explain the loss; none as long as it is a mean over samples, as far as is known.
         self.rules: tuple[Rule, ...] = ()
@@ -356,7 +356,7 @@ class Weighing:
         """While open, fewer entries of the first sample count, and only these counts are candidates.
 
         Args:
-            given: what :meth:`arrived` gives, of which hardly more than so few samples are taken as will do; by default all are.
+            given: the batch of :meth:`arrived`, of which a few samples are taken; by default the whole batch is made anew.
         """
         batches, first, samples = self._batches, self._batches.first, self._batches.count
         batch = copied(self.arrived() if given is None else given)

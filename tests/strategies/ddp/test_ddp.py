@@ -38,10 +38,13 @@ class ByHand(Fitted):
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         loss = self.loss(batch)
-        self.manual_backward(loss)
+        self.first_backward(loss)
         self.manual_backward(0.1 * self.loss(batch))
         optimizer.step()
         self.log("loss", loss)
+
+    def first_backward(self, loss: Tensor) -> None:
+        self.manual_backward(loss)
 
 
 class Hooked(Fitted):
@@ -140,19 +143,9 @@ class Outside(Fitted):
         return torch.optim.SGD([*self.parameters(), *self.held[0].parameters(), self.scale], 0.01, momentum=0.9)
 
 
-class OutsideByHand(Outside):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
+class OutsideByHand(ByHand, Outside):
+    def first_backward(self, loss: Tensor) -> None:
         loss.backward()
-        self.manual_backward(0.1 * self.loss(batch))
-        optimizer.step()
-        self.log("loss", loss)
 
 
 class OutsideAlone(Outside):

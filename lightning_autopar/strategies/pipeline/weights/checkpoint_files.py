@@ -23,7 +23,7 @@ from lightning_autopar.state import scratch_files as scratch
 from lightning_autopar.state.checkpoint import OneFile, spread_metrics
 from lightning_autopar.state.pretrained import shapes_only
 from lightning_autopar.state.scratch_files import hand_back_pages
-from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
+from lightning_autopar.strategies.base.process_group import refuse_one_rank
 from lightning_autopar.strategies.pipeline.weights import gathered_weights as weights
 from lightning_autopar.strategies.pipeline.weights.clipping_norms import SharedParameters, StageGradients
 from lightning_autopar.strategies.pipeline.weights.gathered_weights import Group, Pipeline
@@ -112,7 +112,7 @@ class StagedState(OneFile):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state dict on rank 0, the rank's own part with absent tensors elsewhere; a collective."""
-        wait_for_all_ranks("the state dict was asked for", wait=False)
+        refuse_one_rank("the state dict was asked for")
         assert self._pipeline is not None
         with scratch.ScratchFile(self._scratch_folder) as room:
             return weights.whole_state_dict(self._module, self._pipeline, keep=self._replica == 0, scratch=room)

@@ -17,7 +17,7 @@ from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar.state import scratch_files as scratch
 from lightning_autopar.state.checkpoint import OneFile
 from lightning_autopar.state.flat_parts import FlatPart
-from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
+from lightning_autopar.strategies.base.process_group import refuse_one_rank
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.zero import deepspeed_compat as doorway
 from lightning_autopar.strategies.zero.partitions import gathered_state as partitioned
@@ -108,7 +108,7 @@ class ZeroFiles(OneFile):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state dict on rank 0, nothing elsewhere; a collective."""
-        wait_for_all_ranks("the state dict was asked for", wait=False)
+        refuse_one_rank("the state dict was asked for")
         with self.handling_parts(), scratch.ScratchFile(self._scratch_folder) as room:
             return partitioned.whole_state_dict(
                 self._module, self.weight_parts(), keep=self.is_global_zero, scratch=room, device=self._between
