@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from lightning_autopar.memory.allocator.caching_allocator import (
@@ -198,6 +198,11 @@ class PlainAllocator:
                 block = block[_NEXT]
             found.append(blocks)
         return found
+
+    def order(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """The places of these allocations in their list, by address."""
+        addresses = [self._live[number][_ADDRESS] for number in numbers]
+        return tuple(sorted(range(len(numbers)), key=addresses.__getitem__))
 
     def _new_block(self, size: int, cache: _Free) -> list[Any]:
         """A segment of new memory, if need be after giving back those that are unused."""

@@ -93,6 +93,17 @@ class PlayedDevice:
         """Everything that is held, in the order in which it came."""
         return list(self.held)
 
+    def layout(self) -> tuple[object, ...] | None:
+        """All that decides where the next orders' memory comes from: the allocator's blocks, and which thing lies in which. None where the
+        allocator's settings look at more than that.
+        """
+        if not isinstance(self.allocator, PlainAllocator):
+            return None
+        together = [((key, place), -number) for key, numbers in self._together.items() for place, number in enumerate(numbers)]
+        there = [(key, number) for key, number in (*self.held.items(), *together) if number]
+        order = self.allocator.order([number for _, number in there])
+        return tuple(map(tuple, self.allocator.layout())), tuple(key for key, _ in there), order
+
     def settle(self) -> None:
         """Pass all orders on to the allocator.
 

@@ -23,7 +23,8 @@ _FIRST_STEPS = 4
 #: Free blocks go on scattering for a while: GPT-2 with all blocks recomputed holds 3,334 MiB after step 6 and 3,834 MiB after step 7. So
 #: steps are played until so many after each other have left as much reserved and given as much back, or until step 16. Alike steps prove
 #: nothing: with all blocks recomputed, MPNet in bf16-true takes 128 MiB more in step 16 after fourteen steps that took nothing, and DeBERTa
-#: in step 12. (On a stub GPU; replays say the same.) So up to so many allocations, steps are played until step 16 in any case.
+#: in step 12. (On a stub GPU; replays say the same.) So up to so many allocations, steps are played until step 16 in any case. Where a
+#: step leaves each thing where an earlier one left it, the steps between them come again and again, and there is nothing more to find.
 _ALIKE, _MOST_STEPS, _QUICKLY_PLAYED = 5, 16, 60_000
 
 
@@ -35,7 +36,7 @@ class Replayed:
         allocated_peak_bytes: the most that was allocated, rounded as torch counts it; where it doesn't fit, up to then.
         by_category: of the allocated peak.
         fits: whether the steps went through under the limit.
-        released: how many segments the last step that was played gave back to the driver, to go on; every step after it does so.
+        released: how many segments the last step that was played gave back to the driver, to go on; no step after it gives back more.
         missing_bytes: by how many bytes the request went over the limit; 0 where it fits.
         allocations: how many were played, which says how long it took.
         beyond: what a replay without a limit comes to, if it was asked for, and found by going on from where the limit was met.
@@ -62,7 +63,7 @@ def played(
     first_look: bool = False,
     beyond: bool = False,
 ) -> Replayed:
-    """Play a rank's start and its steps on the modelled allocator: sixteen, or until they are alike.
+    """Play a rank's start and its steps on the modelled allocator: sixteen, or until they are alike or come again.
 
     Args:
         limit_bytes: the most that may be reserved; None: no limit.
@@ -76,7 +77,10 @@ def played(
     player = make_player(machine)
     player.workspaces = workspaces
     steps = released = alike = 0
+    repeats = False
     left: object = None
+    given_back: list[int] = []
+    found: dict[object, int] = {}
     short: Replayed | None = None
 
     def allocations() -> int:
@@ -101,16 +105,19 @@ def played(
         return beyond
 
     def step() -> None:
-        nonlocal steps, released, alike, left
+        nonlocal steps, released, alike, left, repeats
         released = -allocator.released
         player.step()
         released += allocator.released
         before, left = left, (allocator.reserved_bytes, released)
         steps, alike = steps + 1, alike + 1 if left == before else 0
+        given_back.append(released)
+        if (layout := machine.layout()) is not None and (first := found.setdefault(layout, steps)) < steps:
+            repeats, released = True, max(given_back[first:])
 
     def last() -> Replayed:
         try:
-            while steps < _MOST_STEPS and (alike < _ALIKE or allocations() < _QUICKLY_PLAYED):
+            while not repeats and steps < _MOST_STEPS and (alike < _ALIKE or allocations() < _QUICKLY_PLAYED):
                 step()
         except OutOfDeviceMemory as error:
             return told(error)
@@ -119,10 +126,10 @@ def played(
     machine.goes_on = goes_on
     try:
         player.start()
-        while not alike and steps < (_FIRST_STEPS if allocator.released else 3):
+        while not (alike or repeats) and steps < (_FIRST_STEPS if allocator.released else 3):
             step()
     except OutOfDeviceMemory as error:
         return told(error)
     if short is not None:
         return replace(short, beyond=told(None))
-    return replace(told(None), go_on=last) if first_look else last()
+    return replace(told(None), go_on=last) if first_look and not repeats else last()
