@@ -3,7 +3,7 @@
     NULLGPU_DEVICES=1 NULLGPU_COMPUTE=1 NULLGPU_COMPUTE_BYTES=4194304 NULLGPU_COPY_MIB=4 \\
         python benchmarks/memory_nullgpu.py --json OUT [--seconds 540] [--only SUBSTRING] [--sets zoo,unseen,judging,ranks,budgets]
 
-    NULLGPU_DEVICES=4 NULLGPU_COMPUTE_BYTES=65536 … --sets stages --json benchmarks/results/memory_nullgpu_stages.json
+    NULLGPU_DEVICES=4 NULLGPU_COMPUTE=1 NULLGPU_COMPUTE_BYTES=65536 … --sets stages --json benchmarks/results/memory_nullgpu_stages.json
 
 Each job is predicted in a process of its own that has no device, and trained for sixteen steps in another with plain Lightning. The result
 file is written after each job; a job that is in it isn't run again. What the stub has no memory for (cuDNN's workspaces, and its recurrent

@@ -67,7 +67,7 @@ def _drawing_by_part(footprint: Footprint) -> Footprint:
 
     def layers(found: tuple[LayerFootprint, ...]) -> tuple[LayerFootprint, ...]:
         return tuple(
-            replace(one, draw_bytes=0, work=_by_part(one.work), backward_work=_by_part(one.backward_work)) if _draws(one) else one
+            replace(one, draw_bytes=(), work=_by_part(one.work), backward_work=_by_part(one.backward_work)) if _draws(one) else one
             for one in found
         )
 

@@ -149,7 +149,7 @@ def drawn_by_rank(footprint: Footprint) -> Footprint:
     def own(layer: LayerFootprint) -> LayerFootprint:
         works = (tuple(replace(one, drawn=False) if one.drawn else one for one in works) for works in (layer.work, layer.backward_work))
         work, backward_work = works
-        return replace(layer, draw_bytes=0, work=work, backward_work=backward_work)
+        return replace(layer, draw_bytes=(), work=work, backward_work=backward_work)
 
     return replace(footprint, blocks=tuple(map(own, footprint.blocks)), outer=tuple(map(own, footprint.outer)))
 
@@ -173,7 +173,7 @@ def _layer(layer: LayerFootprint, part: Callable[..., int], rescale: Callable[[t
         input_bytes=part(layer.input_bytes),
         input_extra_bytes=part(layer.input_extra_bytes),
         output_bytes=part(layer.output_bytes),
-        draw_bytes=part(layer.draw_bytes),
+        draw_bytes=tuple(map(part, layer.draw_bytes)),
         flops=flops(work) if work else part(layer.flops),
         backward_flops=flops(backward_work) if backward_work else part(layer.backward_flops),
         forward_peak_bytes=part(layer.forward_peak_bytes, layer.fixed_bytes),

@@ -72,8 +72,8 @@ class LayerFootprint:
         backward_flops: of its backward.
         moved_bytes: inputs and outputs of every operation of its forward: what a roofline needs.
         backward_moved_bytes: the same of its backward.
-        draw_bytes: the bytes of the largest random draw over the samples in its forward, for the whole batch: a rank with a part of the
-            batch also makes the whole draw, and keeps its rows.
+        draw_bytes: the bytes of the random draws over the samples in its forward, for the whole batch, each size once: a rank with a part
+            of the batch also makes the whole draw, and keeps its rows.
         work: the operations of its forward, by kind and size; empty where it wasn't traced. Their sums are ``flops`` and ``moved_bytes``.
         backward_work: of its backward, with forwards that the module itself recomputes there.
         repeated: whether it is one of several alike blocks, a unit of sharding and recomputation; else it is a layer of a module without
@@ -101,7 +101,7 @@ class LayerFootprint:
     backward_flops: int = 0
     moved_bytes: int = 0
     backward_moved_bytes: int = 0
-    draw_bytes: int = 0
+    draw_bytes: tuple[int, ...] = ()
     work: tuple[Work, ...] = ()
     backward_work: tuple[Work, ...] = ()
     repeated: bool = True

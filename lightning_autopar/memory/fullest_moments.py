@@ -5,7 +5,7 @@ A footprint of a hundred blocks has a thousand moments, and a search looks at hu
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -144,17 +144,21 @@ def moments_of(footprint: Footprint, recomputed: Collection[int], share: float, 
     )
 
 
-def drawn_bytes(whole_bytes: int, rows: int, batch_size: int, *, on_cpu: bool = False) -> int:
-    """The bytes that a random draw over the samples takes at once on a rank that works on so many of the batch's, besides its own: the
-    whole batch's numbers, of which it keeps its rows.
+def drawn_bytes(draws: Iterable[int], rows: int, batch_size: int, *, on_cpu: bool = False) -> int:
+    """The most bytes that one of these random draws over the samples takes at once on a rank that works on so many of the batch's, besides
+    its own: the whole batch's numbers, of which it keeps its rows, or some rows' of a large draw.
 
     Args:
-        whole_bytes: of the whole batch's draw (``LayerFootprint.draw_bytes``).
+        draws: of the whole batch's (``LayerFootprint.draw_bytes``).
     """
     if rows >= batch_size:
         return 0
-    piece = -(-whole_bytes // batch_size) + _WINDOW_BYTES
-    return whole_bytes if on_cpu or rows > DRAWN_ROWS or rows * piece > DRAWN_SHARE * whole_bytes else piece
+
+    def at_once(whole: int) -> int:
+        piece = -(-whole // batch_size) + _WINDOW_BYTES
+        return whole if on_cpu or rows > DRAWN_ROWS or rows * piece > DRAWN_SHARE * whole else piece
+
+    return max(map(at_once, draws), default=0)
 
 
 def _before(values: Column, counts: Column) -> Column:
@@ -220,14 +224,14 @@ def _make(footprint: Footprint) -> _Columns:
         block_unsaved=column(
             [(block.forward_peak_bytes + (block.forward_unsaved_bytes or block.forward_peak_bytes)) // 2 for block in blocks]
         ),
-        draws=column(part_draws(footprint)),
+        draws=column([max(sizes, default=0) for sizes in part_draws(footprint)]),
     )
 
 
-def part_draws(footprint: Footprint) -> list[int]:
-    """The bytes of the largest draw of each part, in running order: part 2i comes before block i, part 2i + 1 is block i."""
-    outer = [part.draw_bytes for part in footprint.outer] or [0] * (len(footprint.blocks) + 1)
-    return [*(size for pair in zip(outer, (block.draw_bytes for block in footprint.blocks), strict=False) for size in pair), outer[-1]]
+def part_draws(footprint: Footprint) -> list[tuple[int, ...]]:
+    """The bytes of the draws of each part, in running order: part 2i comes before block i, part 2i + 1 is block i."""
+    outer = [part.draw_bytes for part in footprint.outer] or [()] * (len(footprint.blocks) + 1)
+    return [*(sizes for pair in zip(outer, (block.draw_bytes for block in footprint.blocks), strict=False) for sizes in pair), outer[-1]]
 
 
 def _ended(moments: tuple[Moment, ...]) -> list[int]:

@@ -104,8 +104,8 @@ def test_random_numbers_are_drawn_for_a_micro_batch_where_our_engine_draws_those
     ((((_, (_, asked, laid, _)),),), _) = published.grouped([one(rows, "hf-bert-vanilla")])
     dropout = Work(kind="pointwise", name="native_dropout", dtype="fp32", moved_bytes=64, drawn=True)
     sizes = {f"{name}_bytes": 0 for name in ("parameter", "gradient", "optimizer", "activation", "temporary", "buffer", "input")}
-    block = LayerFootprint(fqn="0", work=(dropout,), backward_work=(dropout,), draw_bytes=4)
+    block = LayerFootprint(fqn="0", work=(dropout,), backward_work=(dropout,), draw_bytes=(4,))
     traced = Footprint(parameters=0, trainable_parameters=0, batch_size=0, blocks=(block,), **sizes)
     (found,) = whole_footprint(traced, asked, laid).blocks
-    assert found.draw_bytes == 0
+    assert found.draw_bytes == ()
     assert not any(work.drawn for work in (*found.work, *found.backward_work))

@@ -288,7 +288,7 @@ def test_faster_engines_devices_and_settings_are_named() -> None:
 def test_draws_of_each_ranks_own_are_advised_where_they_pay() -> None:
     """What is drawn for the whole batch on each rank takes longer than all the rest."""
     draw = Work(kind="pointwise", name="bernoulli_", dtype="fp32", moved_bytes=64 * GIB, drawn=True)
-    drawing = replace(HEAVY, blocks=tuple(replace(block, work=(draw,), draw_bytes=GIB // 8) for block in HEAVY.blocks))
+    drawing = replace(HEAVY, blocks=tuple(replace(block, work=(draw,), draw_bytes=(GIB // 8,)) for block in HEAVY.blocks))
     two = inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB))
     (found,) = starting(list(made(drawing, two).advice), "batch=Batch(draws='per-rank')")
     assert found.change == {"draws": "per-rank"}

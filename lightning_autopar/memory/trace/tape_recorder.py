@@ -208,7 +208,7 @@ class MemoryTracker(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.tape: Tape | None = None
         #: The bytes of the largest random draw over the samples in forward, by part.
-        self.draws: dict[int, int] = {}
+        self.draws: dict[int, set[int]] = {}
         #: The operations since :meth:`record`.
         self.tally = Tally()
         #: The parts whose forward uses a parameter or buffer, in order, by its id.
@@ -477,7 +477,7 @@ class MemoryTracker(TorchDispatchMode):
         if known.draws and self.phase != "optimizer" and known.has_drawn(args, kwargs):
             self.random_draws[known.name] = None
             if self.phase == "forward" and made and made[0].scaled:
-                self.draws[self._part] = max(self.draws.get(self._part, 0), known.drawn_bytes(made[0].tensor))
+                self.draws.setdefault(self._part, set()).add(known.drawn_bytes(made[0].tensor))
         if self.tape is not None and known.moves:
             part = OPTIMIZER if self.phase == "optimizer" else self._part
             self.tally.add(part, self.phase == "backward", func, known, args, kwargs, inputs, output, made)

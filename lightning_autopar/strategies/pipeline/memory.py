@@ -222,7 +222,7 @@ class _Stage:
         forward = 0
         samples = round(share * footprint.batch_size)
         whole_draws = _DRAWS.get(footprint, None, lambda: part_draws(footprint))[begin:end]
-        draws = [drawn_bytes(size, samples, footprint.batch_size, on_cpu=kept_random > 0) for size in whole_draws]
+        draws = [drawn_bytes(sizes, samples, footprint.batch_size, on_cpu=kept_random > 0) for sizes in whole_draws]
         before: list[int] = []
         kept_until = dict.fromkeys(range(begin, len(parts)), 0)
         for number in range(begin, end):
@@ -285,7 +285,7 @@ class _Stage:
 #: Plans of one search have most of their stages in common, and plans whose cuts are moved most of their ranks.
 _STAGES: FootprintCache[_Stage] = FootprintCache(2048)
 _RANKS: FootprintCache[DeviceBytes] = FootprintCache(2048)
-_DRAWS: FootprintCache[list[int]] = FootprintCache(4)
+_DRAWS: FootprintCache[list[tuple[int, ...]]] = FootprintCache(4)
 
 
 def _twice(footprint: Footprint, begin: int, end: int) -> list[tuple[int, int, int]]:

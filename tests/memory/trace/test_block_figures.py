@@ -213,9 +213,9 @@ def test_what_is_shown() -> None:
 def test_the_largest_draw_over_the_samples_is_each_parts_own(target: Any) -> None:
     footprint = trace(Module(GPT(dropout=0.1)), None, next(iter(DataLoader(tokens(), 4))), target=target)
     # A mask of four-byte integers while it is drawn on a CPU; input, output and a mask of bytes on CUDA.
-    assert {block.draw_bytes for block in footprint.blocks} == {4 * 64 * 64 * (4 if target == "cpu" else 2 * 4 + 1)}
-    assert [part.draw_bytes for part in footprint.outer] == [0] * 4
-    assert {block.draw_bytes for block in gpt_footprint(GPT(), target=target).blocks} == {0}
+    assert {block.draw_bytes for block in footprint.blocks} == {(4 * 64 * 64 * (4 if target == "cpu" else 2 * 4 + 1),)}
+    assert [part.draw_bytes for part in footprint.outer] == [()] * 4
+    assert {block.draw_bytes for block in gpt_footprint(GPT(), target=target).blocks} == {()}
     drawn = [[work.name for work in block.work if work.drawn for _ in range(work.count)] for block in footprint.blocks]
     assert set(map(tuple, drawn)) == {("bernoulli_" if target == "cpu" else "native_dropout",) * len(drawn[0])}
     assert not any(work.drawn for block in gpt_footprint(GPT(), target=target).blocks for work in block.work)

@@ -266,7 +266,7 @@ def test_less_is_in_flight_later_and_under_1f1b_and_with_recomputation() -> None
 
 def test_a_micro_batch_draws_for_the_whole_batch() -> None:
     footprint = traced("narrow")
-    drawing = replace(footprint, blocks=tuple(replace(block, draw_bytes=64 << 20) for block in footprint.blocks))
+    drawing = replace(footprint, blocks=tuple(replace(block, draw_bytes=(64 << 20,)) for block in footprint.blocks))
     asked = make_plan("1f1b", 2, 4, 8)
     for rank in (0, 1):
         with_draws, without = (pipeline_bytes(each, asked, rank, on_cpu=True).allocated for each in (drawing, footprint))

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
 
+from lightning_autopar._temporary import patched
 from lightning_autopar.plans import INTERLEAVED, Schedule
 from lightning_autopar.strategies.pipeline.run.stage_shapes import Meta, ShapeMessages, Signature, as_told
 
@@ -288,7 +289,18 @@ class _Prepared:
 
 
 class _GPipe(_Prepared, ScheduleGPipe):
-    pass
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
+        with patched(schedules, "_wait_batch_p2p", _wait):
+            super()._step_microbatches(*args, **kwargs)
+
+
+def _wait(messages: list[dist.Work]) -> None:
+    """Wait for messages, and let go of their tensors. torch (2.11 to 2.13) keeps all that forward has sent until the last backward is over:
+    each micro-batch's output, and what a stage only passes on, though nothing needs them after their own backward.
+    """
+    for message in messages:
+        message.wait()
+    messages.clear()
 
 
 class _OneForwardOneBackward(_Prepared, Schedule1F1B):
