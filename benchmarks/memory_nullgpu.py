@@ -5,9 +5,9 @@
 
     NULLGPU_DEVICES=4 NULLGPU_COMPUTE=1 NULLGPU_COMPUTE_BYTES=65536 … --sets stages --json benchmarks/results/memory_nullgpu_stages.json
 
-Each job is predicted in a process of its own that has no device, and trained for sixteen steps in another with plain Lightning. The result
-file is written after each job; a job that is in it isn't run again. What the stub has no memory for (cuDNN's workspaces, and its recurrent
-layers) is left out by name.
+Each job is predicted in a process of its own that has no device, and trained for sixteen steps (``--steps``) in another with plain
+Lightning. The result file is written after each job; a job that is in it isn't run again. What the stub has no memory for (cuDNN's
+workspaces, and its recurrent layers) is left out by name.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--only", default="")
     parser.add_argument("--sets", default=",".join(SETS))
+    parser.add_argument("--steps", type=int, default=gpu_job.STEPS, help="of each job on one device")
     parser.add_argument("--again", action="store_true", help="run jobs that are in the file once more")
     arguments = parser.parse_args()
-    deadline = time.monotonic() + arguments.seconds
+    deadline, gpu_job.STEPS = time.monotonic() + arguments.seconds, arguments.steps
     known: dict[str, dict[str, Any]] = {}
     if arguments.json.exists():
         known = {row["job"]: row for row in json.loads(arguments.json.read_text())["rows"]}
@@ -140,7 +141,8 @@ def _single(task: Task) -> dict[str, Any]:
     if isinstance(measured, str) or "error" in measured:
         return {**asdict(task), "error": measured if isinstance(measured, str) else measured["error"]}
     found = gpu_job.row(task, predicted, measured)
-    return {**found, "without_replay_error": _without_replay(predicted.categories) / measured["reserved"] - 1}
+    without = _without_replay(predicted.categories) / measured["reserved"] - 1
+    return {**found, "steps": gpu_job.STEPS, "without_replay_error": without}
 
 
 def _without_replay(said: dict[str, int]) -> float:

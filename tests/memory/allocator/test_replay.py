@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -393,33 +394,41 @@ def test_steps_are_played_until_they_are_alike() -> None:
     assert (narrow.go_on().fits, played(Scattering, limit_bytes=150 * MIB).fits) == (False, False)
 
 
-@pytest.mark.parametrize(("small", "steps"), [(0, 16), (3_000, 16), (10_000, 6)])
-def test_steps_that_are_soon_played_are_played_to_the_sixteenth(small: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fourteen that reserve nothing more don't show that the next one won't; of long steps six that are alike are all."""
+@pytest.mark.parametrize(("small", "steps"), [(0, 100), (900, 100), (17_000, 6)])
+def test_steps_that_are_soon_played_are_played_to_the_hundredth(small: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many that reserve nothing more don't show that the next one won't; of long steps six that are alike are all."""
     monkeypatch.setattr(Scattering, "small", small)
     reserved = []
-    for last in (steps, steps + 1, 99):
+    for last in (steps, steps + 1, 999):
         monkeypatch.setattr(Scattering, "last", last)
         reserved.append(played(Scattering).reserved_peak_bytes)
     assert reserved[0] - 80 * MIB == reserved[1] == reserved[2]
 
 
-@pytest.mark.parametrize("share", [None, 0.97])
-def test_steps_that_come_again_are_not_played_again(deep: Footprint, share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a step leaves each thing where an earlier one left it, a replay ends as that of all sixteen steps does."""
-    names, fewer = tuple(block.fqn for block in deep.blocks), 0
-    sharded = [plan("fsdp", 4, shard=names, reshard_after_forward=reshard, recompute=names[:5]) for reshard in (True, False)]
-    cut = plan("pipeline", 2, cuts=names[4:5], schedule="1f1b", micro_batches=4)
-    for of in (plan(micro_batches=3), plan(recompute=names), plan("ddp", 4), *sharded, cut):
-        limit = share and int(share * replay(deep, of, 0).reserved_peak_bytes)
-        short = replay(deep, of, 0, limit_bytes=limit)
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_that_come_again_are_not_played_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a step leaves each thing where an earlier one left it, a replay ends as that of all hundred steps does, at any limit."""
+    draw, tape = random.Random(seed), Tape()
+    tape.add("allocate", 0, 5 * MIB, "parameters")
+    tape.add("leave", -1)
+    live: list[int] = []
+    for number in range(1, 60):
+        if live and draw.random() < 0.45:
+            tape.add("free", live.pop(draw.randrange(len(live))), 0, "activations")
+        else:
+            tape.add("allocate", number, draw.choice((300 * KIB, 3 * MIB, 7 * MIB, 12 * MIB, 25 * MIB)), "activations")
+            live.append(number)
+    footprint, fewer = replace(FOOTPRINT, tape=tape), 0
+    most = replay(footprint, plan(), 0).reserved_peak_bytes
+    for limit in (None, *(most * share // 100 for share in range(70, 100, 3))):
+        short = replay(footprint, plan(), 0, limit_bytes=limit)
         with monkeypatch.context() as patched:
             patched.setattr(PlayedDevice, "layout", lambda self: None)
-            whole = replay(deep, of, 0, limit_bytes=limit)
+            whole = replay(footprint, plan(), 0, limit_bytes=limit)
         assert replace(short, released=whole.released) == whole
         assert short.released >= whole.released
-        fewer += short.allocations < 0.6 * whole.allocations
-    assert fewer >= (2 if share else 5)
+        fewer += short.fits and short.allocations < 0.3 * whole.allocations
+    assert fewer
 
 
 def test_a_workspace_is_held_throughout() -> None:
