@@ -92,11 +92,11 @@ class PipelinePlayer(Player):
         crossing = [[one.size for one in sizes[border].crossing] if 0 < border < len(sizes) else [] for border in borders]
         self._received = {stage: crossing[stage] for stage in self.stages}
         self._sent = {stage: crossing[stage + 1] for stage in self.stages}
-        through = {stage: Counter(sizes[borders[stage]].crossing) for stage in self.stages if 0 < stage < len(borders) - 2}
-        #: Sizes of tensors that a stage receives and passes on to the next one. The stage adds its own gradient to the next one's.
+        #: Sizes of tensors that a stage receives, or makes before its last block, and passes on to the next one. The stage adds its own
+        #: gradient to the next one's.
         self._through = {
-            stage: [one.size for one in (entering & Counter(sizes[borders[stage + 1]].crossing)).elements()]
-            for stage, entering in through.items()
+            stage: [one.size for one in sizes[border].crossing if one.made < border - 2]
+            for stage, border in ((stage, borders[stage + 1]) for stage in self.stages if stage < len(borders) - 2)
         }
         self._anew = {stage: sizes[borders[stage]].anew for stage in self.stages if stage}
         self._layers = {stage: _layers(footprint, borders[stage], borders[stage + 1]) for stage in self.stages}

@@ -651,6 +651,40 @@ def test_a_stage_makes_no_sum_with_the_gradient_of_a_later_stages_use() -> None:
     assert replay(tied_in(0, 1, 2), cut, 0) == replay(tied_in(0, 1), cut, 0)
 
 
+class Biased(nn.Module):
+    """Each block adds a bias of each sample's that a parameter before the first one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(256, 512))
+        self.blocks = nn.ModuleList(Adds() for _ in range(4))
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        bias = self.bias.expand(len(rows), 256, 512).contiguous()
+        for block in self.blocks:
+            rows = block(rows, bias)
+        out: Tensor = self.head(rows)
+        return out
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(512, 512)
+
+    def forward(self, rows: Tensor, bias: Tensor) -> Tensor:
+        return torch.relu(self.linear(rows)[:, None] + bias).mean(1)
+
+
+def test_the_first_stage_adds_its_gradient_to_what_comes_back_of_a_tensor_that_it_made_for_all() -> None:
+    """Beside the received gradient, as the stages after it do: a gradient of the mean, one of the sum before it, and the sum of both."""
+    batch = torch.randn(32, 512), torch.zeros(32, dtype=torch.long)
+    cut = plan("pipeline", 2, cuts=("net.blocks.2",), schedule="gpipe", micro_batches=4, recompute=("net.blocks.0", "net.blocks.1"))
+    found = replay(trace(Module(Biased()), None, batch, target="cuda"), cut, 0)
+    assert found.by_category["temporary"] == 3 * 8 * 256 * 512 * 4
+
+
 def test_a_copy_of_a_weight_is_no_gradient_of_another_stages() -> None:
     """Under autocast forward makes copies as large as the gradient, of which backward frees one beside a gradient's own copy."""
     tape = Tape()
