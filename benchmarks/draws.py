@@ -105,7 +105,7 @@ def row(rates: MeasuredRates, device: Device, name: str, samples: int, ranks: in
                     if turn:  # the first one looks things up
                         taken[way].append(time.process_time() - begin)
     work = Work(kind="pointwise", name=name, dtype="fp32", moved_bytes=4 * samples * width, drawn=True)
-    predicted = drawn_seconds(work, 1 / ranks, device, rates) + rates.issue_seconds(device) + DRAW * rates.call_seconds(device)
+    predicted = drawn_seconds(work, 1 / ranks, device, rates) + rates.issue_seconds(device) + DRAW * rates.python_seconds(device, "call")
     measured = {way: round(1e6 * statistics.median(seconds), 1) for way, seconds in taken.items()}
     return {"draw": name, "samples": samples, "ranks": ranks, "each": width, "predicted_us": round(1e6 * predicted, 1), **measured}
 

@@ -153,7 +153,7 @@ def work_of(
         copied=rates.host_copy_seconds(device, round(footprint.input_bytes * share)),
         issued=0.0 if on_cpu else issued,
         issued_update=0.0 if on_cpu else whole.issue,
-        host_seconds=rates.loop_seconds(device, plan.engine) + units * rates.unit_seconds(device) * parts,
+        host_seconds=rates.loop_seconds(device, plan.engine) + units * rates.python_seconds(device, "unit") * parts,
         synced=layout.synced,
     )
 

@@ -246,7 +246,7 @@ def part_load(layout: Layout, index: int, share: float, device: Device, rates: R
         stream = sum(work.count * drawn_seconds(work, share, device, rates) for work in drawn)
         stream += sum(work.count * rates.work_seconds(device, work.at(share)) for work in works if not work.drawn or share >= 1.0)
         issue = rates.issue_seconds(device, phase) * sum(work.count for work in works)
-        issue += rates.call_seconds(device) * DRAW * sum(work.count for work in drawn)
+        issue += rates.python_seconds(device, "call") * DRAW * sum(work.count for work in drawn)
         found = _LOADS[key] = Load(stream, issue)
     return found
 

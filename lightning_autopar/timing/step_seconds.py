@@ -122,7 +122,7 @@ class Step:
 
     def beside(self, run: RankWork) -> float:
         """Seconds of the host for the engine's Python in a step, besides its units' hooks."""
-        return self.calls() * self.rates.call_seconds(run.device)
+        return self.calls() * self.rates.python_seconds(run.device, "call")
 
     @property
     def shards(self) -> int:
