@@ -15,8 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_autopar._lightning import rank_zero_info
-from lightning_autopar.devices.changes import DeviceEvent, device_events, usable
-from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.inventory import DeviceEvent, Inventory, device_events, usable
 from lightning_autopar.planning.move_verdict import (
     MoveHistory,
     Rules,

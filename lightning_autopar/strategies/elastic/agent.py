@@ -19,8 +19,7 @@ from rich.console import Console
 
 from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException
-from lightning_autopar.devices.changes import usable
-from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.inventory import Inventory, usable
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import limit_after_out_of_memory
 from lightning_autopar.strategies.base.worker_exception import IN_STEP, WorkerFailed, out_of_memory

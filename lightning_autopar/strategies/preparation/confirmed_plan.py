@@ -14,8 +14,7 @@ from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar._lightning import Trainer
 from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.changes import usable
-from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.inventory import Inventory, usable
 from lightning_autopar.engines import Finding, FirstStep
 from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.memory.cuda_overhead import target_of
