@@ -34,7 +34,7 @@ from lightning_autopar.strategies.calibration.device_curves import measure_devic
 from lightning_autopar.timing.data_sheet import DataSheet
 from lightning_autopar.timing.measured_curves import Calibration
 from lightning_autopar.timing.measured_rates import MeasuredRates, device_key
-from lightning_autopar.timing.roofline import DRAW, drawn_seconds
+from lightning_autopar.timing.rank_compute import DRAW, drawn_seconds
 
 RESULTS = Path(__file__).resolve().parent / "results/draws.json"
 BOUND = 0.2

@@ -20,8 +20,7 @@ from lightning_autopar.cli.device_users import DeviceUser, users_of
 from lightning_autopar.cli.spinner import progress
 from lightning_autopar.devices import nvml
 from lightning_autopar.sharing.process_ids import is_stopped
-from lightning_autopar.sharing.runs.folders import user_name
-from lightning_autopar.sharing.runs.leftovers import Leftover, leftovers, remove
+from lightning_autopar.sharing.runs.folders import Leftover, leftovers, remove, user_name
 from lightning_autopar.sharing.runs.requests import ask, cancel, everyones_runs, is_here
 from lightning_autopar.sharing.runs.status import Ask, Request, RunStatus
 from lightning_autopar.text import format_bytes, format_length, format_seconds, printable

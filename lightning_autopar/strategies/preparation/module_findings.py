@@ -22,7 +22,7 @@ from lightning_autopar._fork import ChildFailed, forked, run_forked
 from lightning_autopar._lightning import Trainer, rank_zero_warn
 from lightning_autopar._lightning_compat import attach_model_callbacks, evaluating
 from lightning_autopar.constraints import SplitFinding
-from lightning_autopar.engines import Finding, FirstStep
+from lightning_autopar.engines import Finding, FirstStep, not_made
 from lightning_autopar.exact.data.collate import CollateAll, Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.rank_share import Dealing, KnownTensors
 from lightning_autopar.exact.data.unlike_samples import leaves_out
@@ -39,7 +39,6 @@ from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, first
 from lightning_autopar.memory.trace.guessed_footprint import guess
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.strategies.base.worker_exception import Failure
-from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.shared_network_probe import with_shared_network
 from lightning_autopar.strategies.preparation.callback_copies import with_copies
 from lightning_autopar.strategies.preparation.longest_footprint import Seen, at_lengths, seen_sizes, step_bytes
