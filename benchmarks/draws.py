@@ -34,7 +34,7 @@ from lightning_autopar.strategies.calibration.device_curves import measure_devic
 from lightning_autopar.timing.data_sheet import DataSheet
 from lightning_autopar.timing.measured_curves import Calibration
 from lightning_autopar.timing.measured_rates import MeasuredRates, device_key
-from lightning_autopar.timing.roofline import DRAW, drawn_seconds
+from lightning_autopar.timing.rank_compute import DRAW, drawn_seconds
 
 RESULTS = Path(__file__).resolve().parent / "results/draws.json"
 BOUND = 0.2
@@ -105,7 +105,7 @@ def row(rates: MeasuredRates, device: Device, name: str, samples: int, ranks: in
                     if turn:  # the first one looks things up
                         taken[way].append(time.process_time() - begin)
     work = Work(kind="pointwise", name=name, dtype="fp32", moved_bytes=4 * samples * width, drawn=True)
-    predicted = drawn_seconds(work, 1 / ranks, device, rates) + rates.issue_seconds(device) + DRAW * rates.call_seconds(device)
+    predicted = drawn_seconds(work, 1 / ranks, device, rates) + rates.issue_seconds(device) + DRAW * rates.python_seconds(device, "call")
     measured = {way: round(1e6 * statistics.median(seconds), 1) for way, seconds in taken.items()}
     return {"draw": name, "samples": samples, "ranks": ranks, "each": width, "predicted_us": round(1e6 * predicted, 1), **measured}
 

@@ -110,7 +110,7 @@ def make(size: str, steps: int, clock: Path, **options: Any) -> tuple[pl.Trainer
 def moves(size: str, folder: Path) -> dict[str, Any]:
     """The pauses of a run that changes its plan every few steps."""
     from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan
-    from lightning_autopar.strategies.elastic.move_requests import MoveRequest
+    from lightning_autopar.strategies.preparation.decision import MoveRequest
     from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 
     both = ("cpu:0", "cpu:1")

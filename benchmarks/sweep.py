@@ -48,10 +48,15 @@ from lightning_autopar.constraints import Constraints  # noqa: E402
 from lightning_autopar.devices.spec import parse_spec  # noqa: E402
 from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 from lightning_autopar.planning.make_report import make_report  # noqa: E402
-from lightning_autopar.sharing.sweep.jobs import Job, RunOption, SweepDevice, devices_of, options_of, scaled  # noqa: E402
-from lightning_autopar.sharing.sweep.scheduler import (  # noqa: E402
+from lightning_autopar.sharing.sweep.scheduler import (  # noqa: E402  # noqa: E402
+    Job,
     Listing,
+    RunOption,
+    SweepDevice,
     at_most,
+    devices_of,
+    options_of,
+    scaled,
     schedule,
 )
 

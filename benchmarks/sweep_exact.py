@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_autopar.sharing.sweep.jobs import Job, Placed, Schedule, SweepDevice, seatings
-from lightning_autopar.sharing.sweep.scheduler import Listing, schedule
+from lightning_autopar.sharing.sweep.scheduler import Job, Listing, Placed, Schedule, SweepDevice, schedule, seatings
 
 #: Numbers that differ by less are the same time.
 _DIGITS = 9

@@ -60,51 +60,6 @@ if TYPE_CHECKING:
 # Lightning's own use of torch.utils._pytree, of which a user can change nothing; each process would say it anew.
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
-__all__ = [
-    "DummyExperiment",
-    "Launcher",
-    "NoLoss",
-    "RestartStage",
-    "SIGTERMException",
-    "TrainerFn",
-    "TunerExit",
-    "attach_data",
-    "bare_optimizer",
-    "call_on_exception",
-    "combined_loaders",
-    "default_backend",
-    "distributed_is_initialized",
-    "find_free_network_port",
-    "from_snapshot",
-    "has_own_loaders",
-    "hyperparameters_added",
-    "init_dist_connection",
-    "installed",
-    "is_overridden",
-    "let_steps_be_skipped",
-    "loader_sources",
-    "loop_position",
-    "make_result",
-    "materialize_module",
-    "mute_hooks",
-    "no_hyperparameters",
-    "optimizers_to_device",
-    "progress_of",
-    "reduce_over_ranks",
-    "requested_devices",
-    "requested_nodes",
-    "requests_changed",
-    "restore_loaders",
-    "restore_progress",
-    "run_arguments",
-    "script_command",
-    "set_loop_position",
-    "share_cores",
-    "update_properties",
-    "verify_configuration",
-    "without_word_of_signals",
-]
-
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
     """Lightning's function, which also handles methods without code to compare: a callable object, a mock, a partial of a builtin."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lightning_autopar.constraints import Constraints, SplitFinding
 from lightning_autopar.devices.inventory import Device, Inventory
@@ -142,6 +142,43 @@ class Finding:
     counted: tuple[str, ...] = ()
     untried: str | None = None
     value: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The outcome of a check.
+
+    Args:
+        outcome: ``"not made"`` isn't ``"passed"``: then nothing is known about the plan.
+        reason: why it failed or couldn't be made, in one sentence.
+        notes: what a reader should know about a plan that passed, a sentence each.
+    """
+
+    outcome: Literal["passed", "failed", "not made"]
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def refusal(self) -> str | None:
+        """Why plans that need the check are left out; None where they may be taken."""
+        return None if self.outcome == "passed" else self.reason
+
+
+PASSED = Check(outcome="passed")
+
+
+def failed(reason: str) -> Check:
+    """The check of a plan that computes something else than one device."""
+    return Check(outcome="failed", reason=reason)
+
+
+def not_made(reason: str) -> Check:
+    """The check of a plan about which nothing is known.
+
+    Args:
+        reason: why, as the end of a sentence.
+    """
+    return Check(outcome="not made", reason=f"whether it runs the step right couldn't be checked, as {reason}")
 
 
 class Engine(ABC):
@@ -298,8 +335,8 @@ class Engine(ABC):
         """Whether :meth:`look` left a check of such a plan to :meth:`rehearse`."""
         return finding.untried is not None
 
-    def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
-        """Whether the step survives this very plan, tried in a forked child once it is chosen: a ``Check``.
+    def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Check:
+        """Whether the step survives this very plan, tried in a forked child once it is chosen.
 
         Args:
             first: the step; what splitting its batch changes isn't looked at again.

@@ -19,11 +19,6 @@ def trainer(**options: Any) -> Any:
     return pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **options)
 
 
-def test_every_name_is_there() -> None:
-    assert all(hasattr(compat, name) for name in compat.__all__)
-    assert sorted(compat.__all__) == list(compat.__all__)
-
-
 @pytest.mark.parametrize("devices", ["auto", 1, 2, "2"])
 def test_what_the_user_asked_for_is_read_as_it_was(devices: Any) -> None:
     assert trainer(strategy=AutoParallelStrategy(), devices=devices).strategy._requested == devices

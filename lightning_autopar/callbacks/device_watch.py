@@ -15,8 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_autopar._lightning import rank_zero_info
-from lightning_autopar.devices.changes import DeviceEvent, device_events, usable
-from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.inventory import DeviceEvent, Inventory, device_events, usable
 from lightning_autopar.planning.move_verdict import (
     MoveHistory,
     Rules,
@@ -33,8 +32,7 @@ from lightning_autopar.planning.move_verdict import (
 from lightning_autopar.planning.plan_bytes import host_bytes
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate, NothingFits
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest
-from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.preparation.decision import Decision, MoveRequest
 from lightning_autopar.text import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -420,9 +418,9 @@ def _on_host(decision: Decision, current: Candidate) -> int:
 def _as_measured(inventory: Inventory, candidate: Candidate, measured: Mapping[str, int]) -> Inventory:
     """The inventory with as much less free as the running plan took more than predicted: planning itself only knows its predictions."""
     beyond = {
-        device: measured.get(device, 0) - max(size.allocated, size.reserved)
+        device: measured.get(device, 0) - size.reserved
         for device, size in candidate.bytes.items()
-        if measured.get(device, 0) > max(size.allocated, size.reserved)
+        if measured.get(device, 0) > size.reserved
     }
     if not beyond:
         return inventory

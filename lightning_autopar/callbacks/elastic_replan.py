@@ -11,7 +11,7 @@ from lightning_autopar._lightning import Callback, pl, rank_zero_info
 from lightning_autopar.callbacks.device_watch import DeviceLook, Watch
 from lightning_autopar.planning.move_verdict import Rules
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest
+from lightning_autopar.strategies.preparation.decision import MoveRequest
 from lightning_autopar.text import is_number
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ Modules, in reading order:
     program           the parser of all commands
     arguments         arguments that commands share
     plan              `plan`: a script up to `fit`
-    dry_run           a script up to its first call of the trainer
     first_trainer     waits for the script to build its first Trainer
     run               `run`
     replace_strategy  our strategy in place of the script's
@@ -13,7 +12,6 @@ Modules, in reading order:
     device_users      who is on a device
     doctor            `doctor`: one file for a bug report
     runs              `status`, `yield`, `pause`, `resume`, `cancel`
-    status            the table of runs
     sweep             `sweep`
     spinner           a spinner on a terminal
 """

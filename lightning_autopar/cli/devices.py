@@ -18,9 +18,8 @@ from lightning_autopar.cli.arguments import add_devices
 from lightning_autopar.cli.device_users import DeviceUser, users_of
 from lightning_autopar.cli.spinner import progress
 from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.discover import probe
-from lightning_autopar.devices.inventory import Device, Inventory, device_label
+from lightning_autopar.devices.inventory import Device, Inventory, device_label, usable
 from lightning_autopar.sharing.lease_files import Lease
 from lightning_autopar.sharing.ledger import is_leased, live, without_leased
 from lightning_autopar.sharing.runs.folders import user_name

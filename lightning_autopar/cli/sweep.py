@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lightning_autopar.sharing.sweep.controller import Controller, SweepRun
-    from lightning_autopar.sharing.sweep.jobs import Schedule, SweepDevice
     from lightning_autopar.sharing.sweep.runs_file import ListedSweep, SweepFolder
+    from lightning_autopar.sharing.sweep.scheduler import Schedule, SweepDevice
 
 _DONE, _FAILED = 0, 1
 _EXAMPLES = """\

@@ -2,20 +2,22 @@
 
 It knows the ``pynvml`` module of ``nvidia-ml-py``, old drivers, their failures, and the two environment variables that hide and order GPUs.
 A GPU that can't be read is left out with a note, never guessed. A GPU that the driver reports as faulty is listed with that as its
-``error``. Knows no plan.
+``error``. It also knows how GPUs reach each other: NVLink, NVSwitch and PCIe. Knows no plan.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from lightning_autopar.devices import topology
+from lightning_autopar.devices.catalogue import PCIE_LANE_BYTES_PER_SECOND, find_by_device_name
 from lightning_autopar.devices.inventory import Device, DeviceProcess, Link
 
 
@@ -189,7 +191,7 @@ def _read(pynvml: Any, environment: Mapping[str, str]) -> tuple[tuple[Device, ..
     first_mig = next((slot for slot in visible if slot is not None and slot.mig), None)
     if first_mig is not None and len(visible) > 1:
         notes.append("a process can use one MIG instance only: for each, one of its own with the UUID in CUDA_VISIBLE_DEVICES")
-    found: list[tuple[Device, topology.Port]] = []
+    found: list[tuple[Device, Port]] = []
     in_doubt = False
     for ordinal, slot in enumerate(visible):
         if slot is None:
@@ -199,12 +201,12 @@ def _read(pynvml: Any, environment: Mapping[str, str]) -> tuple[tuple[Device, ..
         device = _device(pynvml, slot, index, notes)
         if device is not None:
             device = replace(device, in_doubt=in_doubt)
-            found.append((device, topology.Port(slot.handle, device.id, device.name, slot.bus_id, slot.mig)))
+            found.append((device, Port(slot.handle, device.id, device.name, slot.bus_id, slot.mig)))
     if visible and not found:
         raise NvmlUnavailable(f"NVML can read none of the GPUs ({'; '.join(notes)})")
     if not gpus and setting is None:
         notes.append("NVML sees no GPU")
-    return tuple(device for device, _ in found), topology.links(pynvml, [port for _, port in found]), tuple(notes)
+    return tuple(device for device, _ in found), links(pynvml, [port for _, port in found]), tuple(notes)
 
 
 def _gpus(pynvml: Any, notes: list[str]) -> list[_Gpu | None]:
@@ -221,7 +223,7 @@ def _gpus(pynvml: Any, notes: list[str]) -> list[_Gpu | None]:
                 handle,
                 pynvml.nvmlDeviceGetUUID(handle),
                 pynvml.nvmlDeviceGetName(handle),
-                topology.bus_id(pynvml.nvmlDeviceGetPciInfo(handle)),
+                bus_id(pynvml.nvmlDeviceGetPciInfo(handle)),
             )
             capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
         except pynvml.NVMLError as error:
@@ -360,3 +362,121 @@ def _answer(pynvml: Any, otherwise: _T, ask: Callable[[], _T]) -> _T:
         return ask()
     except pynvml.NVMLError:
         return otherwise
+
+
+# As in nvml.h. The module's own NVML_P2P_CAPS_INDEX_READ is a tuple by a stray comma, which ctypes refuses.
+_P2P_READ, _P2P_WRITE, _P2P_NVLINK = 0, 1, 2
+_P2P_OK = 0
+_TOPOLOGY_HOSTBRIDGE = 30
+
+# Bytes per second and link, one direction, by NVML's number of the version (2 and 3 are NVLink 2, 4 and 5 NVLink 3).
+# Only for models that the catalogue doesn't know: boards of one version run their links at different rates.
+_NVLINK_BYTES_PER_SECOND = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 25e9, 6: 25e9, 7: 50e9}
+
+
+class Port(NamedTuple):
+    """An end of links: a device with NVML's handle and the PCI address of its GPU."""
+
+    handle: Any
+    id: str
+    name: str
+    bus_id: str
+    mig: bool
+
+
+class _NvLinks(NamedTuple):
+    """Active NVLinks of a GPU: how many to each GPU, how many to anything else (an NVSwitch), and the rate of one."""
+
+    to_gpus: Counter[str]
+    to_switch: int
+    bytes_per_second: float | None
+
+
+def bus_id(pci: Any) -> str:
+    """The PCI address of NVML's structure, spelt so that two can be compared."""
+    return str(pci.busId).strip("\0 ").lower()
+
+
+def links(pynvml: Any, ports: Sequence[Port]) -> tuple[Link, ...]:
+    """One link for each pair; what the driver doesn't tell counts as absent, so that no link is assumed wrongly."""
+    buses = {port.bus_id for port in ports}
+    nvlinks = [_nvlinks(pynvml, port, buses) for port in ports]
+    pcie = [_pcie_bytes_per_second(pynvml, port) for port in ports]
+    return tuple(
+        _link(pynvml, ports[a], ports[b], (nvlinks[a], nvlinks[b]), _smaller(pcie[a], pcie[b]))
+        for a, b in itertools.combinations(range(len(ports)), 2)
+    )
+
+
+def _link(pynvml: Any, a: Port, b: Port, nvlinks: tuple[_NvLinks, _NvLinks], pcie: float | None) -> Link:
+    """The best way between two devices."""
+    if a.mig or b.mig:
+        # MIG instances have no access to each other's memory, on one GPU or two.
+        return Link(a=a.id, b=b.id, kind="host", bytes_per_second=pcie)
+    nvlink = _p2p(pynvml, a, b, _P2P_NVLINK)
+    direct = min(nvlinks[0].to_gpus[b.bus_id], nvlinks[1].to_gpus[a.bus_id])
+    count = direct or min(nvlinks[0].to_switch, nvlinks[1].to_switch)
+    # Links can be active but unusable (no fabric manager, peer access switched off), or usable though a virtual machine hides them.
+    if nvlink or (nvlink is None and direct):
+        rate = _smaller(nvlinks[0].bytes_per_second, nvlinks[1].bytes_per_second)
+        return Link(a=a.id, b=b.id, kind="nvlink", bytes_per_second=count * rate if count and rate else None)
+    kind: Literal["p2p", "pcie", "host"] = "host"
+    if _p2p(pynvml, a, b, _P2P_READ) and _p2p(pynvml, a, b, _P2P_WRITE):
+        kind = "p2p"
+    else:
+        with contextlib.suppress(pynvml.NVMLError):
+            kind = "pcie" if pynvml.nvmlDeviceGetTopologyCommonAncestor(a.handle, b.handle) <= _TOPOLOGY_HOSTBRIDGE else "host"
+    return Link(a=a.id, b=b.id, kind=kind, bytes_per_second=pcie)
+
+
+def _p2p(pynvml: Any, a: Port, b: Port, capability: int) -> bool | None:
+    """Whether peer access of that kind works; None where the driver doesn't tell."""
+    try:
+        return bool(pynvml.nvmlDeviceGetP2PStatus(a.handle, b.handle, capability) == _P2P_OK)
+    except pynvml.NVMLError:
+        return None
+
+
+def _nvlinks(pynvml: Any, port: Port, gpus: set[str]) -> _NvLinks:
+    """The active NVLinks of a GPU, by where they lead."""
+    to_gpus: Counter[str] = Counter()
+    to_switch = 0
+    version = None
+    for number in range(0 if port.mig else int(getattr(pynvml, "NVML_NVLINK_MAX_LINKS", 18))):
+        try:
+            active = pynvml.nvmlDeviceGetNvLinkState(port.handle, number)
+        except pynvml.NVMLError:
+            # A GPU without NVLink, or the number past the last link.
+            break
+        if not active:
+            continue
+        try:
+            remote = bus_id(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(port.handle, number))
+            version = version or pynvml.nvmlDeviceGetNvLinkVersion(port.handle, number)
+        except pynvml.NVMLError:
+            remote = ""
+        if remote in gpus:
+            to_gpus[remote] += 1
+        else:
+            to_switch += 1
+    model = find_by_device_name(port.name)
+    if model is not None and model.nvlink_bytes_per_second is not None:
+        rate: float | None = model.nvlink_bytes_per_second / model.nvlink_links
+    else:
+        rate = _NVLINK_BYTES_PER_SECOND.get(version) if version is not None else None
+    return _NvLinks(to_gpus, to_switch, rate)
+
+
+def _pcie_bytes_per_second(pynvml: Any, port: Port) -> float | None:
+    """One direction of the widest and fastest PCIe that GPU and slot agree on; the data sheet's where NVML doesn't tell."""
+    with contextlib.suppress(pynvml.NVMLError):
+        rate = PCIE_LANE_BYTES_PER_SECOND.get(int(pynvml.nvmlDeviceGetMaxPcieLinkGeneration(port.handle)))
+        if rate is not None:
+            return rate * int(pynvml.nvmlDeviceGetMaxPcieLinkWidth(port.handle))
+    model = find_by_device_name(port.name)
+    return model.pcie_bytes_per_second if model is not None else None
+
+
+def _smaller(a: float | None, b: float | None) -> float | None:
+    """The smaller rate, None if one is unknown."""
+    return None if a is None or b is None else min(a, b)

@@ -11,9 +11,8 @@ from lightning_autopar import engines
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import num_cuda_devices
 from lightning_autopar.constraints import Constraints, SplitFinding
-from lightning_autopar.devices.changes import usable
 from lightning_autopar.devices.discover import probe
-from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.inventory import Inventory, usable
 from lightning_autopar.engines import Question
 from lightning_autopar.huggingface.relaunch import launched_by_others
 from lightning_autopar.huggingface.settings import Batch, Settings, told_by

@@ -22,7 +22,7 @@ from lightning_autopar.memory.batch_scaling import drawn_by_rank, draws_whole, s
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning import what_if
 from lightning_autopar.planning.block_units import recomputable_order
-from lightning_autopar.planning.refusals import lacks_package_alone, split_refusal
+from lightning_autopar.planning.refusals import split_refusal
 from lightning_autopar.plans import Plan, all_engines, offered_engines
 from lightning_autopar.report.report import Advice, Candidate
 from lightning_autopar.text import format_bytes, format_seconds
@@ -46,7 +46,7 @@ _MOST_DEVICES, _MOST_HOST_GIB = 7, 4096
 #: Precisions under which weights, gradients and the optimizer's states lie in 32 bits, the one with 16 bits, and their names.
 _WIDE, _NARROW, _STATES = ("32-true", "bf16-mixed", "16-mixed"), "bf16-true", ("parameters", "gradients", "optimizer")
 
-Kind = Literal["memory", "batch_size", "setting", "others", "package", "module", "devices"]
+Kind = Literal["memory", "batch_size", "setting", "others", "module", "devices"]
 
 
 class Ask(Protocol):
@@ -261,7 +261,6 @@ class _Adviser:
             yield _setting("lift the memory limit", {"memory_limit": None}, memory_limit_bytes=None)
         if constraints.memory_margin and (unfit or self._targets()):
             yield _setting("memory_margin=0.0", {"memory_margin": 0.0}, memory_margin=0.0)
-        yield from self._packages()
         if (held := self._held()) is not None:
             yield held
         if what_if.fused(self.footprint) is not None and constraints.precision != "16-mixed":
@@ -411,15 +410,6 @@ class _Adviser:
             said=lambda *_: (words, {"free": [device.id for device in held]}),
             made=lambda asked, _: replace(asked, inventory=replace(asked.inventory, devices=emptied)),
         )
-
-    def _packages(self) -> Iterator[_Change]:
-        """Engines that only lack a package."""
-        for engine, entry in all_engines().items():
-            if entry.package and entry.offered and engine in self.constraints.allow and lacks_package_alone(engine, self.constraints):
-                package, extra = entry.package
-                excluded = {name: why for name, why in self.constraints.excluded.items() if name != engine}
-                words = f"pip install 'lightning-autopar[{extra}]'"
-                yield replace(_setting(words, {"install": package}, excluded=excluded), kind="package")
 
     # -- where nothing fits ------------------------------------------------------------------------------------------------------------
 

@@ -424,11 +424,7 @@ class Remedies:
                     if holds([*rest, other]):
                         chosen = [*rest, other]
                         break
-        return (
-            with_recompute(bare, self.footprint, chosen)
-            if len(chosen) < len(plan.recompute) or set(chosen) != set(plan.recompute)
-            else plan
-        )
+        return with_recompute(bare, self.footprint, chosen) if set(chosen) != set(plan.recompute) else plan
 
     def _if_better(self, plan: Plan, rows: Sequence[int], seconds: float) -> Plan | None:
         """The plan with these samples for each rank if it is faster and fits, in as many parts or in more."""

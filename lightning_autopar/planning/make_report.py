@@ -66,7 +66,7 @@ def explained(
     if plan.recompute and (without := next((one for one in candidates if _without_recompute(plan, one.plan)), None)):
         reasons.append(f"without recomputation it {_against(without)}")
     if best.replayed:
-        lost = max(size.reserved - size.allocated - getattr(size, "context", 0) for size in best.bytes.values())
+        lost = max(size.reserved - size.allocated - size.context for size in best.bytes.values())
         reasons.append(f"a replay of its allocations: the allocator holds {format_bytes(lost)} more than its tensors take")
     busy = {device.id: share for device in devices if (share := busy_share(device))}
     faster = min(fitting, key=lambda one: one.step_seconds) if split_batch and by_speed else best

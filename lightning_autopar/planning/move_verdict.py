@@ -269,7 +269,7 @@ def must_leave(
 
 def _taken(candidate: Candidate, device_id: str, measured: Mapping[str, int]) -> int:
     size = candidate.bytes.get(device_id)
-    predicted = max(size.allocated, size.reserved) if size is not None else candidate.needs.get(device_id, 0)
+    predicted = size.reserved if size is not None else candidate.needs.get(device_id, 0)
     return max(predicted, measured.get(device_id, 0))
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
@@ -26,7 +26,7 @@ from lightning_autopar.planning.plan_bytes import host_bytes
 from lightning_autopar.planning.plan_seconds import predict_seconds
 from lightning_autopar.planning.refusals import cannot_run, host_refusal, memory_refusal
 from lightning_autopar.plans import Plan, order_of
-from lightning_autopar.report.report import Candidate, DeviceNeed
+from lightning_autopar.report.report import Candidate
 from lightning_autopar.text import format_seconds
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step_seconds import Seconds
@@ -40,7 +40,7 @@ WORTH_STAGES = 0.015
 #: (``benchmarks/results/published.json``).
 WORTH_A_LIBRARY = 0.15
 #: By how much a plan on devices that others keep busy must be faster than one on idler devices. How busy they are counts in tenths
-#: (``roofline.idle_share``), so that seconds on them are known to half of that.
+#: (``inventory.idle_share``), so that seconds on them are known to half of that.
 WORTH_DISTURBING = 0.05
 #: After a failed replay, at least so many times the loss that failed is assumed.
 _LEAST_LOST = 2 << 20
@@ -50,18 +50,15 @@ _MOST_QUESTIONS = 3
 _LINKS = ("communication", "offload")
 
 
-class Predict(Protocol):
-    """How many bytes a plan needs, by device id."""
-
-    def __call__(self, footprint: Footprint, plan: Plan, inventory: Inventory) -> Mapping[str, DeviceNeed]:
-        """The prediction."""
+#: How many bytes a plan needs, by device id.
+Predict = Callable[[Footprint, Plan, Inventory], Mapping[str, DeviceBytes]]
 
 
 class _Bytes(NamedTuple):
     """A plan's predicted bytes: as predicted, corrected by earlier runs with a sentence that says so, and with the margin."""
 
-    raw: Mapping[str, DeviceNeed]
-    sizes: Mapping[str, DeviceNeed]
+    raw: Mapping[str, DeviceBytes]
+    sizes: Mapping[str, DeviceBytes]
     learned: tuple[str, ...]
     needs: Mapping[str, int]
 
@@ -166,9 +163,7 @@ class Appraiser:
         of_kind = None if self.hopeful or sort in self._lost else self._lost_by_kind.get(kind_of(plan), 0)
         margin = 1 + self.footprint_of(plan).margin
 
-        def needed(size: DeviceNeed) -> int:
-            if not isinstance(size, DeviceBytes):
-                return math.ceil(max(size.allocated, size.reserved) * margin)
+        def needed(size: DeviceBytes) -> int:
             return math.ceil((size.reserved - size.rounding + (lost if of_kind is None else max(size.rounding, of_kind))) * margin)
 
         return _each(found.sizes, needed)
@@ -200,7 +195,8 @@ class Appraiser:
             footprint = self.footprint_of(plan)
             raw = self.predict(footprint, plan, self.inventory)
             sizes, learned = self.constraints.residuals.corrected(plan, raw)
-            self._known_bytes[plan] = _Bytes(raw, sizes, learned, self._with_margin(sizes, footprint.margin))
+            needs = _each(sizes, lambda size: math.ceil(size.reserved * (1 + footprint.margin)))
+            self._known_bytes[plan] = _Bytes(raw, sizes, learned, needs)
         return self._known_bytes[plan]
 
     def _seconds(self, plan: Plan) -> _Timed:
@@ -222,7 +218,7 @@ class Appraiser:
         return any(
             (size.parameters + size.optimizer + size.buffers + size.context + size.workspace) * margin > self.budget[device]
             for device, size in candidate.bytes.items()
-            if isinstance(size, DeviceBytes) and size.occasion == "step" and size.correction == 0
+            if size.occasion == "step" and size.correction == 0
         )
 
     def step_seconds(self, plan: Plan) -> float:
@@ -245,11 +241,6 @@ class Appraiser:
         if plan.world_size not in self._scaled:
             self._scaled[plan.world_size] = scaled(self.footprint, max(1, self.footprint.batch_size) * plan.world_size)
         return self._scaled[plan.world_size]
-
-    @staticmethod
-    def _with_margin(sizes: Mapping[str, DeviceNeed], margin: float) -> dict[str, int]:
-        """The bytes needed, with the margin."""
-        return _each(sizes, lambda size: math.ceil(max(size.allocated, size.reserved) * (1 + margin)))
 
     def lack(self, needs: Mapping[str, int]) -> int:
         """Bytes missing on the device that lacks most; 0 or negative where there are enough."""
@@ -345,13 +336,13 @@ class Appraiser:
         return replayed.fits and not self.waits(replayed)
 
 
-def _each(sizes: Mapping[str, DeviceNeed], needed: Callable[[DeviceNeed], int]) -> dict[str, int]:
+def _each(sizes: Mapping[str, DeviceBytes], needed: Callable[[DeviceBytes], int]) -> dict[str, int]:
     """The bytes needed of each device, by id; equal ranks share an object, which is computed once."""
     known = {key: needed(size) for key, size in _distinct(sizes).items()}
     return dict(zip(sizes, map(known.__getitem__, map(id, sizes.values())), strict=True))
 
 
-def _distinct(sizes: Mapping[str, DeviceNeed]) -> dict[int, DeviceNeed]:
+def _distinct(sizes: Mapping[str, DeviceBytes]) -> dict[int, DeviceBytes]:
     """The sizes by their identity; equal ranks share an object."""
     return dict(zip(map(id, sizes.values()), sizes.values(), strict=True))
 

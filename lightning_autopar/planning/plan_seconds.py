@@ -13,8 +13,8 @@ from lightning_autopar.devices.inventory import Device, Inventory, idle_share
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
 from lightning_autopar.timing.data_sheet import DATA_SHEET
+from lightning_autopar.timing.rank_compute import layout_of, part_load
 from lightning_autopar.timing.rates import Phase, Rates, slowed
-from lightning_autopar.timing.roofline import layout_of, part_load
 from lightning_autopar.timing.step_seconds import Seconds
 
 

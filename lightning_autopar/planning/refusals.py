@@ -59,20 +59,10 @@ def missing_packages(inventory: Inventory) -> dict[str, str]:
     if all(device.kind == "catalogue" for device in inventory.devices):
         return {}
     return {
-        engine: _missing_words(*entry.package)
+        engine: f"the package {entry.package[0]} is not installed; install lightning-autopar[{entry.package[1]}]"
         for engine, entry in all_engines().items()
         if entry.package is not None and find_spec(entry.package[0]) is None
     }
-
-
-def lacks_package_alone(engine: Engine, constraints: Constraints) -> bool:
-    """Whether an engine is excluded only because its package is missing."""
-    package = entry_of(engine).package
-    return package is not None and constraints.excluded.get(engine) == _missing_words(*package)
-
-
-def _missing_words(package: str, extra: str) -> str:
-    return f"the package {package} is not installed; install lightning-autopar[{extra}]"
 
 
 def multi_refusal(question: Question, engine: engines.Engine | None = None) -> str | None:

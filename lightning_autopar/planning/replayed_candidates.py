@@ -163,7 +163,7 @@ class Finalists:
         """
         candidate = self._predicted.setdefault(candidate.plan, candidate)
         margin = 1 + self.footprint.margin
-        sizes = {device: size for device, size in candidate.bytes.items() if isinstance(size, DeviceBytes)}
+        sizes = candidate.bytes
         around = {device: size.context + max(0, size.correction) for device, size in sizes.items()}
         played: dict[str, Replayed] = {}
         held: dict[str, int] = {}
@@ -191,11 +191,7 @@ class Finalists:
             else:
                 self._scattering.add(kind)
         self.lost[candidate.plan] = held[tight] - tensors, free - tensors
-        raw = {
-            device: _played(size, played[device]) if device in played else size
-            for device, size in candidate.raw.items()
-            if isinstance(size, DeviceBytes)
-        }
+        raw = {device: _played(size, played[device]) if device in played else size for device, size in candidate.raw.items()}
         checked, _ = self.constraints.residuals.corrected(candidate.plan, raw)
         needs: dict[str, int] = {}
         for device in sizes:
@@ -256,11 +252,7 @@ class Finalists:
     def room(self, candidate: Candidate) -> float:
         """The bytes that the allocator may lose on the device with least to spare, as a share of what is there for the step's tensors."""
         margin = 1 + self.footprint.margin
-        return min(
-            1 - (size.reserved - size.rounding) * margin / max(1, self.budget[device])
-            for device, size in candidate.bytes.items()
-            if isinstance(size, DeviceBytes)
-        )
+        return min(1 - (size.reserved - size.rounding) * margin / max(1, self.budget[device]) for device, size in candidate.bytes.items())
 
     def replayed(self, candidate: Candidate, rank: int, limit: int | None, *, beyond: bool = False) -> Replayed:
         """The replay of one of its ranks, limited to what the allocator may hold. One that fails may find what it holds without, too."""
@@ -276,8 +268,7 @@ class Finalists:
         if played.fits or limit is None:
             return played
         # The replay stopped at the first tensor without room; at the peak more is missing.
-        size = candidate.bytes[plan.devices[rank]]
-        more = size.allocated - limit if isinstance(size, DeviceBytes) else 0
+        more = candidate.bytes[plan.devices[rank]].allocated - limit
         return replace(played, missing_bytes=max(played.missing_bytes, more))
 
     def _play(self, candidate: Candidate, rank: int, limit: int | None, key: tuple[object, ...], beyond: bool) -> Replayed:

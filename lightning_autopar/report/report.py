@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_autopar.devices.inventory import Inventory
-from lightning_autopar.memory.device_bytes import HostNeed
+from lightning_autopar.memory.device_bytes import DeviceBytes, HostNeed
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.plans import Plan
@@ -29,21 +29,6 @@ if TYPE_CHECKING:
 
 #: Where the text isn't for a terminal, whose width it takes.
 _WIDTH, _LEAST_WIDTH = 110, 60
-
-
-class DeviceNeed(Protocol):
-    """Predicted bytes on one device, as :class:`lightning_autopar.planning.plan_bytes.DeviceBytes` has them."""
-
-    @property
-    def allocated(self) -> int:
-        """Bytes in tensors at the peak."""
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that the process takes of the device at the peak."""
-
-    def to_dict(self) -> dict[str, int]:
-        """Bytes by category."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +54,8 @@ class Candidate:
     plan: Plan
     fits: bool
     reason: str | None = None
-    bytes: Mapping[str, DeviceNeed] = field(default_factory=dict)
-    raw: Mapping[str, DeviceNeed] = field(default_factory=dict)
+    bytes: Mapping[str, DeviceBytes] = field(default_factory=dict)
+    raw: Mapping[str, DeviceBytes] = field(default_factory=dict)
     needs: Mapping[str, int] = field(default_factory=dict)
     host: HostNeed | None = None
     seconds: Seconds | None = None
@@ -110,9 +95,7 @@ class Candidate:
             "fits": self.fits,
             "reason": self.reason,
             "runnable": self.runnable,
-            "bytes": {
-                device: {**need.to_dict(), "allocated": need.allocated, "reserved": need.reserved} for device, need in self.bytes.items()
-            },
+            "bytes": {device: need.to_dict() for device, need in self.bytes.items()},
             "needs_bytes": dict(self.needs),
             "host_bytes": None if self.host is None else self.host.to_dict(),
             "seconds": self.seconds.to_dict() if self.seconds else {},
@@ -127,8 +110,8 @@ class Advice:
 
     Args:
         kind: what is to be changed. ``"memory"``: free bytes of devices or hosts; ``"batch_size"``; ``"setting"``: an argument of the
-            strategy or the Trainer; ``"others"``: what other processes hold; ``"package"``: one that isn't installed; ``"module"``: the
-            user's own code, its optimizer or its validation loader; ``"devices"``: how many there are.
+            strategy or the Trainer; ``"others"``: what other processes hold; ``"module"``: the user's own code, its optimizer or its
+            validation loader; ``"devices"``: how many there are.
         text: the sentence.
         change: the same for a program: ``{"batch_size": 12}``, ``{"more_free_bytes": {"cpu:1": 4096}}``, ``{"allow": ["single", "ddp"]}``.
         plan: the plan that would be taken; None where none is certain.
@@ -137,7 +120,7 @@ class Advice:
         gained_bytes: by how many bytes the fullest device is emptier then, below 0 where it is fuller; None where nothing fits now.
     """
 
-    kind: Literal["memory", "batch_size", "setting", "others", "package", "module", "devices"]
+    kind: Literal["memory", "batch_size", "setting", "others", "module", "devices"]
     text: str
     change: Mapping[str, Any] = field(default_factory=dict)
     plan: Plan | None = None

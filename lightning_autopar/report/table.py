@@ -241,10 +241,9 @@ def _fullest_device(report: Report, candidate: Candidate) -> str | None:
 def occasion_words(report: Report, candidate: Candidate) -> str:
     """When the fullest device is that full, where that isn't in forward or backward: ``"in validation"``; else nothing."""
     size = candidate.bytes.get(_fullest_device(report, candidate) or "")
-    occasion = getattr(size, "occasion", "step")
-    if occasion == "step" and getattr(size, "updates", False):
+    if size is not None and size.occasion == "step" and size.updates:
         return "in the optimizer's step"
-    return _OCCASIONS.get(occasion, "")
+    return "" if size is None else _OCCASIONS.get(size.occasion, "")
 
 
 def fullest_words(report: Report, candidate: Candidate) -> tuple[str, str]:

@@ -40,8 +40,7 @@ from lightning_autopar.strategies.base.out_of_memory.gpu_limit import gpu_limit_
 from lightning_autopar.strategies.base.out_of_memory.running_step import explain
 from lightning_autopar.strategies.base.run_plan import RunPlan
 from lightning_autopar.strategies.base.trainer_loaders import put_together
-from lightning_autopar.strategies.base.users_traceback import users_part
-from lightning_autopar.strategies.base.worker_exception import WHERE
+from lightning_autopar.strategies.base.worker_exception import WHERE, users_part
 from lightning_autopar.strategies.elastic.restart.restartable_run import RestartableRun, leaving
 from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
 from lightning_autopar.strategies.elastic.start_elastic_fit import ElasticRun, snapshot_settings

@@ -4,7 +4,6 @@ Modules, in reading order:
 
     rates            the contract of whoever knows how fast devices are; rates of devices that are slowed
     data_sheet       rates from the catalogue; seconds of one GPU kernel
-    roofline         seconds of each part of a step on one device
     collectives      seconds of collectives by size and topology
     measured_curves  measured seconds by size, and their file
     measured_rates   rates from measurements, from the data sheet where there are none

@@ -19,7 +19,7 @@ from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Engine, loaded
 from lightning_autopar.timing.collectives import collective_seconds, known_model, topology
-from lightning_autopar.timing.rates import Collective, Phase, Rates
+from lightning_autopar.timing.rates import Collective, Phase, Python, Rates
 
 #: From one kernel's end to the end of an empty one after it, both issued ahead: the least seconds of a kernel.
 KERNEL_SECONDS = 2.0e-6
@@ -280,12 +280,11 @@ _GPU_OVERLAP = 1 - 0.189
 _CPU_OVERLAP = 0.0  # gloo's copies run on the cores that compute
 _LOOP_SECONDS = 1e-3  # the trainer's loop, callbacks and loggers
 _RANK_SECONDS = 0.5e-3  # hooks, sampler and the wait for the slowest, in every rank of a plan with several
-#: Replaying the step up to its stage, meeting the neighbour: measured as calibration does on CPU devices, two cores, AMD EPYC. Assumed of
-#: a GPU's host, which runs the same Python; what it launches for NCCL instead of gloo is unmeasured.
-_ACTION_SECONDS = 0.9e-3
 _ADAM_BYTES = 28  # of an element: parameter and two moments both ways, and the gradient
-_CALL_SECONDS = 0.5e-6  # of the trainer's loop, by how many it makes: measured as calibration does, AMD EPYC
-_UNIT_SECONDS = 0.2e-3  # two hooks forward, two backward, and the collectives that they issue
+#: Measured as calibration does on CPU devices, two cores, AMD EPYC. Assumed of a GPU's host, which runs the same Python; what it launches
+#: for NCCL instead of gloo is unmeasured. A call of the trainer's loop, by how many it makes; a unit's two hooks forward, two backward, and
+#: the collectives that they issue; of a pipeline's action, replaying the step up to its stage, and meeting the neighbour.
+_PYTHON_SECONDS: Mapping[Python, float] = {"call": 0.5e-6, "unit": 0.2e-3, "action": 0.9e-3}
 #: GPUs of one model differ by their power and heat: products take 8 % longer on the slow than on the fast ones of a cluster, in the mean
 #: over five clusters ("Not All GPUs Are Created Equal", https://arxiv.org/abs/2208.11035). That is assumed to be the range between the
 #: whiskers of a box plot, without outliers, which for a normal distribution is 5.4 standard deviations.
@@ -337,21 +336,13 @@ class DataSheet(Rates):
         """The trainer's loop and hooks, and what several ranks add."""
         return _LOOP_SECONDS + (_RANK_SECONDS if loaded(engine).several else 0.0)
 
-    def unit_seconds(self, device: Device) -> float:
-        """What the hooks of one unit of FSDP cost the host in one step."""
-        return _UNIT_SECONDS
-
     def slowest_of(self, device: Device, count: int) -> float:
         """How much longer the slowest of so many GPUs of one model takes than the one in the middle."""
         return 1.0 if device.kind == "cpu" else 1.0 + _DEVICE_SPREAD * _expected_largest(count)
 
-    def call_seconds(self, device: Device) -> float:
-        """A call in a framework's Python."""
-        return _CALL_SECONDS
-
-    def action_seconds(self, device: Device) -> float:
+    def python_seconds(self, device: Device, of: Python) -> float:
         """What a CPU device's host takes, assumed of a GPU's as well."""
-        return _ACTION_SECONDS
+        return _PYTHON_SECONDS[of]
 
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
         """One collective between ranks on these devices."""

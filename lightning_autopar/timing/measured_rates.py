@@ -18,7 +18,7 @@ from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Engine, loaded
 from lightning_autopar.timing.collectives import topology
 from lightning_autopar.timing.measured_curves import Calibration, Curve
-from lightning_autopar.timing.rates import Collective, Phase, Rates
+from lightning_autopar.timing.rates import Collective, Phase, Python, Rates
 
 #: The subject of curves that belong to no device.
 HOST = "host"
@@ -165,20 +165,10 @@ class MeasuredRates(Rates):
         # The data sheet says what an engine adds to the trainer's own loop.
         return single.seconds[0] * self._crowded(device, "matmul", 0) + otherwise - self.otherwise.loop_seconds(device, "single")
 
-    def action_seconds(self, device: Device) -> float:
-        """Seconds of a pipeline rank in a micro-batch's forward or backward, beside its operations."""
-        curve = self._curve(device_key(device), "action")
-        return self.otherwise.action_seconds(device) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
-
-    def call_seconds(self, device: Device) -> float:
-        """Seconds of one Python call of a framework, as the trainer's loop makes it."""
-        curve = self._of_host(device, "call")
-        return self.otherwise.call_seconds(device) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
-
-    def unit_seconds(self, device: Device) -> float:
-        """The host's seconds for one FSDP unit in a step."""
-        curve = self._curve(device_key(device), "unit")
-        return self.otherwise.unit_seconds(device) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
+    def python_seconds(self, device: Device, of: Python) -> float:
+        """Host seconds of a framework's own Python, such as one call as the trainer's loop makes it."""
+        curve = self._of_host(device, of)
+        return self.otherwise.python_seconds(device, of) if curve is None else curve.seconds[0] * self._crowded(device, "matmul", 0)
 
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
         """Seconds of one collective between ranks on these devices, by the measurement with as many ranks."""

@@ -14,9 +14,8 @@ from itertools import pairwise
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.allocator.tape_player import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from lightning_autopar.memory.work.work import Work
-from lightning_autopar.timing.rank_compute import LaneSpan, RankWork
+from lightning_autopar.timing.rank_compute import LaneSpan, Layout, RankWork
 from lightning_autopar.timing.rates import Collective, Rates
-from lightning_autopar.timing.roofline import Layout
 
 
 @dataclass(frozen=True)

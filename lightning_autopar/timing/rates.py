@@ -15,6 +15,7 @@ from lightning_autopar.plans import Engine
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send")
 Phase = Literal["forward", "backward", "optimizer"]
+Python = Literal["call", "unit", "action"]
 
 
 class _Token:
@@ -59,18 +60,17 @@ class Rates(Protocol):
     def loop_seconds(self, device: Device, engine: Engine) -> float:
         """Host seconds of a rank's step besides operations and collectives: of the trainer's loop and hooks, and of the engine."""
 
-    def unit_seconds(self, device: Device) -> float:
-        """What the hooks of one unit of FSDP cost the host in one step."""
-
     def slowest_of(self, device: Device, count: int) -> float:
         """How much longer the slowest of so many devices takes than these rates say of one, if they don't know each device."""
         return 1.0
 
-    def call_seconds(self, device: Device) -> float:
-        """Host seconds of a call in a framework's own Python, builtins included: engines give the number of their calls."""
+    def python_seconds(self, device: Device, of: Python) -> float:
+        """Host seconds of a framework's own Python.
 
-    def action_seconds(self, device: Device) -> float:
-        """What a micro-batch's forward or backward costs a rank of a pipeline beside its operations and the sending."""
+        Args:
+            of: ``"call"`` for a call, builtins included, of which engines give the number; ``"unit"`` for the hooks of a unit of FSDP in
+                one step; ``"action"`` for a micro-batch's forward or backward in a pipeline's rank, beside its operations and the sending.
+        """
 
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
         """One collective between ranks on these devices, its latency included.
@@ -128,17 +128,11 @@ class _Slowed(Rates):
     def loop_seconds(self, device: Device, engine: Engine) -> float:
         return _of_host(device) * self._rates.loop_seconds(device, engine)
 
-    def unit_seconds(self, device: Device) -> float:
-        return _of_host(device) * self._rates.unit_seconds(device)
-
     def slowest_of(self, device: Device, count: int) -> float:
         return self._rates.slowest_of(device, count)
 
-    def call_seconds(self, device: Device) -> float:
-        return _of_host(device) * self._rates.call_seconds(device)
-
-    def action_seconds(self, device: Device) -> float:
-        return _of_host(device) * self._rates.action_seconds(device)
+    def python_seconds(self, device: Device, of: Python) -> float:
+        return _of_host(device) * self._rates.python_seconds(device, of)
 
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
         """One collective, as fast as the slowest of the ranks' hosts."""

@@ -15,9 +15,8 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
 from lightning_autopar.timing.collectives import topology
 from lightning_autopar.timing.overlap import LaneSeconds, Links, play_replicas
-from lightning_autopar.timing.rank_compute import LaneSpan, RankWork, batch_parts, work_of
+from lightning_autopar.timing.rank_compute import LaneSpan, RankWork, batch_parts, computing_dtype, layout_of, update_load, work_of
 from lightning_autopar.timing.rates import Rates
-from lightning_autopar.timing.roofline import computing_dtype, layout_of, update_load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +121,7 @@ class Step:
 
     def beside(self, run: RankWork) -> float:
         """Seconds of the host for the engine's Python in a step, besides its units' hooks."""
-        return self.calls() * self.rates.call_seconds(run.device)
+        return self.calls() * self.rates.python_seconds(run.device, "call")
 
     @property
     def shards(self) -> int:

@@ -20,8 +20,7 @@ from lightning_autopar.callbacks.elastic_replan import ElasticReplan
 from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.planning.move_verdict import fits, must_leave
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest
-from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.preparation.decision import Decision, MoveRequest
 from tests.fakes.runs import FakeRun
 from tests.fakes.traced import traced
 from tests.fakes.values import GIB, MIB, cpu, gpu, inventory

@@ -26,9 +26,8 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.state import snapshot
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
-from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.preparation.decision import Decision, MoveRequest
 from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 from lightning_autopar.strategies.processes import between_batches
 from lightning_autopar.strategies.processes.agent_protocol import SnapshotRendezvous

@@ -28,7 +28,7 @@ from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.callbacks.checkpoint_migrate import CheckpointMigrate
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest
+from lightning_autopar.strategies.preparation.decision import MoveRequest
 from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 
 #: Moves that say nothing yet: the first ones import and open what all others use.

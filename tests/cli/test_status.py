@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from lightning_autopar.cli import device_users as users
-from lightning_autopar.cli import main, status
+from lightning_autopar.cli import main
+from lightning_autopar.cli import runs as status
 from lightning_autopar.devices import nvml
 from lightning_autopar.devices.inventory import Device, DeviceProcess
 from lightning_autopar.sharing.runs import requests as run_requests

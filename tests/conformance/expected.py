@@ -101,6 +101,8 @@ ELSEWHERE = {
     "schedule-plateau": "tests/strategies/zero/test_zero.py, tests/strategies/processes/handover/test_back_to_script.py",
     "early-stopping": "tests/strategies/zero/test_zero.py, tests/strategies/test_launcher.py",
     "checkpoint": "tests/state/test_checkpoint.py",
+    "resume": "tests/state/test_checkpoint.py, tests/state/test_snapshot.py",
+    "mid-epoch-validation": "tests/strategies/pipeline/test_evaluation.py, tests/strategies/zero/test_zero.py",
     "weight-averaging": "tests/strategies/fsdp/test_module_copies.py",
     "workers": "tests/exact/data/test_loader_in_lightning.py, tests/exact/data/test_worker_random.py",
     "after-fit": "tests/strategies/processes/handover/test_back_to_script.py, tests/strategies/test_launcher.py",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.plans import Engine
-from lightning_autopar.timing.rates import Collective, Phase, Rates
+from lightning_autopar.timing.rates import Collective, Phase, Python, Rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,8 @@ class PlainRates(Rates):
     def loop_seconds(self, device: Device, engine: Engine) -> float:
         return self.loop
 
-    def unit_seconds(self, device: Device) -> float:
-        return self.unit
-
-    def call_seconds(self, device: Device) -> float:
-        return self.call
-
-    def action_seconds(self, device: Device) -> float:
-        return self.action
+    def python_seconds(self, device: Device, of: Python) -> float:
+        return {"call": self.call, "unit": self.unit, "action": self.action}[of]
 
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
         return self.latency + size_bytes / self.wire_bytes_per_second

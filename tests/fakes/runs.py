@@ -13,8 +13,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest
-from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.preparation.decision import Decision, MoveRequest
 from tests.fakes.rates import PlainRates
 from tests.fakes.values import inventory as make_inventory
 

@@ -10,10 +10,9 @@ from lightning_autopar.memory.batch_scaling import drawn_by_rank, scaled
 from lightning_autopar.memory.footprint import Footprint, Moment
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.planning import advice as subject
-from lightning_autopar.planning import refusals
 from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.what_if import more_devices, validated, with_host
-from lightning_autopar.plans import ENGINES, Plan
+from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Advice, NothingFits, Report
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu, inventory
 
@@ -302,19 +301,6 @@ def test_there_is_no_advice_where_nothing_would_help_much() -> None:
     assert made(HEAVY, inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB))).advice == ()
     assert made(HEAVY, inventory(cpu(0, 8 * GIB)), allow=("single",)).advice == ()
     assert made(HEAVY, inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB)), allow=("single",), objective="memory").advice == ()
-
-
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, package in (("ddp", ("no_such_package", "ddp")), ("fsdp", ("nor_this_one", "fsdp"))):
-        monkeypatch.setitem(ENGINES, name, replace(ENGINES[name], package=package))  # type: ignore[arg-type]
-    two = inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB))
-    missing = refusals.missing_packages(two)
-    assert missing["ddp"] == "the package no_such_package is not installed; install lightning-autopar[ddp]"
-    assert not refusals.missing_packages(parse_spec("2xH100-80GB"))
-    (found,) = of_kind(made(HEAVY, two, excluded={**missing, "fsdp": "the module can't be sharded"}).advice, "package")
-    assert found.kind == "package"
-    assert found.change == {"install": "no_such_package"}
-    assert found.text.startswith("pip install 'lightning-autopar[ddp]': ddp ×2 would be ")
 
 
 def on_a_card(step: Footprint, spec: str = "RTX4090@16GiB", **constraints: Any) -> tuple[Advice, ...]:

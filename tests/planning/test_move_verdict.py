@@ -12,8 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.changes import device_events, usable
-from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.inventory import Inventory, device_events, usable
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.move_verdict import (

@@ -20,9 +20,8 @@ from lightning_autopar.strategies.fsdp.timing import ACCUMULATED_BYTES_PER_SECON
 from lightning_autopar.strategies.zero.engine import Zero
 from lightning_autopar.strategies.zero.settings import ZeroSettings
 from lightning_autopar.timing.data_sheet import DATA_SHEET
-from lightning_autopar.timing.rank_compute import RECOMPUTED
+from lightning_autopar.timing.rank_compute import RECOMPUTED, computing_dtype
 from lightning_autopar.timing.rates import slowed
-from lightning_autopar.timing.roofline import computing_dtype
 from lightning_autopar.timing.step_seconds import Seconds
 from tests.fakes.rates import PlainRates
 from tests.fakes.traced import BLOCKS, GPUS, HERE, traced

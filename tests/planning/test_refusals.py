@@ -163,8 +163,6 @@ def test_zero_needs_its_package_on_devices_that_are_here(monkeypatch: pytest.Mon
     assert missing == {"zero": sentence}
     assert asked("zero", footprint(), here, Constraints(excluded=missing)) == sentence
     assert refusals.missing_packages(parse_spec("2xH100-80GB")) == {}
-    assert refusals.lacks_package_alone("zero", Constraints(excluded=missing))
-    assert not refusals.lacks_package_alone("zero", Constraints(excluded={"zero": "a callback looks at gradients"}))
 
 
 def test_stage_3_may_be_ruled_out_alone() -> None:

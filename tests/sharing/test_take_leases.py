@@ -16,7 +16,7 @@ from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, NothingFi
 from lightning_autopar.sharing import ledger as promised
 from lightning_autopar.sharing.lease_files import LeaseFile
 from lightning_autopar.sharing.ledger import Ledger
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest
+from lightning_autopar.strategies.preparation.decision import MoveRequest
 from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 from tests.strategies.modules import QUIET, TWO, Regression, fit, loader, on_rank
 

@@ -21,7 +21,7 @@ from lightning_autopar import AutoParallelStrategy, CheckpointMigrate, Plan
 from lightning_autopar.state.snapshot_folder import is_snapshot
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.process_group import RENDEZVOUS_FILE
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest
+from lightning_autopar.strategies.preparation.decision import MoveRequest
 from tests.strategies.base.out_of_memory.test_rerun import Short, allocate
 from tests.strategies.fitted import QUIET, numbers, plan
 

@@ -21,7 +21,7 @@ from lightning_autopar.plans import Engine
 from lightning_autopar.timing.data_sheet import DataSheet
 from lightning_autopar.timing.measured_curves import Calibration, Curve
 from lightning_autopar.timing.measured_rates import HOST, MeasuredRates, device_key, group_key
-from lightning_autopar.timing.rates import Collective, Phase, Rates
+from lightning_autopar.timing.rates import Collective, Phase, Python, Rates
 from tests.fakes.values import gpu, inventory
 
 GIB = 2**30
@@ -39,14 +39,8 @@ class Fake(Rates):
     def loop_seconds(self, device: Device, engine: Engine) -> float:
         return 1002.0
 
-    def unit_seconds(self, device: Device) -> float:
-        return 1003.0
-
-    def call_seconds(self, device: Device) -> float:
-        return 1007.0
-
-    def action_seconds(self, device: Device) -> float:
-        return 1004.0
+    def python_seconds(self, device: Device, of: Python) -> float:
+        return {"unit": 1003.0, "action": 1004.0, "call": 1007.0}[of]
 
     def collective_seconds(self, collective: Collective, size_bytes: int, devices: Sequence[Device], inventory: Inventory) -> float:
         return 100.0 * (len(devices) - 1)
@@ -165,12 +159,12 @@ def test_what_was_not_measured_is_asked_of_the_data_sheet() -> None:
     assert empty.work_seconds(CPU, work("pointwise", "add", moved=8)) == 1000.0
     assert empty.issue_seconds(CPU, "backward") == 1001.0
     assert empty.loop_seconds(CPU, "ddp") == 1002.0
-    assert empty.unit_seconds(CPU) == 1003.0
-    assert empty.action_seconds(CPU) == 1004.0
+    assert empty.python_seconds(CPU, "unit") == 1003.0
+    assert empty.python_seconds(CPU, "action") == 1004.0
     assert empty.collective_seconds("all_reduce", 8, inventory.devices, inventory) == 100.0
     assert empty.host_copy_seconds(CPU, 8) == 1005.0
     assert empty.host_adam_seconds(8, CPU) == 1006.0
-    assert empty.call_seconds(CPU) == 1007.0
+    assert empty.python_seconds(CPU, "call") == 1007.0
     assert empty.overlap(CPU) == 0.25
 
 
@@ -269,8 +263,8 @@ def test_ranks_slow_each_other_down(ranks: int, memory: float, compute: float) -
     assert known.work_seconds(CPU, work("pointwise", "add", moved=100)) == pytest.approx(memory)
     assert known.issue_seconds(CPU) == pytest.approx(compute)
     assert known.loop_seconds(CPU, "ddp") == pytest.approx(3 * compute)
-    assert known.unit_seconds(CPU) == pytest.approx(5 * compute)
-    assert known.action_seconds(CPU) == pytest.approx(7 * compute)
+    assert known.python_seconds(CPU, "unit") == pytest.approx(5 * compute)
+    assert known.python_seconds(CPU, "action") == pytest.approx(7 * compute)
 
 
 def test_products_that_wait_for_memory_are_crowded_like_additions() -> None:
@@ -399,7 +393,7 @@ def test_the_loop_is_the_hosts_and_what_an_engine_adds_the_data_sheets() -> None
     known, (device,) = MeasuredRates(found, Sheet()), gpus(1).devices
     assert known.loop_seconds(device, "single") == 3.0
     assert known.loop_seconds(device, "fsdp") == 3.25
-    assert known.call_seconds(device) == 5.0
+    assert known.python_seconds(device, "call") == 5.0
 
 
 def test_the_host() -> None:

@@ -10,7 +10,7 @@ from lightning_autopar.devices.inventory import Device, idle_share
 from lightning_autopar.memory.batch_scaling import drawn_by_rank
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.timing.data_sheet import DataSheet
-from lightning_autopar.timing.roofline import DRAW, computing_dtype, layout_of, part_load, update_load
+from lightning_autopar.timing.rank_compute import DRAW, computing_dtype, layout_of, part_load, update_load
 from tests.fakes.rates import PlainRates
 from tests.fakes.traced import traced
 from tests.fakes.values import GIB, MIB, cpu, footprint, gpu

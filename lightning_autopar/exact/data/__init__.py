@@ -7,12 +7,10 @@ Modules, in reading order:
     batch_order      the order of the batches
     rank_share       a rank's rows of a batch, and who gets which
     counted_entries  what a loss may be a mean over, other than samples: entries that a batch counts
-    pass_record      the record of a pass, for checkpoints
-    worker_random    random states of loader workers
-    collate          what a rank's loader collates: its own samples, or the whole batch
+    pass_record      the record of a pass, for checkpoints; the random states of workers
+    collate          what a rank's loader collates: its own samples, or the whole batch; tried on some
     batch_structure  the rows of a collated batch
     fingerprint      a number that tells batches apart, equal in every process
-    collate_trial    whether ranks may collate their own samples, found out on some batches
     longest_batch    the longest batch of a loader, as samples picked at random show it
     unlike_samples   samples with a mask, a gap or a label that the first batch has not
 """

@@ -21,9 +21,16 @@ from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.batch_order import Order, draws_at_start_only, draws_nothing, index_sampler
 from lightning_autopar.exact.data.collate import CollateAll, CollateParts, CollateRows, CollateSamples
 from lightning_autopar.exact.data.loader_pass import LoaderPass, alone
-from lightning_autopar.exact.data.pass_record import STATE_VERSION, EpochProgress, PassRecord, SharedRandomState
+from lightning_autopar.exact.data.pass_record import (
+    STATE_VERSION,
+    CollateAndTell,
+    EpochProgress,
+    GoOn,
+    PassRecord,
+    SharedRandomState,
+    states_of,
+)
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing
-from lightning_autopar.exact.data.worker_random import CollateAndTell, GoOn, states_of
 
 __all__ = ["BatchShare", "ExactLoader", "is_loader_state", "orders_alike", "unwrapped"]
 

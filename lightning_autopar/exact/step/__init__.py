@@ -10,7 +10,6 @@ Modules, in reading order:
     initial_weights    initial weights drawn on the device, as plain Lightning draws them
     attribute_rules    how what a step keeps on its module grows with the samples
     kept_attributes    what steps keep on their module, held to what one device would keep
-    whole_output       a batch's output, made of its parts'
     step_rollback      what a step changes, put back where it fails half-way
     users_backward     backward passes that the user's code begins itself
     gradient_scaler    the scale of half precision's gradients in a part of a batch

@@ -12,15 +12,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.learned.cache_files import from_json
 from lightning_autopar.memory.learned.step_times import StepTimes, TimeFactors
 from lightning_autopar.plans import Plan
 from lightning_autopar.text import format_change
-
-_Need = TypeVar("_Need")
 
 #: The limits of a correction, as multiples of the prediction, by the same plan's figures and by another's: beyond them it was another job.
 LEAST, MOST, MOST_BY_OTHERS = 0.5, 16.0, 4.0
@@ -179,19 +177,19 @@ class Corrections:
         """The factors for the predicted seconds of any plan on these devices, from measured runs."""
         return self.times.factors(set(self.devices.values()))
 
-    def corrected(self, plan: Plan, sizes: Mapping[str, _Need]) -> tuple[Mapping[str, _Need], tuple[str, ...]]:
+    def corrected(self, plan: Plan, sizes: Mapping[str, DeviceBytes]) -> tuple[Mapping[str, DeviceBytes], tuple[str, ...]]:
         """A prediction corrected by measured runs, with a sentence that says so. If this plan was measured in this step, the result is
         never less than that measurement. If another plan of the module took more than predicted, half of the excess is added, as a
         share of activations and temporaries. If it took less, nothing is subtracted.
 
         Args:
-            sizes: the prediction by device id; what isn't :class:`DeviceBytes` of a step's peak stays as it is.
+            sizes: the prediction by device id; what isn't of a step's peak stays as it is.
         """
         if not self.records:
             return sizes, ()
         held = [sizes[device] for device in plan.devices]
         names = [self.devices.get(device, "") for device in plan.devices]
-        ranks = [each for each in held if isinstance(each, DeviceBytes) and each.occasion == "step" and each.allocated]
+        ranks = [each for each in held if each.occasion == "step" and each.allocated]
         if len(ranks) < len(held):
             return sizes, ()
         shape, predicted = plan_shape(plan), [each.allocated for each in ranks]
@@ -209,8 +207,7 @@ class Corrections:
             several = [rank for record in near if (len(record.ranks) > 1) == (len(ranks) > 1) for rank in record.ranks]
             found = [_cautiously(each, missed, several) for each in ranks]
             because = f"as {'it' if alike else told.title} {told.how}" + (" at another batch" if alike else "")
-        corrected: Any = zip(plan.devices, found, strict=True)
-        return {**sizes, **dict(corrected)}, _notes(ranks, found, because)
+        return {**sizes, **dict(zip(plan.devices, found, strict=True))}, _notes(ranks, found, because)
 
 
 def plan_shape(plan: Plan) -> str:

@@ -97,10 +97,8 @@ _MOST_BATCHES = 8
 _COUNTS_ON_HOST = tuple(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
-    if hasattr(torch.optim, name)
 )
 _NUMBERS = ("step", "mu_product")
-#: Begins what the footprint says where the validation step failed.
 _RESIDENT: tuple[Kind, ...] = ("parameters", "buffers", "optimizer", "input")
 
 

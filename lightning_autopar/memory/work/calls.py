@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.work.batch_sized import Input
-from lightning_autopar.memory.work.kinds import dtype_name
-from lightning_autopar.memory.work.operations import Operation
+from lightning_autopar.memory.work.operations import Operation, dtype_name
 from lightning_autopar.memory.work.work import Work
 
 #: From which tensors of a call depend on the batch to which entry of the shape grows with it.

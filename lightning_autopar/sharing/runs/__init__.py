@@ -6,6 +6,5 @@ Modules, in reading order:
     status      a run's status and requests, as files
     requests    other runs listed, asked, cancelled
     own_status  what this run shows of itself
-    leftovers   what killed runs have left
     progress    how far a run has come, in shared memory
 """

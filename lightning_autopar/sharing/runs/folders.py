@@ -3,6 +3,9 @@
 A run's folder has a lock that only its user can open, and that the kernel releases however the process dies. In such a place anybody can
 make a folder of any name, so the file system decides whose it is, and another user's files are read with distrust. Needs the standard
 library alone; doesn't know what the files say.
+
+Also what killed runs have left in memory and among temporary files: the folders of their processes, and the snapshots that their next start
+would go on from. Each of these has such a lock, too, which is released with the last process of its run.
 """
 
 from __future__ import annotations
@@ -16,16 +19,17 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning_autopar.sharing.live_files import let_go, own
 
 #: A folder for all runs' folders, where the host has no ``/dev/shm`` that its processes share.
 RUNS_VARIABLE = "AUTOPAR_RUNS"
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 _LOCK = "lock"
 #: Larger files aren't ours.
 _MOST_BYTES = 64 * 1024
@@ -52,7 +56,7 @@ def run_homes() -> list[Path]:
     """The places for runs' folders, the best first."""
     if named := os.environ.get(RUNS_VARIABLE, "").strip():
         return [Path(named).expanduser()]
-    homes = [_SHARED_MEMORY, Path("/tmp")]
+    homes = [SHARED_MEMORY, Path("/tmp")]
     with suppress(OSError):  # no temporary folder at all
         homes.insert(1, Path(tempfile.gettempdir()))
     return list(dict.fromkeys(homes))
@@ -219,3 +223,71 @@ def take_away(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+Kind = Literal["files", "snapshots"]
+
+#: The lock within a folder, by what lies there; and how the folders' names begin.
+LOCKS: dict[Kind, str] = {"files": "in-use", "snapshots": "lock"}
+RUN_PREFIX, SNAPSHOTS_PREFIX = "autopar-", "autopar-snapshots-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """A folder of a run that is dead.
+
+    Args:
+        since: when it was last changed, in seconds since the epoch.
+    """
+
+    path: Path
+    kind: Kind
+    size_bytes: int
+    since: float
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run's next start goes on from it, rather than that it was killed before its first snapshot."""
+        return self.kind == "snapshots" and self.size_bytes > 0
+
+
+def leftovers(homes: Sequence[Path] | None = None) -> tuple[Leftover, ...]:
+    """This user's, by path.
+
+    Args:
+        homes: the folders to look in; by default shared memory and the folder for temporary files.
+    """
+    if homes is None:
+        homes = list(dict.fromkeys((SHARED_MEMORY, Path(tempfile.gettempdir()))))
+    found = []
+    for home in homes:
+        for kind, prefix in (("files", RUN_PREFIX), ("snapshots", f"{SNAPSHOTS_PREFIX}{os.getuid()}-")):
+            for path in home.glob(f"{prefix}*/{LOCKS[kind]}"):  # type: ignore[index]
+                with suppress(OSError), _dead(path) as dead:  # another process removes it first
+                    if dead:
+                        folder = path.parent
+                        size = sum(each.lstat().st_size for each in folder.rglob("*") if each.is_file())
+                        found.append(Leftover(path=folder, kind=kind, size_bytes=size, since=folder.stat().st_mtime))  # type: ignore[arg-type]
+    return tuple(sorted(found, key=lambda each: each.path))
+
+
+def remove(left: Leftover) -> bool:
+    """Remove the folder, unless a run has taken it over meanwhile; returns whether it is gone."""
+    with suppress(FileNotFoundError), _dead(left.path / LOCKS[left.kind], alone=True) as dead:
+        if dead:
+            shutil.rmtree(left.path, ignore_errors=True)
+    return not left.path.exists()
+
+
+@contextmanager
+def _dead(lock: Path, *, alone: bool = False) -> Iterator[bool]:
+    """Whether nobody holds a lock of this user's; while open, no run takes it if it is held ``alone``."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield os.fstat(descriptor).st_uid == os.getuid()
+    finally:
+        os.close(descriptor)

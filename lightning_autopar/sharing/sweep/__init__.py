@@ -2,8 +2,7 @@
 
 Modules, in reading order:
 
-    jobs             jobs, devices and the ways in which a job may run
-    scheduler        places jobs so that the last ends soonest
+    scheduler        what a schedule is made of; places jobs so that the last ends soonest
     runs_file        the list of runs in YAML or text; the sweep's folder and log
     child_processes  processes of the sweep
     orphan_watchdog  a program that ends orphans; standard library alone

@@ -19,9 +19,18 @@ from lightning_autopar.sharing.runs.requests import runs as runs_of_user
 from lightning_autopar.sharing.runs.status import RunStatus
 from lightning_autopar.sharing.sweep.child_processes import Child, Children, Signals, wait
 from lightning_autopar.sharing.sweep.dry_runs import DryRunResult, last_words
-from lightning_autopar.sharing.sweep.jobs import Job, Placed, RunOption, Schedule, SweepDevice, devices_of, options_of, scaled
 from lightning_autopar.sharing.sweep.runs_file import ListedRun, ListedSweep, SweepFolder
-from lightning_autopar.sharing.sweep.scheduler import schedule
+from lightning_autopar.sharing.sweep.scheduler import (
+    Job,
+    Placed,
+    RunOption,
+    Schedule,
+    SweepDevice,
+    devices_of,
+    options_of,
+    scaled,
+    schedule,
+)
 
 RunWord = Literal["waiting", "running", "done", "done before", "failed", "stopped"]
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_autopar.devices.inventory import Device, devices_label
-from lightning_autopar.exact.data.collate_trial import Loading
+from lightning_autopar.exact.data.collate import Loading
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import KnownTensors
 from lightning_autopar.exact.logs.log_rules import LogRules
@@ -45,7 +45,7 @@ class RunPlan:
         kept_rules: by step, how to combine the values that ranks keep on the module between steps into those of one device.
         data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``): each rank must then do that work for
             the whole batch, to draw what one process would.
-        loadings: what else was found out about loaders, by :func:`.collate_trial.loader_key`.
+        loadings: what else was found out about loaders, by :func:`.collate.loader_key`.
         from_snapshot: whether ``ckpt_path`` is a snapshot's folder.
         weights_only: as given to the trainer; Lightning 2.6 loses it where a checkpoint is restored after setup (``Trainer._run``).
         large: whether the module is so large that no rank but the first should ever build all of it.

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_autopar._lightning import Trainer
-from lightning_autopar.exact.data.collate_trial import Loading, collation_for, loader_key
+from lightning_autopar.exact.data.collate import Loading, collation_for, loader_key
 from lightning_autopar.exact.data.loader import ExactLoader, orders_alike
 from lightning_autopar.exact.data.pass_record import fit_progress
 from lightning_autopar.exact.data.rank_share import Dealing

@@ -10,6 +10,5 @@ Modules, in reading order:
     snapshot_store       where snapshots lie
     yielding             makes room for more important runs
     kept_leases          memory promised from plan to plan; a parked run's place
-    move_requests        what agent and callbacks tell each other
     restart/             under torchrun and Slurm
 """

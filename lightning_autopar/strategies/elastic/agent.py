@@ -19,19 +19,17 @@ from rich.console import Console
 
 from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException
-from lightning_autopar.devices.changes import usable
-from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.inventory import Inventory, usable
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import limit_after_out_of_memory
 from lightning_autopar.strategies.base.worker_exception import IN_STEP, WorkerFailed, out_of_memory
 from lightning_autopar.strategies.elastic.generation_progress import RunningGeneration
 from lightning_autopar.strategies.elastic.kept_leases import ParkedPlace, Promises
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.elastic.run_state import RunState
 from lightning_autopar.strategies.elastic.snapshot_schedule import Saver, SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore
 from lightning_autopar.strategies.elastic.yielding import Yielding
-from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.preparation.decision import Decision, MoveRequest
 from lightning_autopar.strategies.preparation.finished_run import learn_shortage
 from lightning_autopar.strategies.preparation.more_parts import in_more_evaluation_parts, samples_at_once
 from lightning_autopar.strategies.processes.agent_protocol import GenerationFiles, SnapshotRendezvous

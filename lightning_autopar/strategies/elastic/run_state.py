@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_autopar._lightning import rank_zero_info
-from lightning_autopar.devices.changes import usable
-from lightning_autopar.devices.inventory import devices_label
+from lightning_autopar.devices.inventory import devices_label, usable
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.report.run_history import PlanSpan, RunHistory, RunMark
 from lightning_autopar.strategies.base.run_plan import PlanChange

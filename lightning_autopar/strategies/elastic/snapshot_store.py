@@ -26,7 +26,7 @@ from types import TracebackType
 import psutil
 
 from lightning_autopar.devices.host import host_memory
-from lightning_autopar.sharing.runs.leftovers import LOCKS, SNAPSHOTS_PREFIX
+from lightning_autopar.sharing.runs.folders import LOCKS, SNAPSHOTS_PREFIX
 from lightning_autopar.state.snapshot_folder import SPARE, provide, set_aside, spare_bytes
 
 log = logging.getLogger(__name__)

@@ -29,11 +29,10 @@ from lightning_autopar.strategies.base.run_plan import BatchRule
 from lightning_autopar.strategies.elastic.agent import Agent, Watcher
 from lightning_autopar.strategies.elastic.generation_progress import RunningGeneration, own_bytes
 from lightning_autopar.strategies.elastic.kept_leases import Promises
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.elastic.snapshot_schedule import SnapshotSettings
 from lightning_autopar.strategies.elastic.snapshot_store import SnapshotStore, run_key
 from lightning_autopar.strategies.elastic.yielding import Yielding
-from lightning_autopar.strategies.preparation.decision import Decision
+from lightning_autopar.strategies.preparation.decision import Decision, MoveRequest
 from lightning_autopar.strategies.preparation.more_parts import in_more_parts, in_parts_of
 from lightning_autopar.strategies.preparation.planning_inputs import decide_again
 from lightning_autopar.strategies.processes.handover import back_to_script as handover

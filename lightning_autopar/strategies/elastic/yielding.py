@@ -16,7 +16,7 @@ from lightning_autopar.planning.move_verdict import fits
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.queue_order import Asking, Need, Reservation, ahead, left_for_later, quantum_seconds, reserve
 from lightning_autopar.sharing.runs.folders import user_name
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest
+from lightning_autopar.strategies.preparation.decision import MoveRequest
 from lightning_autopar.text import format_bytes, printable
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank, recomputed
+from lightning_autopar.engines import Check, Engine, Finding, FirstStep, Question, Rank, recomputed
 from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeParts
 from lightning_autopar.memory.allocator.tape_player import Player
@@ -166,7 +166,7 @@ class FSDP(Engine):
         besides = bool(plan.offload) or plan.replicas > 1
         return footprint.training and (finding.untried is not None or (besides and footprint.configures_model))
 
-    def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
+    def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Check:
         """Compares its step on two ranks with one process's."""
         from lightning_autopar.strategies.fsdp.rehearsal import rehearse_fsdp
 

@@ -26,7 +26,7 @@ from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar._temporary import patched
-from lightning_autopar.engines import FirstStep
+from lightning_autopar.engines import Check, FirstStep, failed, not_made
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
@@ -35,7 +35,6 @@ from lightning_autopar.strategies.base.refused_parameters import sparse_gradient
 from lightning_autopar.strategies.fsdp.strategy import BEFORE_BACKWARD, onto_shards, shard, shard_rest
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 from lightning_autopar.strategies.fsdp.whole_results import give_whole_results
-from lightning_autopar.strategies.parity.check_outcome import Check, failed, not_made
 from lightning_autopar.strategies.parity.engine_rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 from lightning_autopar.strategies.parity.optimizer_trial import optimizers_run
 

@@ -12,8 +12,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.memory import sharding_of
 from lightning_autopar.timing.overlap import LaneSeconds, Links, UnitSeconds, copy_seconds, play_shards
-from lightning_autopar.timing.rank_compute import LaneSpan, RankWork
-from lightning_autopar.timing.roofline import Layout
+from lightning_autopar.timing.rank_compute import LaneSpan, Layout, RankWork
 from lightning_autopar.timing.step_seconds import PLAIN_ADAM, Step
 
 #: Calls of FSDP2 for each parameter of a unit beyond the two that the measured unit has.

@@ -13,7 +13,6 @@ Modules, in reading order:
     kept_runs             how what runs of a step keep combines
     undo                  runs a step and undoes what it did
     engine_rehearsal      runs an engine on two forked ranks and compares
-    check_outcome         what came of a check that a plan needs
     recorded_backward     the losses of a step that is tried
     metric_trial          a module's metrics while the parts of a batch are tried
     optimizer_trial       an optimizer that has shards, or some parameters only, on small ones

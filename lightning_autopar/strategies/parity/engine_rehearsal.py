@@ -29,6 +29,7 @@ from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar._temporary import patched
+from lightning_autopar.engines import PASSED, Check, failed, not_made
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
@@ -36,7 +37,6 @@ from lightning_autopar.memory.trace.first_batch import copied as copied_batch
 from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.state.pretrained import check_values
 from lightning_autopar.strategies.base.process_group import hidden_from_users
-from lightning_autopar.strategies.parity.check_outcome import PASSED, Check, failed, not_made
 from lightning_autopar.text import format_bytes
 
 _LOG = logging.getLogger(__name__)

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
+from lightning_autopar.engines import PASSED, Check, failed, not_made
 from lightning_autopar.memory.fakes.fake_copies import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
-from lightning_autopar.strategies.parity.check_outcome import PASSED, Check, failed, not_made
 from lightning_autopar.strategies.parity.engine_rehearsal import STEPS, TIMEOUT_SECONDS, Engine, rehearse, rehearsed
 
 #: The most elements of a stand-in's dimension; one more where the parameter's size is odd, so that ranks' shards of it are uneven as well.

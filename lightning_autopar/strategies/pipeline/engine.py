@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank, Searching, recomputed
+from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank, Searching, not_made, recomputed
 from lightning_autopar.memory.allocator.played_device import PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeParts
 from lightning_autopar.memory.allocator.tape_player import Player
@@ -17,7 +17,6 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import cuttable
 from lightning_autopar.planning.enumerate_plans import build_plan
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
-from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.pipeline.memory import own_blocks, rank_bytes, starts_of
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
 from lightning_autopar.strategies.pipeline.schedules import played_micro_batches, rank_actions, receives

@@ -39,8 +39,8 @@ from lightning_autopar.strategies.pipeline.partition import (
 from lightning_autopar.strategies.pipeline.timing import averaging_seconds
 from lightning_autopar.timing.collectives import topology
 from lightning_autopar.timing.data_sheet import DATA_SHEET
+from lightning_autopar.timing.rank_compute import Layer, layout_of
 from lightning_autopar.timing.rates import Rates
-from lightning_autopar.timing.roofline import Layer, layout_of
 
 #: The most stages: more would mostly wait.
 _MOST_RANKS = 64

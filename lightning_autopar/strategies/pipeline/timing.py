@@ -280,7 +280,7 @@ class PipelineStep(Step):
     def action(self, run: RankWork) -> float:
         """What a stage's forward or backward of a micro-batch takes the host beside its operations; a GPU's runs ahead of it."""
         assert self.plan.schedule is not None
-        return self.rates.action_seconds(run.device) * _INTERPRETED.get(self.plan.schedule, 1.0)
+        return self.rates.python_seconds(run.device, "action") * _INTERPRETED.get(self.plan.schedule, 1.0)
 
     def synced(self, position: int, runs: Sequence[RankWork]) -> float:
         """Seconds that a rank's gradients take after its last backward: among replicas, and for a parameter that another stage uses, too.

@@ -2,14 +2,11 @@
 
 Modules, in reading order:
 
-    module_findings    footprint, probe and each engine's finding
-    split_findings     what a split batch changes, and what evaluations log of it in each loader
-    engine_looks       engines look at the first step, beside other checks
+    module_findings    footprint, probe and each engine's finding; engines look at the first step
+    split_findings     what a split batch changes, what evaluations log of it, and how its parts are made
     callback_copies    copies of the network that callbacks make, found out on fakes
-    divisible_batch    can a batch be run in parts, by how it was made
     longest_footprint  the first batch's footprint becomes the longest one's
-    late_parameters    which hook puts parameters into the module after the run has begun
-    trainer_options    which engines the Trainer's options rule out
+    trainer_options    which engines the Trainer's options rule out, and hooks that bring parameters late
     planning_inputs    the entrance: settings and findings become what a plan is searched by
     decision           Decision: the report and the run plan
     confirmed_plan     the best plan for any devices, confirmed by a rehearsal

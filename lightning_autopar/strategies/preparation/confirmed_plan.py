@@ -14,9 +14,8 @@ from lightning_autopar._clean_process import CannotTravel, run_clean
 from lightning_autopar._fork import ChildFailed
 from lightning_autopar._lightning import Trainer
 from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.changes import usable
-from lightning_autopar.devices.inventory import Inventory
-from lightning_autopar.engines import Finding, FirstStep
+from lightning_autopar.devices.inventory import Inventory, usable
+from lightning_autopar.engines import Check, Finding, FirstStep, not_made
 from lightning_autopar.exact.logs.log_rules import LogComparison
 from lightning_autopar.memory.cuda_overhead import target_of
 from lightning_autopar.memory.footprint import Footprint
@@ -25,7 +24,6 @@ from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.queue_order import Need
 from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
-from lightning_autopar.strategies.parity.check_outcome import Check, not_made
 from lightning_autopar.strategies.parity.engine_rehearsal import STEPS
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs, need_of
 from lightning_autopar.strategies.preparation.module_findings import loaded_anew, look_later, stage_of
@@ -78,7 +76,7 @@ def rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Findin
 
 def _rehearse(trainer: Trainer, footprint: Footprint, plan: Plan, finding: Finding) -> Check:
     first = FirstStep(trainer=trainer, stage=stage_of(trainer), footprint=footprint, **loaded_anew(trainer))
-    return engines.of(plan).rehearse(plan, first, finding)  # type: ignore[no-any-return]  # a Check
+    return engines.of(plan).rehearse(plan, first, finding)
 
 
 #: From this size on, only rank 0 builds the whole module.

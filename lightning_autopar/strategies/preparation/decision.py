@@ -1,4 +1,5 @@
-"""The decision for one call of the trainer: the report, the run plan of its best candidate, and what the report was made from.
+"""The decision for one call of the trainer: the report, the run plan of its best candidate, and what the report was made from; and
+what callbacks and others ask of a run's agent, which is to go to such a decision, or to park.
 
 Values only; doesn't know how they were found out.
 """
@@ -9,7 +10,7 @@ import datetime
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from lightning_autopar._lightning import rank_zero_info, rank_zero_warn
 from lightning_autopar.constraints import Constraints
@@ -177,3 +178,23 @@ def _of_candidate(candidate: Candidate, order: dict[str, str]) -> dict[str, Any]
         "corrections": len(candidate.learned),
         "notes": len(candidate.notes),
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveRequest:
+    """What the agent is asked to do.
+
+    Args:
+        action: ``"move"`` to the decision's plan (a parked run resumes under it), or ``"park"``: give the devices back and wait.
+        decision: what to run then; None to park.
+        reason: one sentence with the numbers.
+        urgent: whether the run can't stay where it is.
+    """
+
+    action: Literal["move", "park"]
+    decision: Decision | None
+    reason: str
+    urgent: bool = False
+
+    def __post_init__(self) -> None:
+        assert (self.action == "move") == (self.decision is not None), "a move has a decision, parking has none"

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_autopar._lightning import rank_zero_info
-from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.learned.corrections import make_record, make_shortage, plan_shape
 from lightning_autopar.memory.learned.memory_records import add_record
 from lightning_autopar.memory.learned.step_times import StepTime, add_step_time, disturbance
@@ -53,7 +52,7 @@ def learn(report: Report, measured: Mapping[str, Mapping[str, Any]]) -> None:
     candidate, residuals = report.best_candidate, report.residuals
     assert candidate is not None, "a plan has run"
     devices = candidate.plan.devices
-    held = [each for each in map(candidate.raw.get, devices) if isinstance(each, DeviceBytes)]
+    held = [candidate.raw[device] for device in devices if device in candidate.raw]
     if residuals.key is None or len(held) < len(devices) or any(device not in measured for device in devices):
         return
     lacked = {device: measured[device].get("lacked_bytes") for device in devices}
@@ -86,7 +85,7 @@ def _learn_lacked(report: Report, lacked: Mapping[str, int | None]) -> None:
     if candidate is None or report.residuals.key is None:
         return
     devices = candidate.plan.devices
-    held = [each for each in map(candidate.raw.get, devices) if isinstance(each, DeviceBytes)]
+    held = [candidate.raw[device] for device in devices if device in candidate.raw]
     if len(held) < len(devices):
         return
     names = [report.residuals.devices[device] for device in devices]

@@ -1,13 +1,14 @@
 """What planning finds out about a module in forked children: its footprint, what a split batch changes, and what each engine finds.
 
-It reads the trainer and changes nothing in it; it doesn't know which plans there are.
+Engines look at the first step one by one, and their long trials run beside the probes of a split batch. It reads the trainer and changes
+nothing in it; it doesn't know which plans there are.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,13 +18,12 @@ import torch
 
 from lightning_autopar import engines
 from lightning_autopar._clean_process import CannotTravel, run_clean
-from lightning_autopar._fork import ChildFailed, run_forked
+from lightning_autopar._fork import ChildFailed, forked, run_forked
 from lightning_autopar._lightning import Trainer, rank_zero_warn
 from lightning_autopar._lightning_compat import attach_model_callbacks, evaluating
 from lightning_autopar.constraints import SplitFinding
-from lightning_autopar.engines import Finding, FirstStep
-from lightning_autopar.exact.data.collate import CollateAll
-from lightning_autopar.exact.data.collate_trial import Loading, loader_key, look_at, makes_rows
+from lightning_autopar.engines import Finding, FirstStep, not_made
+from lightning_autopar.exact.data.collate import CollateAll, Loading, loader_key, look_at, makes_rows
 from lightning_autopar.exact.data.rank_share import Dealing, KnownTensors
 from lightning_autopar.exact.data.unlike_samples import leaves_out
 from lightning_autopar.exact.logs.kept_by_hooks import as_callbacks_leave, keeping_hooks, late_hooks
@@ -39,21 +39,21 @@ from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, first
 from lightning_autopar.memory.trace.guessed_footprint import guess
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.strategies.base.worker_exception import Failure
-from lightning_autopar.strategies.parity.check_outcome import not_made
 from lightning_autopar.strategies.parity.shared_network_probe import with_shared_network
 from lightning_autopar.strategies.preparation.callback_copies import with_copies
-from lightning_autopar.strategies.preparation.divisible_batch import known_tensors, made_of_samples, whole_of
-from lightning_autopar.strategies.preparation.engine_looks import begin_trials, looks
 from lightning_autopar.strategies.preparation.longest_footprint import Seen, at_lengths, seen_sizes, step_bytes
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
 from lightning_autopar.strategies.preparation.split_findings import (
     EarlySplits,
     idle_threads,
     is_quick,
+    known_tensors,
+    made_of_samples,
     split_as_made,
     split_of,
     transferred,
     validation_batch,
+    whole_of,
     with_evaluation,
     with_others,
 )
@@ -108,7 +108,7 @@ class Findings:
         collated: why its parts can't be cut out of it, where its loader collates them instead.
         counted: FQNs of buffers that a training step changes, and would change once for each part of a batch.
         batches: training batches of the whole fit, at most; None where nobody knows, and where nothing is trained.
-        loadings: how ranks may make the batches of loaders, by :func:`.collate_trial.loader_key`.
+        loadings: how ranks may make the batches of loaders, by :func:`.collate.loader_key`.
         known: which tensors the batches have that were tried in parts, by step.
         together: the numbers of samples of several loaders' batches of one step, also of validation; see :class:`.memory.batch.FirstBatch`.
         untraced: why the step couldn't be traced, so that memory and time are guessed; None where it was.
@@ -511,3 +511,50 @@ def _guess(trainer: Trainer, questions: Questions, reason: str) -> Findings | Fa
         rowless=whole_of((batch,), stage, collates=False),
         batches=_batches_of_fit(trainer, batch),
     )
+
+
+def looks(names: Iterable[str], first: FirstStep, trials: Mapping[str, Any] | None = None) -> dict[str, Finding]:
+    """What each of these engines finds; one whose look fails is ruled out.
+
+    Args:
+        trials: what their trials found that have run already, by the engine's name.
+    """
+    found: dict[str, Finding] = {}
+    for name in names:
+        try:
+            found[name] = engines.named(name).look(replace(first, trial=(trials or {}).get(name)))
+        except Exception as error:  # the module may raise anything outside of a plain step
+            log.debug("the engine %s can't look at the step", name, exc_info=True)
+            words = not_made(f"looking at it failed ({type(error).__name__}: {error})").reason
+            found[name] = Finding(refusals={name: words})
+    return found
+
+
+def begin_trials(children: ExitStack, names: Iterable[str], first: FirstStep, *, timeout_seconds: float) -> Callable[[], dict[str, Any]]:
+    """Begin these engines' long trials in a child, where another core is there for it: gives what waits for what they find, by the
+    engine's name. This process and the child share its threads from then on.
+
+    Args:
+        children: ends the child if nobody has waited for it.
+        names: of engines that are surely to look.
+        first: the step, small enough to run twice at a time, without what splitting its batch changes.
+        timeout_seconds: ends the child after so long.
+    """
+    long = [name for name in names if engines.named(name).looks_long]
+    if not long or (os.cpu_count() or 1) < 2:
+        return dict
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+    result = children.enter_context(forked(_try, long, first, timeout_seconds=timeout_seconds))
+
+    def trials() -> dict[str, Any]:
+        try:
+            return result()
+        except ChildFailed:  # the looks make them again, one by one, and say which fails
+            log.debug("trials beside the probes of a split batch failed", exc_info=True)
+            return {}
+
+    return trials
+
+
+def _try(names: Sequence[str], first: FirstStep) -> dict[str, Any]:
+    return {name: engines.named(name).trial(first) for name in names}

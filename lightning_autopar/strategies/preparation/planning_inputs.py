@@ -17,8 +17,7 @@ from lightning_autopar._fork import unforkable
 from lightning_autopar._lightning import Trainer
 from lightning_autopar._lightning_compat import TrainerFn, is_overridden, verify_configuration
 from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.changes import usable
-from lightning_autopar.devices.inventory import Inventory
+from lightning_autopar.devices.inventory import Inventory, usable
 from lightning_autopar.exact.data.rank_share import Dealing
 from lightning_autopar.memory.allocator.options import options_from_environment
 from lightning_autopar.memory.cuda_overhead import target_of

@@ -29,7 +29,7 @@ import torch
 from lightning_autopar._lightning import rank_zero_warn
 from lightning_autopar._lightning_compat import SIGTERMException
 from lightning_autopar.devices.discover import of_its_gpu
-from lightning_autopar.sharing.runs.leftovers import LOCKS, RUN_PREFIX, leftovers, remove
+from lightning_autopar.sharing.runs.folders import LOCKS, RUN_PREFIX, leftovers, remove
 from lightning_autopar.state import gpu_pickles
 from lightning_autopar.strategies.base.worker_exception import Failure, WorkerFailed
 from lightning_autopar.strategies.processes.agent_protocol import StopRendezvous

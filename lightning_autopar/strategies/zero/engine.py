@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.engines import Engine, Finding, FirstStep, Question, Rank
+from lightning_autopar.engines import Check, Engine, Finding, FirstStep, Question, Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.enumerate_plans import build_plan
@@ -149,7 +149,7 @@ class Zero(Engine):
         """True: planning tries none of these plans, as few are chosen."""
         return footprint.training
 
-    def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Any:
+    def rehearse(self, plan: Plan, first: FirstStep, finding: Finding) -> Check:
         """Tries its stage, offload and recomputation, on at most two ranks."""
         from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
 

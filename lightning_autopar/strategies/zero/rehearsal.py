@@ -19,12 +19,12 @@ from torch import Tensor
 from lightning_autopar._lightning import LightningEnvironment, LightningModule, Trainer
 from lightning_autopar._temporary import patched
 from lightning_autopar.devices.spec import parse_spec
+from lightning_autopar.engines import Check
 from lightning_autopar.exact.step.shared_network import gradients_asked_for
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base.run_plan import RunPlan
-from lightning_autopar.strategies.parity.check_outcome import Check
 from lightning_autopar.strategies.parity.engine_rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
 from lightning_autopar.strategies.zero import deepspeed_compat as doorway
 from lightning_autopar.strategies.zero.strategy import ZeroEngine, plugin

@@ -16,9 +16,8 @@ from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.zero.settings import ZeroSettings, settings_of
 from lightning_autopar.timing.overlap import LaneSeconds, Links, UnitSeconds, copy_seconds, note, note_computing, play_replicas, play_shards
-from lightning_autopar.timing.rank_compute import LaneSpan, RankWork
+from lightning_autopar.timing.rank_compute import LaneSpan, Layout, RankWork
 from lightning_autopar.timing.rates import Collective, Rates
-from lightning_autopar.timing.roofline import Layout
 from lightning_autopar.timing.step_seconds import Step
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from lightning_autopar.exact.data import collate_trial as loading
-from lightning_autopar.exact.data.collate_trial import collation_of, loader_key, look_at
+from lightning_autopar.exact.data import collate as loading
+from lightning_autopar.exact.data.collate import collation_of, loader_key, look_at
 from lightning_autopar.memory.trace.first_batch import some_batches
 from tests.exact.data.test_batches import Blocks, same, trained
 

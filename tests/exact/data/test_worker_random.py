@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.loader import ExactLoader
-from lightning_autopar.exact.data.worker_random import WorkerStates, states_of
+from lightning_autopar.exact.data.pass_record import WorkerStates, states_of
 
 
 class Drawing(Dataset[Any]):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from lightning_autopar.exact.step.whole_output import lists_of_samples, same_output, whole_output
+from lightning_autopar.strategies.base.out_of_memory.predictions import lists_of_samples, same_output, whole_output
 
 Pair = namedtuple("Pair", ["guess", "label"])
 ROWS = torch.arange(10.0).reshape(5, 2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_autopar.memory.work.kinds import dtype_name, kind_of
+from lightning_autopar.memory.work.operations import dtype_name, kind_of
 
 aten = torch.ops.aten
 

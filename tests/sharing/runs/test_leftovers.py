@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightning_autopar.cli import main
-from lightning_autopar.sharing.runs import leftovers as module
-from lightning_autopar.sharing.runs.leftovers import Kind, Leftover, leftovers, remove
+from lightning_autopar.sharing.runs import folders as module
+from lightning_autopar.sharing.runs.folders import Kind, Leftover, leftovers, remove
 
 
 @pytest.fixture

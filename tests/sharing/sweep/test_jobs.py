@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_autopar.sharing.sweep.jobs import SweepDevice, devices_of, options_of, scaled
+from lightning_autopar.sharing.sweep.scheduler import SweepDevice, devices_of, options_of, scaled
 
 GiB = 2**30
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from benchmarks.sweep_exact import TooMany, best_schedule, bound_seconds
-from lightning_autopar.sharing.sweep.jobs import DeviceNeed, Job, Placed, RunOption, Schedule, SweepDevice
-from lightning_autopar.sharing.sweep.scheduler import Listing, at_most, schedule
+from lightning_autopar.sharing.sweep.scheduler import DeviceNeed, Job, Listing, Placed, RunOption, Schedule, SweepDevice, at_most, schedule
 from tests.work import counted
 
 
@@ -112,7 +111,7 @@ def test_small_sweeps_come_close_to_the_best_schedule() -> None:
 
 def brute_force(jobs: list[Job], devices: list[SweepDevice]) -> float:
     """Every order, way and set of devices, each job as early as these are free."""
-    from lightning_autopar.sharing.sweep.jobs import seatings
+    from lightning_autopar.sharing.sweep.scheduler import seatings
 
     def go(left: frozenset[int], free_at: tuple[float, ...]) -> float:
         if not left:

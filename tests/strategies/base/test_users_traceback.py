@@ -11,7 +11,7 @@ import pytest
 from torch import nn, zeros
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_autopar.strategies.base.users_traceback import received, sent, users_part
+from lightning_autopar.strategies.base.worker_exception import received, sent, users_part
 
 
 def _frame(package: str, body: str, **names: Any) -> Any:

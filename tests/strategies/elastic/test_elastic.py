@@ -24,7 +24,7 @@ from lightning_autopar.sharing.runs.requests import ask, runs, yield_run
 from lightning_autopar.sharing.runs.status import Request, RunStatus
 from lightning_autopar.strategies.elastic import start_elastic_fit as elastic
 from lightning_autopar.strategies.elastic.agent import Agent
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest
+from lightning_autopar.strategies.preparation.decision import MoveRequest
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 BUDGET_BYTES = 1024**3

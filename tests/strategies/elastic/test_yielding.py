@@ -13,8 +13,8 @@ from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.sharing.lease_files import Lease
 from lightning_autopar.sharing.queue import Place
 from lightning_autopar.strategies.elastic import yielding as preempt
-from lightning_autopar.strategies.elastic.move_requests import MoveRequest
 from lightning_autopar.strategies.elastic.yielding import Yielding
+from lightning_autopar.strategies.preparation.decision import MoveRequest
 from tests.fakes.runs import FakeRun
 from tests.fakes.traced import traced
 from tests.fakes.values import GIB, cpu, inventory

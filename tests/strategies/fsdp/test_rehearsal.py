@@ -22,14 +22,13 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from lightning_autopar._fork import run_forked
-from lightning_autopar.engines import FirstStep
+from lightning_autopar.engines import PASSED, Check, FirstStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import shardable
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.rehearsal import held, rehearse_fsdp, unshardable, why_unsharded
 from lightning_autopar.strategies.parity import engine_rehearsal as rehearse
-from lightning_autopar.strategies.parity.check_outcome import PASSED, Check
 from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
 from tests.strategies.fitted import BLOCKS, Fitted, numbers
 from tests.strategies.fsdp.test_fsdp import Averaging, LeftOut, Outside, Probed, ProbedByHand

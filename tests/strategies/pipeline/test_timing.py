@@ -156,7 +156,7 @@ def test_a_gpus_host_takes_its_time_for_each_action_and_runs_ahead() -> None:
         plan = Plan(engine="pipeline", devices=ids, cuts=("net.2",), schedule="gpipe", micro_batches=parts)
         return predict_seconds(footprint(parameter_bytes=MIB // 4, activation_bytes=MIB, flops=flops), plan, here).step
 
-    action = DATA_SHEET.action_seconds(here.devices[0])
+    action = DATA_SHEET.python_seconds(here.devices[0], "action")
     assert action > 0
     assert seconds(8, 10**6) - seconds(4, 10**6) >= 2 * 4 * action, "the host decides: a forward and a backward for each micro-batch"
     assert seconds(8, 10**14) - seconds(4, 10**14) < action / 10, "the GPU decides: its host has long been there"

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_autopar import engines
 from lightning_autopar.engines import Finding, FirstStep
-from lightning_autopar.strategies.preparation.engine_looks import begin_trials, looks
+from lightning_autopar.strategies.preparation.module_findings import begin_trials, looks
 
 HERE = os.getpid()
 

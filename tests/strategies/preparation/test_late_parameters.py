@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_autopar.strategies.preparation.late_parameters import late_parameters
+from lightning_autopar.strategies.preparation.trainer_options import late_parameters
 from tests.strategies.modules import Regression, trainer
 
 

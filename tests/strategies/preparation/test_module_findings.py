@@ -21,9 +21,9 @@ from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.planning.refusals import split_notes
 from lightning_autopar.strategies.preparation import module_findings, split_findings
 from lightning_autopar.strategies.preparation.confirmed_plan import Prospect
-from lightning_autopar.strategies.preparation.divisible_batch import whole_of
 from lightning_autopar.strategies.preparation.module_findings import Findings, Questions, find_out
 from lightning_autopar.strategies.preparation.planning_inputs import find_prospect
+from lightning_autopar.strategies.preparation.split_findings import whole_of
 from tests.strategies.modules import QUIET
 
 QUICK = {"accelerator": "cpu", "enable_checkpointing": False, **QUIET}

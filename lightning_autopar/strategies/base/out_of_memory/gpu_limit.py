@@ -25,7 +25,6 @@ import torch
 from lightning_autopar._lightning import rank_zero_info
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Device
-from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.sharing.lease_files import LeaseFile
 from lightning_autopar.sharing.ledger import Ledger, Room, Shortage, is_leased, open_ledger, owners, room_bytes
 from lightning_autopar.sharing.queue import live_places
@@ -83,8 +82,7 @@ class CudaAllocator:
         ``PYTORCH_CUDA_ALLOC_CONF``, is never exceeded.
         """
         if self._users_share is None:
-            ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # newer than the setter
-            self._users_share = 1.0 if ask is None else float(ask(self._device))
+            self._users_share = float(torch.cuda.get_per_process_memory_fraction(self._device))
         total_bytes = torch.cuda.get_device_properties(self._device).total_memory
         share = 1.0 if limit_bytes is None else max(0, limit_bytes) / total_bytes
         torch.cuda.set_per_process_memory_fraction(min(self._users_share, share), self._device)
@@ -288,7 +286,7 @@ def shortage_words(run_plan: RunPlan, rank: int, gpu_limit: GpuLimit | None) -> 
 
 def _lease(run_plan: RunPlan, device: Device, needed: int) -> Lease:
     held = None if run_plan.candidate is None else run_plan.candidate.bytes.get(device.id)
-    around = held.context if isinstance(held, DeviceBytes) else 0
+    around = 0 if held is None else held.context
     return Lease(device=device.id, base_bytes=needed, most_bytes=_most(run_plan, device), around_bytes=around)
 
 

@@ -2,7 +2,6 @@
 
 Modules, in reading order:
 
-    restartable_run   an elastic run under torchrun and Slurm
-    launcher_signals  SIGTERM and Slurm's signal, acted on between batches
+    restartable_run   an elastic run under torchrun and Slurm, and signals to it
     store_rendezvous  ranks meet by a key-value store
 """

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
-from lightning_autopar.engines import Finding, FirstStep
+from lightning_autopar.engines import PASSED, Check, Finding, FirstStep, failed, not_made
 from lightning_autopar.exact.step.kept_attributes import is_variable, title
 from lightning_autopar.exact.step.micro_batches import take_part
 from lightning_autopar.exact.step.random_draws import GlobalDraws
@@ -29,7 +29,6 @@ from lightning_autopar.memory.footprint import Conduct, Footprint
 from lightning_autopar.memory.trace.bare_step import STEPS
 from lightning_autopar.memory.trace.find_blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
-from lightning_autopar.strategies.parity.check_outcome import PASSED, Check, failed, not_made
 from lightning_autopar.strategies.parity.draw_probe import everything
 from lightning_autopar.strategies.parity.optimizer_trial import step_apart
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision

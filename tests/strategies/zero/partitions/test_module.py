@@ -21,7 +21,7 @@ from lightning_autopar.state.flat_parts import FlatPart
 from lightning_autopar.state.scratch_files import ScratchFile
 from lightning_autopar.strategies.base import process_group
 from lightning_autopar.strategies.zero import deepspeed_compat as doorway
-from lightning_autopar.strategies.zero.partitions import gathered_state as zero_state
+from lightning_autopar.strategies.zero.partitions import checkpoint_files as zero_state
 from lightning_autopar.strategies.zero.partitions.module import Traces, gather_again, held_by_zero, is_whole, make_whole, parts
 from lightning_autopar.strategies.zero.partitions.optimizer_pieces import OptimizerBridge, fragment_parts
 from lightning_autopar.strategies.zero.partitions.parameter_views import ParameterViews
