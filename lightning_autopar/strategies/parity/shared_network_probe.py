@@ -113,8 +113,7 @@ def probe_sharing(
     try:
         configure_model(module, trainer)
         do_without(module, chosen.without)
-        conduct = None if footprint is None else footprint.conduct
-        found = _SharingProbe(module, trainer, BatchParts(first, chosen.samples, hooks=hooks), conduct)
+        found = _SharingProbe(module, trainer, BatchParts(first, chosen.samples, hooks=hooks), footprint.conduct if footprint else None)
         with nudged(module):
             modules = found.find()
             for batch, hook in [(each, "training_step") for each in more] + [(each, "validation_step") for each in evaluated]:
