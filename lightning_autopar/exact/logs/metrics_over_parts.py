@@ -36,6 +36,7 @@ class MetricParts:
         #: The value of ``forward`` in the running part, and the value of the batch so far.
         self._given: list[tuple[Tensor, Tensor]] = []
         self._adopted: set[int] = set()
+        self._left_out: list[Metric | MetricCollection] = []
         self._running = False
         self._stage: int | None = None
         self._owns: Callable[[], bool] = lambda: True
@@ -74,6 +75,9 @@ class MetricParts:
             yield
         finally:
             self._running = False
+            # One rank alone has updated them. If others kept the value of an earlier epoch, it alone would ask all for their states.
+            for metric in self._left_out:
+                metric._computed = None
             self._calls.clear()
             self._wholes.clear()
             self._given.clear()
@@ -139,8 +143,10 @@ class MetricParts:
 
         # Bound methods with the methods' own names: a copy gets its own, an unpickled metric the class's.
         metric.__dict__.update({each.__name__: types.MethodType(each, metric) for each in (update, forward, compute)})
+        self._left_out.append(metric)
 
         def undo() -> None:
+            self._left_out = [each for each in self._left_out if each is not metric]
             for name, before in shadowed.items():
                 del metric.__dict__[name]
                 if before is not None:

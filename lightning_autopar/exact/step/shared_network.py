@@ -231,6 +231,8 @@ class SharedNetwork(SharingSteps):
         #: The call whose forward runs; and the one whose backward does, which may recompute: then its draws are made again.
         self._running: _Running | None = None
         self._behind: _Running | None = None
+        #: The backward pass in which that began. One that runs within it has a greater number, and the one around it a smaller one.
+        self._pass = -1
         self._draws = _CallDraws(self._share_now)
         self._calls: dict[str, int] = {}
         #: How the draws of each submodule's calls were made in this step. The user's checkpoint makes a call anew in backward.
@@ -256,7 +258,8 @@ class SharedNetwork(SharingSteps):
             yield
 
     def _share_now(self) -> BatchShare | None:
-        running = self._running or (self._behind if torch._C._current_graph_task_id() != -1 else None)
+        # Where a call's arguments need no gradient, nothing tells that its backward has ended, unless the pass has.
+        running = self._running or (self._behind if torch._C._current_graph_task_id() >= self._pass != -1 else None)
         return None if running is None else running.share
 
     def call(self, name: str, child: nn.Module, own: _Own, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,13 +278,13 @@ class SharedNetwork(SharingSteps):
             output = own(*part, **options)
         finally:
             self._inside, self._running = False, None
+            self._draws.take(self._behind, again=True)
         return call.put_together(output, running.share, lambda rows: _Gather.apply(rows, running, self))  # type: ignore[no-untyped-call]
 
     def behind(self, running: _Running | None) -> None:
         """The backward of a call begins, or has come to its arguments."""
-        self._behind = running
-        if running is not None:
-            self._draws.take(running)
+        self._behind, self._pass = running, torch._C._current_graph_task_id()
+        self._draws.take(running, again=True)
 
     def gathered(self, own: Tensor, share: BatchShare) -> Tensor:
         """The rows of all ranks, laid out in memory as this rank's; a collective."""
@@ -335,10 +338,20 @@ class _Mean(torch.autograd.Function):
 class _CallDraws(GlobalDraws):
     """The draws of one call after another, each by its own plan."""
 
-    def take(self, running: _Running) -> None:
+    #: Whether only what the calls' forwards have drawn is drawn again, in backward.
+    _again = False
+
+    def take(self, running: _Running | None, *, again: bool = False) -> None:
         """A call's forward or backward begins."""
-        self._plan, self._places = running.draws, {}
-        self.go_on(running.chosen, 0)
+        self._again = again
+        if running is not None:
+            self._plan, self._places = running.draws, {}
+            self.go_on(running.chosen, 0)
+
+    def rows_for(self, op: str, tensor: Tensor, generator: torch.Generator | None, shape: tuple[int, ...] | None = None) -> Choice:
+        """The choice; None for what no call's forward has drawn, as a checkpoint of the user's runs again what lies between calls."""
+        drawn = not self._again or (op, tuple(tensor.shape) if shape is None else shape) in self._chosen
+        return super().rows_for(op, tensor, generator, shape) if drawn else None
 
 
 class _Cut(torch.autograd.Function):

@@ -303,6 +303,13 @@ class BareStep:
         self._trainer.give(lightning_module=module, model=module, sanity_checking=False, evaluating=self.stage in ("validate", "test"))
         self._trainer.give(**{name: stage == self.stage for stage, name in stages.items()})
 
+    def configure(self) -> None:
+        """``configure_model`` ahead of :meth:`build`, which doesn't call it again: not every user's may be called twice."""
+        if is_overridden("configure_model", self.module):
+            with self._defaults(), no_writes(self._written):
+                self.module.configure_model()
+            self.module.__dict__["configure_model"] = _nothing
+
     def build(self) -> None:
         """``configure_model``, the mode of the stage, and the optimizers."""
         with self._defaults(), no_writes(self._written):

@@ -57,7 +57,7 @@ from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
 from lightning_autopar.strategies.parity.nudged_weights import nudged
 from lightning_autopar.strategies.parity.own_functions import next_node, not_linear, own_functions, signature
-from lightning_autopar.strategies.parity.split_probe import _Probe
+from lightning_autopar.strategies.parity.split_probe import _Probe, configure_model
 from lightning_autopar.strategies.parity.undo import put_back, undone
 
 _LOG = logging.getLogger(__name__)
@@ -111,9 +111,9 @@ def probe_sharing(
         return None, {}
     state, hooks = rng.capture({}), trainer is not None
     try:
+        configure_model(module, trainer)
         do_without(module, chosen.without)
-        conduct = None if footprint is None else footprint.conduct
-        found = _SharingProbe(module, trainer, BatchParts(first, chosen.samples, hooks=hooks), conduct)
+        found = _SharingProbe(module, trainer, BatchParts(first, chosen.samples, hooks=hooks), footprint.conduct if footprint else None)
         with nudged(module):
             modules = found.find()
             for batch, hook in [(each, "training_step") for each in more] + [(each, "validation_step") for each in evaluated]:

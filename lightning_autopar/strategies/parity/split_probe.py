@@ -106,6 +106,10 @@ def probe_split(
         return SplitFinding(splittable=False, probed=False, reason=f"the batch can't be taken apart ({error_line(error)})"), DrawPlan()
     state, routes = rng.capture({}), routes and bool(blocks)
     try:
+        try:
+            configure_model(module, trainer)
+        except Exception as error:
+            return _untried(error), DrawPlan()
         do_without(module, sorts)
         with nudged(module):
             probe = _Probe(module, trainer, batches, conduct, despite, known, tries_others)
@@ -134,6 +138,7 @@ def probe_evaluation(
     hook: str,
     known: Collection[Count] = (),
     tries_others: bool = True,
+    configures: bool = True,
 ) -> SplitFinding:
     """How the values that an evaluation step logs and keeps for parts of a batch combine into the whole batch's.
 
@@ -142,6 +147,7 @@ def probe_evaluation(
         first: a batch of that step.
         hook: ``"validation_step"`` or ``"test_step"``.
         known: what explains other batches.
+        configures: whether ``configure_model`` may be called: what it builds may be larger than the host's memory.
     """
     if first.batch_size < 2:
         return SplitFinding()
@@ -154,6 +160,8 @@ def probe_evaluation(
 
     try:
         with evaluating(trainer, testing=hook == "test_step"):
+            if configures:
+                configure_model(module, trainer)
             with suppress(Exception), nudged(module):
                 found, finite = probed()
                 if finite:
@@ -165,6 +173,17 @@ def probe_evaluation(
         return SplitFinding(notes=(note,), raised=True)
     finally:
         rng.restore(state, {})
+
+
+def configure_model(module: LightningModule, trainer: Trainer | None) -> None:
+    """Let the module build what it builds late. What looks at its parameters, or moves them, does so afterwards."""
+    BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None).configure()
+
+
+def _untried(error: Exception) -> SplitFinding:
+    """The finding where the user's step or ``configure_model`` fails."""
+    _LOG.debug("the first batch's step can't be run", exc_info=error)
+    return SplitFinding(probed=False, raised=True, reason=f"the step can't be tried on the CPU ({error_line(error)})")
 
 
 class _Probe(LaterSteps):
@@ -228,8 +247,7 @@ class _Probe(LaterSteps):
             exchanged = "each rank would step by its own samples' gradients, which only manual optimization exchanges"
             return SplitFinding(splittable=False, reason=f"{reason}: {exchanged} (automatic_optimization = False)"), DrawPlan()
         except Exception as error:
-            _LOG.debug("the first batch's step can't be run", exc_info=True)
-            return SplitFinding(probed=False, raised=True, reason=f"the step can't be tried on the CPU ({error_line(error)})"), DrawPlan()
+            return _untried(error), DrawPlan()
         if seconds > time_limit_seconds:
             return SplitFinding(probed=False, reason=f"trying a split batch on the CPU would take about {seconds:.0f} s"), DrawPlan()
         found, plan = SplitFinding(), DrawPlan()

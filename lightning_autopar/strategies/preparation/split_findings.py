@@ -79,8 +79,9 @@ class EarlySplits:
     def begin(self, batches: Sequence[FirstBatch]) -> None:
         """Begin to probe these, of which the first one is changed as well."""
         module = self._trainer.lightning_module
-        lazy = any(is_lazy(parameter) for parameter in module.parameters())
-        if (os.cpu_count() or 1) < 2 or lazy or sum(parameter.nbytes for parameter in module.parameters()) > EARLY_BYTES:
+        # What configure_model builds may be large: the trace says so first.
+        late = is_overridden("configure_model", module) or any(is_lazy(parameter) for parameter in module.parameters())
+        if (os.cpu_count() or 1) < 2 or late or sum(parameter.nbytes for parameter in module.parameters()) > EARLY_BYTES:
             return
         for number, batch in enumerate(batches):
             small = sum(tensor.numel() for tensor in tensors_of(batch.batch)) <= EARLY_NUMBERS
@@ -251,7 +252,7 @@ def with_evaluation(
         note = f"not checked: how the values that {hook} logs combine when a batch is split, as the first one has one sample"
         split = split if ones else replace(split, notes=(*split.notes, note))
     try:
-        probed = partial(run_forked, probe_evaluation, module, trainer)
+        probed = partial(run_forked, partial(probe_evaluation, configures=quick), module, trainer)
         found: SplitFinding = probed(batches[0], hook, counts_in(split))
         for batch in batches[1:]:
             gaps = leaves_out(batch.known_samples, batches[0].known_samples)

@@ -173,6 +173,58 @@ class Bayes(Views):
         return (self.head(self.backbone(x)) - x[:, :1]).square().mean() + self.backbone[0].mean.square().sum() / len(x)
 
 
+class Between(pl.LightningModule):
+    """Draws between two layers that ranks share, where its checkpoint runs again: all of the batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 16), nn.Linear(16, 8)
+
+    def embed(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last(F.dropout(hidden - hidden.mean(0), 0.3))  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = checkpoint(self.embed, batch[0], use_reentrant=False)
+        loss = F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Cached(Between):
+    """The gradient of the embeddings, from a forward without a graph. A hook of the loss embeds the batch in pieces once more, each with
+    the draws that it had, and runs a backward pass of its own for each.
+    """
+
+    def piece(self, x: Tensor, state: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            return self.embed(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        pieces, states, rows = batch[0].split(4), [], []
+        for x in pieces:
+            states.append(torch.get_rng_state())
+            with torch.no_grad():
+                rows.append(self.embed(x))
+        found = torch.cat(rows).requires_grad_()
+        loss = F.cross_entropy(found @ found.T, torch.arange(len(found)))
+        slopes = torch.autograd.grad(loss, found)[0].split(4)
+
+        @torch.enable_grad()
+        def hook(gradient: Tensor) -> None:
+            for x, state, slope in zip(pieces, states, slopes, strict=True):
+                (gradient * (self.piece(x, state) * slope).sum()).backward()
+
+        self.log("loss", loss)
+        loss = loss.detach().requires_grad_()
+        loss.register_hook(hook)
+        return loss
+
+
 class Columns(Tensor):
     """Rows with names for their columns, as pina's labelled tensors are."""
 
@@ -295,6 +347,8 @@ def trained(make: Callable[[], Any], strategy: Any, rows: int, **options: Any) -
         (Pairs, "zero", 2, 17, {"accumulate_grad_batches": 2}),
         (Bank, "zero", 2, 22, {}),
         (Physics, "ddp", 2, 22, {}),
+        (Between, "ddp", 2, 22, {}),
+        (Cached, "fsdp", 2, 22, {}),
     ],
 )
 def test_a_loss_that_compares_samples_is_one_devices(make: Any, engine: str, ranks: int, rows: int, options: dict[str, Any]) -> None:

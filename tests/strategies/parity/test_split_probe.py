@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
@@ -1260,6 +1261,45 @@ def test_a_hook_changes_the_batch_of_a_validation(module: LightningModule, callb
     trainer = trainer_of(module, callback)
     finding = probe_evaluation(module, trainer, first_of(samples()), "validation_step")
     assert any("'v' logged in validation_step" in note for note in finding.notes) == differs
+
+
+class Late(Base):
+    """Builds its layers in configure_model, which may be called once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layer
+
+    def configure_model(self) -> None:
+        assert not hasattr(self, "layer")
+        torch.manual_seed(1)
+        self.layer = nn.Linear(4, 4)
+        self.teacher = copy.deepcopy(self.layer).requires_grad_(False)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("v", (self.layer(batch) - batch).square()[batch > 0].mean())
+
+
+class LateAdvantages(Late, ReturnedAdvantages):
+    pass
+
+
+class LateTaught(Late):
+    """Consistency of all entries beside a loss of some, with a teacher that begins as a copy."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        return (out - x).square()[x > 0].mean() + (out - self.teacher(x)).square().mean()
+
+
+def test_what_configure_model_builds_is_tried_as_what_there_is_from_the_start() -> None:
+    for late, what in [(LateAdvantages, "its gradient"), (LateTaught, "it")]:
+        found, _ = probe_split(late(), None, first_of(samples()))
+        assert (found.reason or "").startswith(f"{what} is no mean over the samples")
+    found = probe_evaluation(Late(), None, first_of(samples()), "validation_step")
+    assert [str(rule) for rule in found.log_rules["validation_step", "v"]] == ["batch > 0"]
+    untold = probe_evaluation(Late(), None, first_of(samples()), "validation_step", configures=False)
+    assert untold.notes[0].startswith("not checked: whether what validation_step logs")
 
 
 class Averaged(Validated):

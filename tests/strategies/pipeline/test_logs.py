@@ -33,7 +33,7 @@ class Logging(pl.LightningModule):
         self.head = nn.Linear(8, 1)
         self.level, self.error, self.epoch = MeanMetric(), MeanSquaredError(), PearsonCorrCoef()
         self.both = MetricCollection({"mae": MeanAbsoluteError(), "mse": MeanSquaredError()}, prefix="set_")
-        self.val_error = MeanAbsoluteError()
+        self.val_error, self.ever = MeanAbsoluteError(), MeanAbsoluteError()
 
     def setup(self, stage: str) -> None:
         """What was recorded of the steps, in this process, updated the metrics."""
@@ -84,10 +84,12 @@ class Logging(pl.LightningModule):
         given = self.hidden(batch, logs=False)
         self.log("val_loss", nn.functional.mse_loss(given, batch[1]), on_step=True, on_epoch=True, add_dataloader_idx=False)
         self.val_error.update(given, batch[1])
+        self.ever.update(given, batch[1])
         self.log("val_error", self.val_error)
 
     def on_validation_epoch_end(self) -> None:
         self.log("ready", 1.0)
+        self.log("ever", self.ever.compute())  # it isn't reset
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
