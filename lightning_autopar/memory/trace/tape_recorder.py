@@ -228,6 +228,8 @@ class MemoryTracker(TorchDispatchMode):
         self._number = 0
         self._part = 0
         self._outer = 0
+        #: The part to which uses of parameters count where it isn't the one that runs.
+        self._user: int | None = None
         self._pending: tuple[Action, int] | None = None
         self._starts: list[int] = []
         self._started: list[int] = []
@@ -266,6 +268,7 @@ class MemoryTracker(TorchDispatchMode):
     def begin_step(self) -> None:
         """A batch starts."""
         self._outer = self._part = 0
+        self._user = None
         self._starts, self._started, self._repeating = [], [], -1
         self._dependence.begin_step()
 
@@ -315,6 +318,15 @@ class MemoryTracker(TorchDispatchMode):
         self._part = self._outer = 2 * block + 2
         self._begin(self._part)
         self._write("leave", block)
+
+    def begin_again(self, block: int) -> int:
+        """A block's forward begins again, in code outside of blocks. Returns the part that runs."""
+        self._user = 2 * block + 1
+        return self._part
+
+    def end_again(self) -> None:
+        """It has ended."""
+        self._user = None
 
     def _save_as_ever(self) -> None:
         if self._saving is not None:
@@ -504,7 +516,7 @@ class MemoryTracker(TorchDispatchMode):
             if self.phase == "forward":
                 uses = self.uses.get(id(tensor))
                 if uses is not None:
-                    uses[self._part] = None
+                    uses[self._part if self._user is None else self._user] = None
         return inputs
 
     def _account(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from lightning_autopar.planning.block_units import cuttable
 from lightning_autopar.planning.enumerate_plans import build_plan
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
 from lightning_autopar.strategies.parity.check_outcome import not_made
-from lightning_autopar.strategies.pipeline.memory import own_blocks, rank_bytes, starts_of
+from lightning_autopar.strategies.pipeline.memory import again_in, own_blocks, rank_bytes, starts_of
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
 from lightning_autopar.strategies.pipeline.schedules import played_micro_batches, rank_actions, receives
 from lightning_autopar.strategies.pipeline.tape_player import PipelinePlayer
@@ -216,8 +217,8 @@ class Pipeline(Engine):
         return [*range(plan.devices_per_replica)] * plan.replicas
 
     def replayed(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
-        """Each stage by itself; replicas that are shards aren't replayed."""
-        return () if plan.shard else self.alike(footprint, plan)
+        """Each stage by itself; neither replicas that are shards nor stages whose layers run again after a cut are replayed."""
+        return () if plan.shard or _runs_again(footprint, plan) else self.alike(footprint, plan)
 
     def own_blocks(self, footprint: Footprint, plan: Plan, rank: int) -> Sequence[str]:
         """Those of its stages."""
@@ -227,7 +228,7 @@ class Pipeline(Engine):
         self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]
     ) -> Player | None:
         """The player of a rank that runs its stages."""
-        if plan.shard:
+        if plan.shard or _runs_again(footprint, plan):
             return None
         assert plan.schedule is not None, "a pipeline has one"
         position, ranks = rank % plan.devices_per_replica, plan.devices_per_replica
@@ -245,6 +246,12 @@ class Pipeline(Engine):
             samples=sum(rows),
             replicas=plan.replicas,
         )
+
+
+def _runs_again(footprint: Footprint, plan: Plan) -> bool:
+    """Whether a stage's layers run again after the stage's end."""
+    starts = starts_of(footprint, plan) if footprint.again else []
+    return any(again_in(footprint, begin, end) for begin, end in itertools.pairwise(starts))
 
 
 def _nowhere_cuttable(footprint: Footprint, constraints: Constraints) -> str | None:

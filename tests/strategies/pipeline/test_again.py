@@ -1,0 +1,237 @@
+"""Pipelines whose blocks run several times in a step, as for two views of a batch: each stage runs all calls of its blocks."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics.classification import BinaryAUROC
+
+from benchmarks.memory.stage_rank import _peak
+from lightning_autopar.exact.absent.absent_tensor import is_absent
+from lightning_autopar.memory.trace.trace import trace
+from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.pipeline.memory import pipeline_bytes, pipeline_evaluation
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
+from tests.strategies.fitted import Fitted, numbers
+from tests.strategies.pipeline.chained import Chained, Stacked, assert_parity, cuts_of, recorded
+from tests.strategies.pipeline.chained import numbers as rows_of
+from tests.strategies.pipeline.test_pipeline import same
+from tests.strategies.pipelines import pipeline
+
+HOOKS = ("training_step", "validation_step")
+LAYERS = tuple(f"net.{index}" for index in range(5))
+
+
+class Views(Fitted):
+    """Learns from two views of each sample. A validation runs the whole network a second time, for a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = nn.ModuleDict({name: BinaryAUROC() for name in ("once", "again")})
+
+    def loss(self, batch: Any) -> Tensor:
+        first, second = (self.net(view) for view in (batch[0], batch[0].flip(1)))
+        return nn.functional.mse_loss(first, batch[1]) + nn.functional.mse_loss(first, second)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for name, metric in self.metrics.items():
+            metric.update(self.net(batch[0]).flatten(), (batch[1] > 0).long().flatten())
+            self.log(name, metric)
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class ValidatesTwice(Views):
+    """Trains on one view."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "under"),
+    [
+        (Views, pipeline(("net.2",), schedule="1f1b", micro_batches=3)),
+        (Views, pipeline(("net.1", "net.4"), schedule="gpipe", micro_batches=2)),
+        pytest.param(
+            Views, pipeline(("net.1", "net.2", "net.3"), schedule="interleaved_1f1b", micro_batches=2, ranks=2), marks=pytest.mark.slow
+        ),
+        (ValidatesTwice, pipeline(("net.3",), schedule="1f1b", micro_batches=2)),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else value.title(),
+)
+def test_steps_whose_blocks_run_again_are_plain_lightnings(make: Any, under: Plan) -> None:
+    trainer = same(make, numbers(18), under, blocks=LAYERS)
+    assert {"once", "again", "val_loss", "loss_epoch"} <= trainer.callback_metrics.keys()
+
+
+class Twice(Stacked):
+    """Two views, whose norm's statistics each view moves; a table that code between the blocks reads; a value that is logged between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("scale", torch.full((8,), 2.0))
+
+    def embed(self, x: Tensor) -> Tensor:
+        x = self.norm(self.blocks[0](x)).relu()
+        x = self.blocks[2](self.blocks[1](x) * self.scale)
+        self.log("norm", x.norm())
+        return self.blocks[3](x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].repeat(1, 2)
+        one, two = self.embed(x), self.embed(x.flip(0) + 0.1)
+        return nn.functional.cosine_similarity(one, two).mean() + self.head(one).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].repeat(1, 2)
+        return self.embed(x).mean() + self.embed(x + 1)
+
+
+def test_each_stage_runs_all_calls_of_its_blocks() -> None:
+    torch.manual_seed(0)
+    module = Twice()
+    recording = recorded(copy.deepcopy(module))
+    assert recording.calls == (0, 1, 2, 3) * 2
+    assert [len(recording.crossings[f"blocks.{index}"]) for index in range(4)] == [0, 2, 2, 2]
+    assert not recording.uncuttable
+    for cuts in (["blocks.1"], ["blocks.1", "blocks.3"], cuts_of(recording)):
+        logged = assert_parity(module, cuts=cuts).logged
+        assert [stage for stage, values in enumerate(logged) if values] == [recording.stage_of(5, cuts)]
+    validation = recorded(copy.deepcopy(module), hook="validation_step")
+    found = Chained(copy.deepcopy(module).eval(), Staging(hooks={"validation_step": validation}), cuts_of(validation))
+    theirs = copy.deepcopy(module).eval()
+    theirs.__dict__["log"] = lambda *_, **__: None
+    torch.testing.assert_close(found.evaluate("validation_step", rows_of()), theirs.validation_step(rows_of(), 0))
+
+
+class Drops(Twice):
+    """Blocks before a cut and after it draw."""
+
+    def embed(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.1)
+        return x
+
+
+class Reads(Twice):
+    """Decides by a value of the first view."""
+
+    def embed(self, x: Tensor) -> Tensor:
+        x = super().embed(x)
+        return x if x.mean() > 100 else x + 1
+
+
+class Follows(Twice):
+    """The second view goes by the first one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].repeat(1, 2)
+        return self.embed(x + self.embed(x)).mean()
+
+
+class Writes(Twice):
+    """Changes what the first view gave before the second one has run."""
+
+    def embed(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if not hasattr(self, "first"):
+            self.first = x
+        else:
+            with torch.no_grad():
+                self.first.mul_(2)
+            del self.first
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x
+
+
+class Tossed(Twice):
+    """Draws from Python's generator."""
+
+    def embed(self, x: Tensor) -> Tensor:
+        return super().embed(x * random.random())
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Drops, "both draw random numbers"),
+        (Reads, "reads a value of the model's"),
+        (Follows, r"'blocks\.0' runs before it and again after it, on what was computed between"),
+        (Writes, "written to later"),
+        (Tossed, "Python's or NumPy's generator"),
+    ],
+)
+def test_where_calls_can_not_be_told_apart_there_is_no_cut(kind: type[Twice], words: str) -> None:
+    torch.manual_seed(0)
+    found = recorded(kind())
+    assert re.search(words, found.uncuttable["blocks.1"]), found.uncuttable
+
+
+class Large(Stacked):
+    """Two views through two layers that take much more than the head and the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256), nn.Tanh()) for _ in range(2))
+        del self.stem, self.blocks, self.head
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        one, two = (self.second(self.first(view)) for view in batch)
+        return (one - two).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.training_step(batch, batch_idx)
+
+
+def test_stages_take_no_more_than_was_predicted() -> None:
+    """And more than without their second calls."""
+    torch.manual_seed(0)
+    module, batch = Large(), (torch.randn(256, 256), torch.randn(256, 256))
+    footprint = trace(module, None, batch, validation=batch)
+    assert [block.fqn for block in footprint.blocks] == ["first", "second"]
+    assert (footprint.again, footprint.repeats, footprint.evaluation_repeats) == (((1, 4), (3, 4)), 2.0, 2.0)
+    assert not footprint.also_uses
+    plan = pipeline(("second",), micro_batches=1)
+    staging = Staging(hooks={hook: recorded(copy.deepcopy(module), batch, hook=hook, blocks=["first", "second"]) for hook in HOOKS})
+    chained = Chained(module, staging, plan.cuts)
+    chained.batch = [batch]
+    received: tuple[Tensor, ...] = ()
+    for rank, stage in enumerate(chained.stages):
+        given = stage.replay(*received)
+        given = tuple(each.detach() for each in (given if isinstance(given, tuple) else (given,)))
+        parameters = sum(each.nbytes for each in stage.module.parameters() if not is_absent(each))
+
+        def step(stage: Any = stage, received: Any = received, given: Any = given) -> None:
+            own = tuple(each.clone().requires_grad_() for each in received)
+            found = stage.replay(*own)
+            torch.autograd.backward(found, [each.clone() for each in given])
+
+        stage.module.zero_grad()
+        taken = parameters + _peak(step)  # with the batch
+        predicted = pipeline_bytes(footprint, plan, rank, on_cpu=True)
+        assert taken <= predicted.allocated < 2.5 * taken
+        without = pipeline_bytes(replace(footprint, again=(), repeats=1.0), plan, rank, on_cpu=True)
+        assert (without.allocated < taken) == (rank == 0)
+
+        def validate(stage: Any = stage, received: Any = received) -> None:
+            with torch.no_grad():
+                stage.replay(*(each.clone() for each in received))
+
+        stage.replay.hook = "validation_step"
+        assert _peak(validate) <= sum(pipeline_evaluation(footprint, plan, rank, 1.0))
+        stage.replay.hook = "training_step"
+        received = given
