@@ -71,8 +71,8 @@ def find_layers(module: nn.Module, calls: Mapping[str, ModuleCalls], blocks: Col
         return found
 
     def inner(fqn: str) -> list[str]:
-        """Its own layers, at least two; none where it runs again later, and so do they."""
-        found = outermost(fqn) if calls[fqn].times == 1 else []
+        """Its own layers, at least two."""
+        found = outermost(fqn)
         return inner(found[0]) if len(found) == 1 else found
 
     def elements(fqn: str) -> int:
@@ -270,7 +270,7 @@ class BlockWatcher:
                 return
             if record.calls > 1:
                 if record.index is not None:
-                    record.again[self._tracker.begin_again(record.index)] = None
+                    record.again[self._tracker.run_again(record.index)] = None
                 return
             if record.index is None:
                 record.index = len(self.order)
@@ -290,7 +290,7 @@ class BlockWatcher:
             leaves = tree_leaves(output)
             record.output_bytes.append(sum(tensor_bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor)))
             if self._running is None:
-                self._tracker.end_again()
+                self._tracker.run_again(None)
                 return
             self._running = None
             record.recomputable &= all(_plain(leaf) for leaf in leaves) and _versions(module) == record.versions

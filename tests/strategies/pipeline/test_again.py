@@ -202,11 +202,15 @@ def test_stages_take_no_more_than_was_predicted() -> None:
     torch.manual_seed(0)
     module, batch = Large(), (torch.randn(256, 256), torch.randn(256, 256))
     footprint = trace(module, None, batch, validation=batch)
-    assert [block.fqn for block in footprint.blocks] == ["first", "second"]
-    assert (footprint.again, footprint.repeats, footprint.evaluation_repeats) == (((1, 4), (3, 4)), 2.0, 2.0)
+    blocks = [block.fqn for block in footprint.blocks]
+    assert blocks == ["first.0", "first.2", "second.0", "second.2"]
+    assert (footprint.again, footprint.repeats, footprint.evaluation_repeats) == (tuple((2 * i + 1, 8) for i in range(4)), 2.0, 2.0)
     assert not footprint.also_uses
-    plan = pipeline(("second",), micro_batches=1)
-    staging = Staging(hooks={hook: recorded(copy.deepcopy(module), batch, hook=hook, blocks=["first", "second"]) for hook in HOOKS})
+    once = 2 * 256 * 256 * 512  # each layer's work is that of both of its calls
+    assert [block.flops / once for block in footprint.blocks] == pytest.approx([2] * 4, rel=0.01)
+    assert [block.backward_flops / once for block in footprint.blocks] == pytest.approx([2, 4, 4, 4], rel=0.01)
+    plan = pipeline(("second.0",), micro_batches=1)
+    staging = Staging(hooks={hook: recorded(copy.deepcopy(module), batch, hook=hook, blocks=blocks) for hook in HOOKS})
     chained = Chained(module, staging, plan.cuts)
     chained.batch = [batch]
     received: tuple[Tensor, ...] = ()
