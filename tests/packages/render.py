@@ -52,10 +52,11 @@ KINDS: Mapping[str, tuple[bool, str]] = {
         True,
         "A part's gradient needs the value of the whole batch, which is known when the last part has run.",
     ),
-    r"runs before it and again after it|blocks that run once each": (
+    r"runs before it and again after it": (True, "A later layer's output flows back to an earlier one, for which every stage would wait."),
+    r"blocks that run once each": (
         False,
-        "These layers run several times in a step, with others between. Where nothing flows back to an earlier layer, as with two views, "
-        "a stage could run several times.",
+        "The loss differentiates the network by its input inside of the step, so that a backward pass would run through the stages in the "
+        "midst of a forward.",
     ),
     r"reads a value of the model's": (True, "The step decides by a value that a later stage would have to wait for."),
     r"what the step does to whole parameters|what the step does is another thing": (

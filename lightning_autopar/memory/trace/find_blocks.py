@@ -53,7 +53,7 @@ def find_layers(module: nn.Module, calls: Mapping[str, ModuleCalls], blocks: Col
 
     Args:
         calls: of one step, by FQN; see :class:`CallCounter`.
-        blocks: FQNs of the repeated blocks that ran.
+        blocks: FQNs of the repeated blocks that ran, which are looked for elsewhere.
 
     Returns:
         The layers by FQN, in the order in which they ran first.
@@ -227,6 +227,11 @@ class BlockWatcher:
     def blocks(self) -> dict[str, nn.Module]:
         """The candidates that the last step ran once."""
         return {record.fqn: record.module for record in self._records if record.calls == 1}
+
+    @property
+    def blocks_again(self) -> dict[str, nn.Module]:
+        """The candidates that the last step ran several times: no blocks, but layers."""
+        return {record.fqn: record.module for record in self._records if record.calls > 1 and record.index is not None}
 
     def watch_layers(self, layers: Mapping[str, nn.Module]) -> None:
         """From now on, watch these layers beside the blocks that ran. To be called between two steps that aren't recorded."""

@@ -265,7 +265,8 @@ class _Tracing:
             blocks = watcher.blocks
             own = sum(parameter.numel() for block in blocks.values() for parameter in block.parameters())
             if module.automatic_optimization and (len(blocks) < 2 or 2 * own < sum(parameter.numel() for parameter in parameters)):
-                watcher.watch_layers(find_layers(module, counter.calls, blocks))
+                again = watcher.blocks_again
+                watcher.watch_layers({**again, **find_layers(module, counter.calls, {*blocks, *again})})
 
         nested: list[str] = []
         reached: set[int] = set()
