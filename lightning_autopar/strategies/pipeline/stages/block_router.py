@@ -178,6 +178,13 @@ class Router:
                 found.append((owner, name, owner._buffers[name]))
         return found  # type: ignore[return-value]
 
+    def parameter(self, fqn: str) -> Tensor | None:
+        """The parameter of that name, which may be absent."""
+        module = self._module()
+        assert module is not None
+        path, _, name = fqn.rpartition(".")
+        return module.get_submodule(path)._parameters[name]
+
     def ids(self) -> frozenset[int]:
         """Ids of all parameters and buffers."""
         module = self._module()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ class StepRecording:
 
     Args:
         blocks: FQNs of the blocks in the order in which they ran first, each once.
-        calls: of the block that each call runs, the index among them, in the order of the calls.
+        calls: of the block that each call runs, the index among them, in the order of the calls; -1 for none, where the code that comes
+            before the first block runs again.
         crossings: for each block with which a stage may begin, the tensors that cross that cut, in the order in which they are sent: all
             that stages before it make, depend on parameters or random draws, and are used by later ones.
         uncuttable: blocks with which no stage may begin, with the reason in a sentence.
@@ -148,6 +150,11 @@ class StepRecording:
     def runs_again(self) -> bool:
         """Whether a block has several calls."""
         return len(self.calls) > len(self.blocks)
+
+    @cached_property
+    def at_first(self) -> frozenset[str]:
+        """Parameters of the code before the first block, where it runs again."""
+        return frozenset(name for name, parts in self.parameters.items() if -1 in self.calls and 0 in parts)
 
 
 def block_of(part: int, calls: Sequence[int]) -> int:

@@ -29,7 +29,7 @@ from lightning_autopar.exact.absent.absent_tensor import (
 from lightning_autopar.exact.absent.rules import recording_absence, set_strict
 from lightning_autopar.strategies.pipeline.stages.block_router import BlockResults, Router
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import EXTRA, CutTensor, Staging, StepRecording, block_of
-from lightning_autopar.strategies.pipeline.stages.tainted_tensors import TaintMode, mark, results_of, updates_metric, written_by
+from lightning_autopar.strategies.pipeline.stages.tainted_tensors import TaintMode, mark, results_of, tensors, updates_metric, written_by
 
 
 class StageRange:
@@ -236,6 +236,9 @@ class _Run:
 
     def _outer_call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A tainted call; if another stage owns it, run only for the shapes of its result."""
+        if self._recording.at_first and self._expected() == -1 and self._begins_anew(args, kwargs):
+            self._begin_call()
+            self._begin_part(self._part + 1)
         target = written_by(name, args, kwargs)
         if self.owns:
             result = func(*args, **kwargs)
@@ -265,6 +268,16 @@ class _Run:
         if target is not None and target._base is not None:
             mark(target._base)
 
+    def _expected(self) -> int | None:
+        """The index of the block that is called next, None for no other; see :class:`.cut_tensors.StepRecording`."""
+        calls = self._recording.calls
+        return calls[self._next_call] if self._next_call < len(calls) else None
+
+    def _begins_anew(self, args: Any, kwargs: Any) -> bool:
+        """Whether code uses a parameter of the code before the first block, as :meth:`.StepRecorder._begins_anew`."""
+        used = [id(tensor) for tensor in tensors((args, kwargs)) if isinstance(tensor, nn.Parameter)]
+        return bool(used) and any(id(self._router.parameter(name)) in used for name in self._recording.at_first)
+
     def _keep(self, index: int, tensor: Tensor) -> None:
         mark(tensor)
         if index in self._span.wanted:
@@ -273,7 +286,7 @@ class _Run:
     def _where(self) -> str:
         blocks, calls = self._recording.blocks, self._recording.calls
         after = self._part // 2
-        return f"before the block {blocks[calls[after]]!r}" if after < len(calls) else "after the last block"
+        return f"before the block {blocks[max(0, calls[after])]!r}" if after < len(calls) else "after the last block"
 
     # -- blocks --------------------------------------------------------------------------------------------------------------------------
 
@@ -282,19 +295,12 @@ class _Run:
         recording, span, call = self._recording, self._span, self._next_call
         if self._inside or (fqn in self._ran and not recording.runs_again):  # in another block, or again: as code outside of blocks
             return forward(*args, **kwargs)
-        expected = recording.blocks[recording.calls[call]] if call < len(recording.calls) else "no other block"
+        index = self._expected()
+        expected = "no other block" if index is None else recording.blocks[index] if index >= 0 else "code before the first block"
         if expected != fqn:
             raise UnlikeRecordedError(f"the {recording.hook} runs the block {fqn!r} where {expected!r} ran when it was recorded")
         self._ran.add(fqn)
-        self._check_part()
-        self._next_call += 1
-        self._begin_part(2 * call + 1)
-        if self._part > span.ends:
-            self._exit()
-        if self._part not in span.own:
-            self._own(False)
-        elif not self.owns:
-            self._enter()
+        self._begin_call()
         results = BlockResults.of(block, fqn, recording, call)
         if self.owns:
             args, kwargs = resolved(args), resolved(kwargs)
@@ -313,6 +319,17 @@ class _Run:
                 self._keep(number, tensor)
         self._begin_part(2 * call + 2)
         return result
+
+    def _begin_call(self) -> None:
+        self._check_part()
+        self._begin_part(2 * self._next_call + 1)
+        self._next_call += 1
+        if self._part > self._span.ends:
+            self._exit()
+        if self._part not in self._span.own:
+            self._own(False)
+        elif not self.owns:
+            self._enter()
 
     def _begin_part(self, part: int) -> None:
         self._part = part

@@ -126,7 +126,7 @@ class StepRecorder:
         """The step is over: its last part uses what it returns."""
         self.use(tree_leaves(result))
         for call, index in enumerate(self._calls):
-            block = self._blocks[self._order[index]]
+            block = self._blocks[self._order[index]] if index >= 0 else nn.Module()
             for tensor in (*block.parameters(), *block.buffers()):
                 for name in self._sources.names(tensor):
                     self._users[name].add(2 * call + 1)
@@ -179,6 +179,12 @@ class StepRecorder:
         if func in _DIFFERENTIATING:
             self.refuse(f"the {self._hook} differentiates by itself ({name})")
             return func(*args, **kwargs)
+        if self._again and self._calls and self._calls[-1] >= 0 and self._begins_anew(args, kwargs):
+            self._calls.append(-1)
+            self._caught.append([])
+            self._outputs.append(())
+            self._next_part()
+            self._next_part()
         self.use((args, kwargs))
         if func in READING:
             self._join(self._part, _END, f"code before it reads a value of the model's ({name}), which every later stage would need")
@@ -190,6 +196,11 @@ class StepRecorder:
             self._join(self._part, _END, f"code before it gives tensors whose shapes depend on values ({name})")
         self._number(name, results_of(name, result, target, args, self._watch.tainted), target)
         return result
+
+    def _begins_anew(self, args: Any, kwargs: Any) -> bool:
+        """Whether code uses a parameter that the code before the first block has used: such as an embedding, of another view."""
+        used = (tensor for tensor in tensors((args, kwargs)) if isinstance(tensor, nn.Parameter))
+        return any(0 in self._users.get(name, ()) for tensor in used for name in self._sources.names(tensor))
 
     def _gradient_read(self) -> None:
         """In the recording there is no gradient yet. In the run there is one from the second step on, in one of the stages."""
@@ -473,11 +484,12 @@ class StepRecorder:
     def _out_of_order(self, cut: _Cut) -> str | None:
         """Why the calls before a cut can't all run before those after it."""
         if not cut.later[-1]:
-            return f"{self._order[self._calls[-1]]!r} runs before it and again after it, at the step's end"
+            return f"{self._order[max(0, self._calls[-1])]!r} runs before it and again after it, up to the step's end"
         for number in self._numbers:
             early = [part for part in number.uses if not cut.later[part]] if cut.later[number.part] and not number.state else ()
             if early:
-                return f"{self._order[block_of(min(early), self._calls)]!r} runs before it and again after it, on what was computed between"
+                block = self._order[max(0, block_of(min(early), self._calls))]
+                return f"{block!r} runs before it and again after it, on what was computed between"
         drew = [cut.later[part] for part in self._drew]
         if drew != sorted(drew):
             return "the blocks before it run again after it, and both draw random numbers, whose order stages would change"
