@@ -29,12 +29,23 @@ HOOKS = ("training_step", "validation_step")
 LAYERS = tuple(f"net.{index}" for index in range(5))
 
 
+class Doubled(BinaryAUROC):
+    """Reads a buffer of its own, which all stages have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((), 2.0))
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        super().update(preds.sigmoid() * self.scale / 2, target)
+
+
 class Views(Fitted):
     """Learns from two views of each sample. A validation runs the whole network a second time, for a metric of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.metrics = nn.ModuleDict({name: BinaryAUROC() for name in ("once", "again")})
+        self.metrics = nn.ModuleDict({name: Doubled() for name in ("once", "again")})
 
     def loss(self, batch: Any) -> Tensor:
         first, second = (self.net(view) for view in (batch[0], batch[0].flip(1)))
@@ -93,7 +104,8 @@ class Twice(Stacked):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         one, two = self.embed(batch[0]), self.embed(batch[0].flip(0) + 0.1)
-        return nn.functional.cosine_similarity(one, two).mean() + self.head(one).mean()
+        tied = two @ self.stem.weight  # what follows isn't a third view
+        return nn.functional.cosine_similarity(one, two).mean() + self.head(one).mean() + tied.square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         return self.embed(batch[0]).mean() + self.embed(batch[0] + 1)

@@ -29,7 +29,7 @@ from lightning_autopar.exact.absent.absent_tensor import (
 from lightning_autopar.exact.absent.rules import recording_absence, set_strict
 from lightning_autopar.strategies.pipeline.stages.block_router import BlockResults, Router
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import EXTRA, CutTensor, Staging, StepRecording, block_of
-from lightning_autopar.strategies.pipeline.stages.tainted_tensors import TaintMode, mark, results_of, tensors, updates_metric, written_by
+from lightning_autopar.strategies.pipeline.stages.tainted_tensors import TaintMode, mark, results_of, updates_metric, written_by
 
 
 class StageRange:
@@ -37,8 +37,8 @@ class StageRange:
 
     Attributes:
         low, high: its first block, and the one that isn't its own any more.
-        begins, ends: its first part, and the last one that it or a stage before it runs.
         own: the parts that it runs.
+        ends: the last part that it or a stage before it runs.
         entering, leaving: what crosses the cuts at its ends.
     """
 
@@ -52,7 +52,6 @@ class StageRange:
         self.own = frozenset(
             part for part, block in enumerate(blocks) if (self.first or block >= self.low) and (self.last or block < self.high)
         )
-        self.begins = min(self.own)
         self.ends = max(part for part, block in enumerate(blocks) if self.last or block < self.high)
         self.entering: tuple[CutTensor, ...] = () if self.first else recording.crossings[recording.blocks[self.low]]
         self.leaving: tuple[CutTensor, ...] = () if self.last else recording.crossings[recording.blocks[self.high]]
@@ -236,7 +235,7 @@ class _Run:
 
     def _outer_call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A tainted call; if another stage owns it, run only for the shapes of its result."""
-        if self._recording.at_first and self._expected() == -1 and self._begins_anew(args, kwargs):
+        if self._recording.at_first and self._expected() == -1 and self._begins_again(args, kwargs):
             self._begin_call()
             self._begin_part(self._part + 1)
         target = written_by(name, args, kwargs)
@@ -273,9 +272,9 @@ class _Run:
         calls = self._recording.calls
         return calls[self._next_call] if self._next_call < len(calls) else None
 
-    def _begins_anew(self, args: Any, kwargs: Any) -> bool:
-        """Whether code uses a parameter of the code before the first block, as :meth:`.StepRecorder._begins_anew`."""
-        used = [id(tensor) for tensor in tensors((args, kwargs)) if isinstance(tensor, nn.Parameter)]
+    def _begins_again(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call is of the code before the first block, as the recorder finds out."""
+        used = [id(tensor) for tensor in self._watch.alone(args, kwargs)]
         return bool(used) and any(id(self._router.parameter(name)) in used for name in self._recording.at_first)
 
     def _keep(self, index: int, tensor: Tensor) -> None:

@@ -179,7 +179,7 @@ class StepRecorder:
         if func in _DIFFERENTIATING:
             self.refuse(f"the {self._hook} differentiates by itself ({name})")
             return func(*args, **kwargs)
-        if self._again and self._calls and self._calls[-1] >= 0 and self._begins_anew(args, kwargs):
+        if self._again and self._calls and self._calls[-1] >= 0 and self._begins_again(args, kwargs):
             self._calls.append(-1)
             self._caught.append([])
             self._outputs.append(())
@@ -197,10 +197,9 @@ class StepRecorder:
         self._number(name, results_of(name, result, target, args, self._watch.tainted), target)
         return result
 
-    def _begins_anew(self, args: Any, kwargs: Any) -> bool:
-        """Whether code uses a parameter that the code before the first block has used: such as an embedding, of another view."""
-        used = (tensor for tensor in tensors((args, kwargs)) if isinstance(tensor, nn.Parameter))
-        return any(0 in self._users.get(name, ()) for tensor in used for name in self._sources.names(tensor))
+    def _begins_again(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call is of the code before the first block, for another view: an embedding's, say."""
+        return any(0 in self._users.get(name, ()) for used in self._watch.alone(args, kwargs) for name in self._sources.names(used))
 
     def _gradient_read(self) -> None:
         """In the recording there is no gradient yet. In the run there is one from the second step on, in one of the stages."""
@@ -469,7 +468,7 @@ class StepRecorder:
         made: dict[int, int] = {}
         for _, number in self._alive(cut):
             memory[_memory(number.tensor)] += 1
-            made[_memory(number.tensor)] = number.part
+            made.setdefault(_memory(number.tensor), number.part)
         for storage, written in self._writes:
             if cut.later[written] and memory[storage] > 1:
                 return "two tensors that cross the cut share memory, which is written to after it"

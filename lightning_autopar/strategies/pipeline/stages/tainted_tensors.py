@@ -83,6 +83,12 @@ class TaintMode(TorchFunctionMode):
             return any(map(self.tainted, value.values()))
         return False
 
+    def alone(self, args: Any, kwargs: Any) -> list[nn.Parameter]:
+        """The parameters among a call's arguments, where nothing else there is tainted."""
+        found = [tensor for tensor in tensors((args, kwargs)) if self.tainted(tensor)]
+        used = [tensor for tensor in found if isinstance(tensor, nn.Parameter)]
+        return used if len(used) == len(found) else []
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While open, nothing is watched; costs nothing where this mode is the innermost, as it nearly always is."""
