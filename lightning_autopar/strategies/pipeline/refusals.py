@@ -56,8 +56,8 @@ def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
                     f"the callback {type(callback).__name__} {does} weights (its code names {by}), and a pipeline's stages hold "
                     "a part of them each"
                 )
-    for words in hooking_callbacks(trainer) if fitting else ():
-        return f"{words}, which run only in the stage that has the module"
+    for hooking in hooking_callbacks(trainer) if fitting else ():
+        return f"{hooking}, which run only in the stage that has the module"
     if any(isinstance(submodule, torch._dynamo.OptimizedModule) or is_compiled(submodule) for submodule in module.modules()):
         return "a part of the module is compiled, and a pipeline cuts the code as it was written"
     if own := sorted(find_generators(module.named_modules())):
