@@ -55,8 +55,7 @@ KINDS: Mapping[str, tuple[bool, str]] = {
     r"runs before it and again after it": (True, "A later layer's output flows back to an earlier one, for which every stage would wait."),
     r"blocks that run once each": (
         False,
-        "The loss differentiates the network by its input inside of the step, so that a backward pass would run through the stages in the "
-        "midst of a forward.",
+        "None of the blocks is seen to run in the step, which also differentiates by itself in the midst of its forward.",
     ),
     r"reads a value of the model's": (True, "The step decides by a value that a later stage would have to wait for."),
     r"what the step does to whole parameters|what the step does is another thing": (
