@@ -52,7 +52,10 @@ KINDS: Mapping[str, tuple[bool, str]] = {
         True,
         "A part's gradient needs the value of the whole batch, which is known when the last part has run.",
     ),
-    r"runs before it and again after it": (True, "A later layer's output flows back to an earlier one, for which every stage would wait."),
+    r"is written to, and used before it": (
+        False,
+        "The step writes to a later stage's weights by those of an earlier one. A stage could do so for its own, if it had the others too.",
+    ),
     r"blocks that run once each": (
         False,
         "None of the blocks is seen to run in the step, which also differentiates by itself in the midst of its forward.",
