@@ -175,7 +175,8 @@ class Pipeline(Engine):
         """Compares the stages of these cuts with the whole module."""
         from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import check_cuts
 
-        return check_cuts(first, plan.cuts, finding.notes)
+        runs_again = finding.value is not None and any(recording.runs_again for recording in finding.value.hooks.values())
+        return check_cuts(first, plan.cuts, finding.notes, runs_again=runs_again)
 
     def searched(self, search: Searching, devices: Sequence[Device], shown: bool) -> Iterable[Plan]:
         """For each schedule, the fastest pipeline that fits into memory."""

@@ -6,8 +6,10 @@ import copy
 import random
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,12 +17,18 @@ from torchmetrics.classification import BinaryAUROC
 
 from benchmarks.memory.stage_rank import _peak
 from lightning_autopar.exact.absent.absent_tensor import is_absent
+from lightning_autopar.memory.fakes.fake_copies import as_if_real, drawing_nothing, fake_copy, fake_mode
+from lightning_autopar.memory.fakes.shadow_values import ShadowValues
+from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.parity.check_outcome import Check
 from lightning_autopar.strategies.pipeline.memory import pipeline_bytes, pipeline_evaluation
-from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
+from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import check_cuts
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging, StepRecording
+from lightning_autopar.strategies.pipeline.stages.possible_cuts import record
 from tests.strategies.fitted import Fitted, numbers
-from tests.strategies.pipeline.chained import Chained, Stacked, assert_parity, cuts_of, recorded
+from tests.strategies.pipeline.chained import Chained, Stacked, assert_parity, blocks_of, cuts_of, recorded
 from tests.strategies.pipeline.chained import numbers as rows_of
 from tests.strategies.pipeline.test_pipeline import same
 from tests.strategies.pipelines import pipeline
@@ -190,6 +198,32 @@ def test_where_calls_can_not_be_told_apart_there_is_no_cut(kind: type[Twice], wo
     torch.manual_seed(0)
     found = recorded(kind())
     assert re.search(words, found.uncuttable["blocks.1"]), found.uncuttable
+    if kind is not Tossed and kind is not Reads:
+        assert under_fakes(kind()).uncuttable == found.uncuttable
+
+
+def under_fakes(module: pl.LightningModule) -> StepRecording:
+    """Its recording, as of a step that is too large to run."""
+    mode, shadow = fake_mode(), ShadowValues()
+    fake, batch = fake_copy(module, mode, shadow), fake_copy(rows_of(), mode, shadow)
+    with drawing_nothing(), as_if_real(shadow, "cpu"), mode, shadow:
+        return record(fake, None, "training_step", batch, blocks_of(fake))
+
+
+def test_a_large_step_is_recorded_alike_and_taken_only_if_it_was_tried() -> None:
+    assert under_fakes(Twice()) == recorded(Twice())
+    assert not under_fakes(Twice()).uncuttable
+    conduct = SimpleNamespace(written=(), exchanged=())
+    first: Any = SimpleNamespace(
+        trainer=SimpleNamespace(precision="32-true", lightning_module=Twice()),
+        footprint=SimpleNamespace(flops=10**30, blocks=(), conduct=conduct),
+        stage="fit",
+        batch=FirstBatch(batch=rows_of(), batch_size=4),
+        validation=lambda: None,
+    )
+    assert check_cuts(first, ("blocks.1",), ("a note",)) == Check(outcome="passed", notes=("a note",))
+    found = check_cuts(first, ("blocks.1",), ("a note",), runs_again=True)
+    assert "too long to try on the CPU, and its blocks run several times" in str(found.reason)
 
 
 class Large(Stacked):

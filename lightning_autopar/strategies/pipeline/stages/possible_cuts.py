@@ -95,7 +95,7 @@ def record(
         return found, recorder.ran_again
 
     found, ran_again = recorded(again=False)
-    if ran_again and not fakes:  # fake tensors don't show in which order blocks draw random numbers
+    if ran_again:
         other, _ = recorded(again=True)
         if other.uncuttable.keys() < found.uncuttable.keys():
             return other

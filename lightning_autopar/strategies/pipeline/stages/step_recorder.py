@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.exact.absent.absent_tensor import AbsentMode, MissingValue, absent_like
 from lightning_autopar.exact.absent.rules import READING
+from lightning_autopar.memory.work.operations import operation
 from lightning_autopar.strategies.pipeline.stages.block_outputs import EscapedOutputs, describe, flattened, places
 from lightning_autopar.strategies.pipeline.stages.block_router import computed_from_shapes, find_block, opaque_methods
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import EXTRA, CutTensor, Output, StepRecording, block_of
@@ -90,9 +92,8 @@ class StepRecorder:
         self._calls: list[int] = []
         #: Whether a block has run again.
         self.ran_again = False
-        #: Parts that draw random numbers from torch's generator; only where blocks have several calls.
+        #: Parts that draw random numbers from torch's generators; only where blocks have several calls.
         self._drew: list[int] = []
-        self._drawn: Any = None
         self._numbers: list[_Number] = []
         self._firsts = [0]
         self._operations: list[list[str]] = [[]]
@@ -116,9 +117,10 @@ class StepRecorder:
             for fqn, block in self._blocks.items():
                 stack.enter_context(replaced_forward(block, self._block(fqn, block.forward)))
             stack.enter_context(self._watch.watching(opaque_methods(self._module)))
-            began, self._drawn = host_generators(), _torchs_generator()
+            if self._again:
+                stack.enter_context(_Draws(lambda: self._drew.append(self._part)))
+            began = host_generators()
             yield
-            self._note_draws()
             if self._again and host_generators() != began:
                 self.refuse("it draws random numbers from Python's or NumPy's generator, and its blocks run several times")
 
@@ -318,18 +320,9 @@ class StepRecorder:
         self._next_part()
 
     def _next_part(self) -> None:
-        self._note_draws()
         self._part += 1
         self._firsts.append(len(self._numbers))
         self._operations.append([])
-
-    def _note_draws(self) -> None:
-        """The running part is over: note whether it has drawn random numbers."""
-        if not self._again:
-            return
-        before, self._drawn = self._drawn, _torchs_generator()
-        if not torch.equal(before, self._drawn):
-            self._drew.append(self._part)
 
     def _end(
         self,
@@ -495,8 +488,18 @@ class StepRecorder:
         return None
 
 
-def _torchs_generator() -> Tensor:
-    return torch.default_generator.get_state()
+class _Draws(TorchDispatchMode):
+    """Tells of each operation that draws random numbers, also under fake tensors."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs it."""
+        if operation(func).has_drawn(args, kwargs or {}):
+            self._tell()
+        return func(*args, **(kwargs or {}))
 
 
 def _shapes(result: Any) -> list[Any]:
