@@ -138,7 +138,8 @@ def pipeline_evaluation(footprint: Footprint, plan: Plan, rank: int, share: floa
     own = range(rank % plan.devices_per_replica, plan.stages, plan.devices_per_replica)
     received = sum(one.size.at(share) for stage in own if stage for one in parts[starts[stage]].crossing)
     runs = footprint.evaluation_bytes or 0
-    if footprint.evaluation_repeats > 1:  # outputs of earlier calls wait for those of later ones, before they are sent together
+    if footprint.evaluation_repeats > footprint.repeats or runs_again(footprint, plan):
+        # Outputs of earlier calls wait for those of later ones, before they are sent together.
         ends = [starts[stage + 1] for stage in own if stage < plan.stages - 1]
         sent = sum(one.size.at(share) for end in ends for one in parts[end].crossing)
         received = round((received + sent) * footprint.evaluation_repeats)
@@ -172,6 +173,12 @@ def starts_of(footprint: Footprint, plan: Plan) -> list[int]:
 def again_in(footprint: Footprint, begin: int, end: int) -> list[int]:
     """Outer parts from part ``end`` on in which layers from part ``begin`` to before it run again."""
     return sorted({outer for layer, outer in footprint.again if begin <= layer < end <= outer})
+
+
+def runs_again(footprint: Footprint, plan: Plan) -> bool:
+    """Whether a stage's layers run again after the stage's end."""
+    starts = starts_of(footprint, plan) if footprint.again else []
+    return any(again_in(footprint, begin, end) for begin, end in itertools.pairwise(starts))
 
 
 def own_blocks(footprint: Footprint, plan: Plan, rank: int) -> list[str]:
