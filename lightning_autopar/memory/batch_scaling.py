@@ -50,6 +50,7 @@ def at_lengths(first: Footprint, usual: Footprint, longest: Footprint) -> Footpr
         unused_parameters=first.unused_parameters,
         evaluation_bytes=first.evaluation_bytes,
         evaluation_parts=first.evaluation_parts,
+        evaluation_repeats=first.evaluation_repeats,
         evaluation_failed=first.evaluation_failed or longest.evaluation_failed,
         margin=max(first.margin, longest.margin),
         assumptions=tuple(dict.fromkeys((*first.assumptions, *longest.assumptions))),

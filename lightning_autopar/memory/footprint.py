@@ -211,6 +211,9 @@ class Footprint:
         also_uses: for outer parts that use a parameter which another part or a block holds (tied embeddings): index among ``outer``, the
             parameter's FQN, and its bytes: of parameter, gradient, optimizer state.
         holders: the part, numbered as in :meth:`parts`, that holds each parameter of ``also_uses``, by FQN; the first unless it is there.
+        again: layers that run again outside of blocks: their part and the outer part in which they do, numbered as in :meth:`parts`.
+        repeats: by how much what a layer returns in all calls of a step is larger than in its first one, at most.
+        evaluation_repeats: the same of a validation step.
         optimizer_work: the operations of the optimizers' steps and of clipping: of one update, also where gradients are accumulated.
         tape: every allocation of the step, in order; None where it wasn't traced.
         evaluation_bytes: the most that a validation step of the same run holds beside parameters, gradients, optimizer state and buffers;
@@ -259,6 +262,9 @@ class Footprint:
     outer: tuple[LayerFootprint, ...] = ()
     also_uses: tuple[tuple[int, str, int, int, int], ...] = ()
     holders: Mapping[str, int] = field(default_factory=dict)
+    again: tuple[tuple[int, int], ...] = ()
+    repeats: float = 1.0
+    evaluation_repeats: float = 1.0
     optimizer_work: tuple[Work, ...] = ()
     tape: Tape | None = None
     evaluation_bytes: int | None = None

@@ -65,7 +65,6 @@ UNCUT: dict[tuple[str, str], str] = {
     ("unused-parameters", "pipeline"): "the code must not dep",
     ("sums", "pipeline"): "the step keeps 'correct' for the next one",
     ("gan", "pipeline"): "the module calls backward by itself",
-    ("contrastive", "pipeline"): "the module has 1",
     **{("gan", kind): "configures 2" for kind in ZERO},
 }
 

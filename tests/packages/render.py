@@ -52,10 +52,13 @@ KINDS: Mapping[str, tuple[bool, str]] = {
         True,
         "A part's gradient needs the value of the whole batch, which is known when the last part has run.",
     ),
-    r"runs before it and again after it|blocks that run once each": (
+    r"is written to, and used before it": (
         False,
-        "These layers run several times in a step, with others between. Where nothing flows back to an earlier layer, as with two views, "
-        "a stage could run several times.",
+        "The step writes to a later stage's weights by those of an earlier one. A stage could do so for its own, if it had the others too.",
+    ),
+    r"blocks that run once each": (
+        False,
+        "None of the blocks is seen to run in the step, which also differentiates by itself in the midst of its forward.",
     ),
     r"reads a value of the model's": (True, "The step decides by a value that a later stage would have to wait for."),
     r"what the step does to whole parameters|what the step does is another thing": (

@@ -131,12 +131,13 @@ def _methods(owner: Any) -> list[types.FunctionType]:
 
 def late_hooks(trainer: Trainer) -> tuple[str, ...]:
     """A sentence on each callback that puts hooks on modules when the run begins: they aren't there when planning tries the step."""
+    return tuple(f"{words} after planning has tried the step: what they keep of parts may differ" for words in hooking_callbacks(trainer))
+
+
+def hooking_callbacks(trainer: Trainer) -> list[str]:
+    """Callbacks that put hooks on modules: the beginning of a sentence on each."""
     named = ((each, sorted(words & _REGISTERS)) for each, words in names_in_callbacks(trainer))
-    return tuple(
-        f"{_title(each)} puts hooks on modules ({by[0]}) after planning has tried the step: what they keep of parts may differ"
-        for each, by in named
-        if by
-    )
+    return [f"{_title(each)} puts hooks on modules ({by[0]})" for each, by in named if by]
 
 
 def _draws(owner: Any, hook: str, module: LightningModule) -> bool:

@@ -35,6 +35,8 @@ class Layers:
     outer: tuple[LayerFootprint, ...]
     also_uses: tuple[tuple[int, str, int, int, int], ...]
     holders: Mapping[str, int]
+    again: tuple[tuple[int, int], ...]
+    repeats: float
     moments: tuple[Moment, ...]
     activation_bytes: int
     flops: int
@@ -84,6 +86,8 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
         outer=tuple(parts[::2]),
         also_uses=also_uses,
         holders=holders,
+        again=tuple((2 * place + 1, part) for place, one in enumerate(records) for part in dict.fromkeys(map(places.part, one.again))),
+        repeats=watcher.repeats,
         moments=tuple(dict.fromkeys(found.moments)),
         activation_bytes=found.activation_bytes,
         flops=sum(part.flops + part.backward_flops for part in parts),

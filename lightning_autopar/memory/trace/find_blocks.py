@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_autopar.memory.storages import tensor_bytes
 from lightning_autopar.memory.trace.tape_recorder import MemoryTracker
 
 #: The most layers in place of blocks: every one is a cut that is tried.
@@ -52,7 +53,7 @@ def find_layers(module: nn.Module, calls: Mapping[str, ModuleCalls], blocks: Col
 
     Args:
         calls: of one step, by FQN; see :class:`CallCounter`.
-        blocks: FQNs of the repeated blocks that ran.
+        blocks: FQNs of the repeated blocks that ran, which are looked for elsewhere.
 
     Returns:
         The layers by FQN, in the order in which they ran first.
@@ -70,8 +71,8 @@ def find_layers(module: nn.Module, calls: Mapping[str, ModuleCalls], blocks: Col
         return found
 
     def inner(fqn: str) -> list[str]:
-        """Its own layers, at least two; none where it runs again later, and so do they."""
-        found = outermost(fqn) if calls[fqn].times == 1 else []
+        """Its own layers, at least two."""
+        found = outermost(fqn)
         return inner(found[0]) if len(found) == 1 else found
 
     def elements(fqn: str) -> int:
@@ -185,6 +186,8 @@ class BlockCalls:
         calls: how often it ran in the last batch.
         recomputable: whether running its forward twice leaves the run unchanged, as far as its arguments and buffers tell.
         repeated: whether it is one of several alike blocks; else it is a layer, with which no more than a stage may begin.
+        again: the tracker's parts in which it ran again, in the last batch.
+        output_bytes: of what each of its calls returned, in the last batch.
     """
 
     fqn: str
@@ -194,6 +197,8 @@ class BlockCalls:
     recomputable: bool = True
     repeated: bool = True
     versions: list[tuple[int, int]] = field(default_factory=list)
+    again: dict[int, None] = field(default_factory=dict)
+    output_bytes: list[int] = field(default_factory=list)
 
 
 class BlockWatcher:
@@ -223,6 +228,11 @@ class BlockWatcher:
         """The candidates that the last step ran once."""
         return {record.fqn: record.module for record in self._records if record.calls == 1}
 
+    @property
+    def blocks_again(self) -> dict[str, nn.Module]:
+        """The candidates that the last step ran several times: no blocks, but layers."""
+        return {record.fqn: record.module for record in self._records if record.calls > 1 and record.index is not None}
+
     def watch_layers(self, layers: Mapping[str, nn.Module]) -> None:
         """From now on, watch these layers beside the blocks that ran. To be called between two steps that aren't recorded."""
         for handle in self._handles:
@@ -236,6 +246,11 @@ class BlockWatcher:
         """What may be a block: it ran once; a layer may have run again later, where it is left to who cuts to look for that."""
         return [record for record in self.order if record.calls == 1 or not record.repeated]
 
+    @property
+    def repeats(self) -> float:
+        """By how much what a candidate returned in all of its calls is larger than what it returned in its first one, at most."""
+        return max((sum(each) / each[0] for each in (record.output_bytes for record in self.order) if each and each[0]), default=1.0)
+
     def follow(self, tracker: MemoryTracker) -> None:
         """From now on, tell another tracker."""
         self._tracker = tracker
@@ -244,6 +259,8 @@ class BlockWatcher:
         """A batch starts: count calls anew."""
         for record in self._records:
             record.calls = 0
+            record.again.clear()
+            record.output_bytes.clear()
         self._running = None
         self._tracker.begin_step()
 
@@ -254,7 +271,11 @@ class BlockWatcher:
                     self._tracker.repeat_block(record.index)  # the user's own recomputation
                 return
             record.calls += 1
-            if record.calls > 1 or self._running is not None:
+            if self._running is not None:
+                return
+            if record.calls > 1:
+                if record.index is not None:
+                    record.again[self._tracker.run_again(record.index)] = None
                 return
             if record.index is None:
                 record.index = len(self.order)
@@ -269,11 +290,14 @@ class BlockWatcher:
 
     def _after(self, record: BlockCalls) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._running is not record or self._tracker.phase != "forward":
+            if self._tracker.phase != "forward" or self._running not in (None, record) or record.index is None:
                 return
-            assert record.index is not None
-            self._running = None
             leaves = tree_leaves(output)
+            record.output_bytes.append(sum(tensor_bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor)))
+            if self._running is None:
+                self._tracker.run_again(None)
+                return
+            self._running = None
             record.recomputable &= all(_plain(leaf) for leaf in leaves) and _versions(module) == record.versions
             self._tracker.end_block(record.index, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 

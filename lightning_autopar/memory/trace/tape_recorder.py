@@ -228,9 +228,12 @@ class MemoryTracker(TorchDispatchMode):
         self._number = 0
         self._part = 0
         self._outer = 0
+        #: The block's part to which work and uses of parameters count, where it runs again in another part.
+        self._worker: int | None = None
         self._pending: tuple[Action, int] | None = None
         self._starts: list[int] = []
         self._started: list[int] = []
+        self._workers: list[int | None] = []
         self._repeating = -1
         self._multiplied: set[Phase] = set()
         self._resize: Callable[..., Any] | None = None
@@ -266,12 +269,14 @@ class MemoryTracker(TorchDispatchMode):
     def begin_step(self) -> None:
         """A batch starts."""
         self._outer = self._part = 0
-        self._starts, self._started, self._repeating = [], [], -1
+        self._worker = None
+        self._starts, self._started, self._workers, self._repeating = [], [], [], -1
         self._dependence.begin_step()
 
     def enter(self, phase: Phase) -> None:
         """A phase starts."""
         self.phase = phase
+        self._worker = None
         if phase == "backward":
             # What autograd makes from here on (double backward, recomputation) belongs to the part that runs then.
             self._begin(_CURRENT)
@@ -303,6 +308,7 @@ class MemoryTracker(TorchDispatchMode):
         """
         part = 2 * block + 1
         self._repeating = self._node()
+        self._worker = None
         if part != self._part:
             self._part = part
             self._write("backward", block)
@@ -315,6 +321,12 @@ class MemoryTracker(TorchDispatchMode):
         self._part = self._outer = 2 * block + 2
         self._begin(self._part)
         self._write("leave", block)
+
+    def run_again(self, block: int | None) -> int:
+        """A block's forward begins again, in code outside of blocks, or has ended (None). Returns the part that runs."""
+        self._worker = None if block is None else 2 * block + 1
+        self._begin(self._part)
+        return self._part
 
     def _save_as_ever(self) -> None:
         if self._saving is not None:
@@ -425,6 +437,7 @@ class MemoryTracker(TorchDispatchMode):
         """The nodes that autograd makes from here on belong to that part."""
         self._starts.append(_get_sequence_nr())
         self._started.append(part)
+        self._workers.append(self._worker)
 
     def _node(self) -> int:
         """In backward: enter the part whose node runs. Returns the node's number; -1 where none does."""
@@ -435,6 +448,7 @@ class MemoryTracker(TorchDispatchMode):
         if number not in (_ACCUMULATE_GRAD, self._repeating):
             place = bisect_right(self._starts, number) - 1
             part = self._started[place] if place >= 0 else _CURRENT
+            self._worker = self._workers[place] if place >= 0 else None
             if part not in (_CURRENT, self._part):
                 self._part = part
                 self._write("backward" if part % 2 else "return", part // 2)
@@ -479,7 +493,7 @@ class MemoryTracker(TorchDispatchMode):
             if self.phase == "forward" and made and made[0].scaled:
                 self.draws.setdefault(self._part, set()).add(known.drawn_bytes(made[0].tensor))
         if self.tape is not None and known.moves:
-            part = OPTIMIZER if self.phase == "optimizer" else self._part
+            part = OPTIMIZER if self.phase == "optimizer" else self._part if self._worker is None else self._worker
             self.tally.add(part, self.phase == "backward", func, known, args, kwargs, inputs, output, made)
         if self.phase == "forward" and self.tape is not None:
             position = len(self.tape)
@@ -504,7 +518,7 @@ class MemoryTracker(TorchDispatchMode):
             if self.phase == "forward":
                 uses = self.uses.get(id(tensor))
                 if uses is not None:
-                    uses[self._part] = None
+                    uses[self._part if self._worker is None else self._worker] = None
         return inputs
 
     def _account(

@@ -263,7 +263,8 @@ class _Tracing:
             blocks = watcher.blocks
             own = sum(parameter.numel() for block in blocks.values() for parameter in block.parameters())
             if module.automatic_optimization and (len(blocks) < 2 or 2 * own < sum(parameter.numel() for parameter in parameters)):
-                watcher.watch_layers(find_layers(module, counter.calls, blocks))
+                again = watcher.blocks_again
+                watcher.watch_layers({**again, **find_layers(module, counter.calls, {*blocks, *again})})
 
         nested: list[str] = []
         reached: set[int] = set()
@@ -307,7 +308,7 @@ class _Tracing:
         peak_bytes = max((moment.total_bytes for moment in found.moments), default=0)
         held_bytes, changes = held_by_callbacks(self.trainer, module, on_cpu=self.target == "cpu") if training else (0, [])
         normed = tuple(batch_norms(module))  # the evaluation below leaves the module in eval mode, in which no batch norm counts
-        evaluated: tuple[int | None, tuple[int, ...]] = None, ()
+        evaluated: tuple[int | None, tuple[int, ...], float] = None, (), 1.0
         if training and validation is not None:
             evaluated = self._evaluation_bytes(rehearsal, validation, shadow, watcher, [block.fqn for block in found.blocks])
         if any(is_compiled(part) for part in (*self.module.modules(), *module.modules())):
@@ -332,6 +333,8 @@ class _Tracing:
             outer=found.outer,
             also_uses=found.also_uses,
             holders=found.holders,
+            again=found.again,
+            repeats=found.repeats,
             tape=found.tape,
             conduct=None if conduct is None else conduct.found(),
             tied=tied_groups(module),
@@ -350,6 +353,7 @@ class _Tracing:
             asked=rehearsal.asked,
             evaluation_bytes=evaluated[0],
             evaluation_parts=evaluated[1],
+            evaluation_repeats=evaluated[2],
             evaluation_failed=training and validation is not None and evaluated[0] is None,
             assumptions=tuple(dict.fromkeys(assumptions)),
         )
@@ -432,9 +436,9 @@ class _Tracing:
 
     def _evaluation_bytes(
         self, rehearsal: BareStep, batch: Any, shadow: ShadowValues, watcher: BlockWatcher, blocks: Sequence[str]
-    ) -> tuple[int | None, tuple[int, ...]]:
-        """The most bytes that a validation step holds besides what is kept from step to step, with its batch; None where it fails. And the
-        same by parts, if it runs the same blocks as training.
+    ) -> tuple[int | None, tuple[int, ...], float]:
+        """The most bytes that a validation step holds besides what is kept from step to step, with its batch; None where it fails. The same
+        by parts, if it runs the same blocks as training; and by how much more blocks return in all of their calls than in the first ones.
         """
         try:
             tracker = self._tracker(rehearsal.module, batch, shadow)
@@ -446,12 +450,13 @@ class _Tracing:
                 rehearsal.evaluation_step(batch, "validate")
             assert tracker.tape is not None
             most = _top_bytes(tracker.tape) - tracker.live["parameters"] - tracker.live["buffers"]
-            return most, tuple(size + tracker.live["input"] for size in forward_bytes(tracker, watcher, blocks))
+            parts = tuple(size + tracker.live["input"] for size in forward_bytes(tracker, watcher, blocks))
+            return most, parts, watcher.repeats
         except RAISED as error:
             log.debug("the validation step can't be traced", exc_info=True)
             words = f"the validation step can't be traced ({type(error).__name__}), and is taken to need less than training"
             rehearsal.notes[words] = None
-            return None, ()
+            return None, (), 1.0
 
 
 def _torchs_own(optimizers: Sequence[Any]) -> tuple[str, ...]:

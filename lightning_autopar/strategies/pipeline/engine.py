@@ -17,7 +17,7 @@ from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import cuttable
 from lightning_autopar.planning.enumerate_plans import build_plan
 from lightning_autopar.plans import INTERLEAVED, SCHEDULES, Plan, Schedule
-from lightning_autopar.strategies.pipeline.memory import own_blocks, rank_bytes, starts_of
+from lightning_autopar.strategies.pipeline.memory import own_blocks, rank_bytes, runs_again, starts_of
 from lightning_autopar.strategies.pipeline.plans import REASON, pipeline_plans, with_better_cuts
 from lightning_autopar.strategies.pipeline.schedules import played_micro_batches, rank_actions, receives
 from lightning_autopar.strategies.pipeline.tape_player import PipelinePlayer
@@ -173,7 +173,8 @@ class Pipeline(Engine):
         """Compares the stages of these cuts with the whole module."""
         from lightning_autopar.strategies.pipeline.rehearsal.stage_probe import check_cuts
 
-        return check_cuts(first, plan.cuts, finding.notes)
+        several = finding.value is not None and any(recording.runs_again for recording in finding.value.hooks.values())
+        return check_cuts(first, plan.cuts, finding.notes, runs_again=several)
 
     def searched(self, search: Searching, devices: Sequence[Device], shown: bool) -> Iterable[Plan]:
         """For each schedule, the fastest pipeline that fits into memory."""
@@ -215,8 +216,8 @@ class Pipeline(Engine):
         return [*range(plan.devices_per_replica)] * plan.replicas
 
     def replayed(self, footprint: Footprint, plan: Plan) -> Sequence[int]:
-        """Each stage by itself; replicas that are shards aren't replayed."""
-        return () if plan.shard else self.alike(footprint, plan)
+        """Each stage by itself; neither replicas that are shards nor stages whose layers run again after a cut are replayed."""
+        return () if plan.shard or runs_again(footprint, plan) else self.alike(footprint, plan)
 
     def own_blocks(self, footprint: Footprint, plan: Plan, rank: int) -> Sequence[str]:
         """Those of its stages."""
@@ -226,7 +227,7 @@ class Pipeline(Engine):
         self, machine: PlayedDevice, script: TapeParts, footprint: Footprint, plan: Plan, rank: int, rows: Sequence[int]
     ) -> Player | None:
         """The player of a rank that runs its stages."""
-        if plan.shard:
+        if plan.shard or runs_again(footprint, plan):
             return None
         assert plan.schedule is not None, "a pipeline has one"
         position, ranks = rank % plan.devices_per_replica, plan.devices_per_replica

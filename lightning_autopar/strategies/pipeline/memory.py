@@ -16,6 +16,8 @@ As ``torch.distributed.pipelining`` runs stages that replay the user's own ``tra
 - Replicas average a stage's gradients after its last backward, small ones in flat copies (``strategies/pipeline/run/replicas.py``).
 - Masks and the like, which are made before the first block, every stage makes for itself.
 - Tensors in the module's attributes and a callback's own networks lie whole on every rank.
+- Layers that run again, as for a second view of the batch, do so within an outer part. Each stage that has one of them is taken to run all
+  of that part, and what crosses a cut is as much more as the layers return in all of their calls.
 - A step without gradients takes the replica's whole part of the batch through the stages at once, and keeps nothing.
 """
 
@@ -98,7 +100,9 @@ def _rank_bytes(
         averaging["gradients"] += aside
         running = max(running, averaging, _stepping(footprint, stages, on_cpu), key=lambda moment: sum(moment.values()))
     else:
-        running = {"gradients": 0, "temporary": max(stage.forward for stage in stages.values())}
+        # Outputs of earlier calls wait for those of later ones.
+        waits = max(stage.sent for stage in stages.values()) if footprint.again else 0
+        running = {"gradients": 0, "temporary": max(stage.forward for stage in stages.values()) + waits}
     return DeviceBytes(
         parameters=held["parameters"],
         gradients=running["gradients"],
@@ -122,7 +126,7 @@ def rank_bytes(rank: Rank) -> Iterator[DeviceBytes]:
 
 def pipeline_evaluation(footprint: Footprint, plan: Plan, rank: int, share: float) -> tuple[int, int]:
     """The bytes of a validation step between two training steps on a rank, with the batch and the buffers for receiving. Tensors that cross
-    a cut count as in training.
+    a cut count as in training, once for each call of the blocks. Where these run several times, a stage may run what all stages do.
 
     Args:
         footprint: of a training step, with what is known of the validation's.
@@ -134,7 +138,12 @@ def pipeline_evaluation(footprint: Footprint, plan: Plan, rank: int, share: floa
     own = range(rank % plan.devices_per_replica, plan.stages, plan.devices_per_replica)
     received = sum(one.size.at(share) for stage in own if stage for one in parts[starts[stage]].crossing)
     runs = footprint.evaluation_bytes or 0
-    if footprint.evaluation_parts:
+    if footprint.evaluation_repeats > footprint.repeats or runs_again(footprint, plan):
+        # Outputs of earlier calls wait for those of later ones, before they are sent together.
+        ends = [starts[stage + 1] for stage in own if stage < plan.stages - 1]
+        sent = sum(one.size.at(share) for end in ends for one in parts[end].crossing)
+        received = round((received + sent) * footprint.evaluation_repeats)
+    elif footprint.evaluation_parts:
         runs = max(footprint.evaluation_parts[number] for stage in own for number in range(starts[stage], starts[stage + 1]))
     return round(runs * share), received
 
@@ -159,6 +168,17 @@ def starts_of(footprint: Footprint, plan: Plan) -> list[int]:
     if cuts != sorted(cuts) or cuts[0] == 0:
         raise ValueError(f"the plan's cuts are {', '.join(plan.cuts)}; name blocks after the first one, in the order in which they run")
     return [0, *(2 * cut + 1 for cut in cuts), 2 * len(footprint.blocks) + 1]
+
+
+def again_in(footprint: Footprint, begin: int, end: int) -> list[int]:
+    """Outer parts from part ``end`` on in which layers from part ``begin`` to before it run again."""
+    return sorted({outer for layer, outer in footprint.again if begin <= layer < end <= outer})
+
+
+def runs_again(footprint: Footprint, plan: Plan) -> bool:
+    """Whether a stage's layers run again after the stage's end."""
+    starts = starts_of(footprint, plan) if footprint.again else []
+    return any(again_in(footprint, begin, end) for begin, end in itertools.pairwise(starts))
 
 
 def own_blocks(footprint: Footprint, plan: Plan, rank: int) -> list[str]:
@@ -214,20 +234,24 @@ class _Stage:
         layers = [_layer(footprint, number) for number in range(begin, end)]
         shared = footprint.shared_uses(begin, end)
         twice = _twice(footprint, begin, end)
-        received = sum(one.size.at(share) for one in parts[begin].crossing) if begin else 0
+        more = again_in(footprint, begin, end)
+        numbers = [*range(begin, end), *more]
+        repeats = footprint.repeats if footprint.again else 1.0
+        received = round(repeats * sum(one.size.at(share) for one in parts[begin].crossing)) if begin else 0
         crossing = parts[end].crossing if end < len(parts) else []
-        output = sum(one.size.at(share) for one in crossing if one.made >= begin)
+        output = round(repeats * sum(one.size.at(share) for one in crossing if one.made >= begin))
         held = passing = parts[begin].anew.at(share) if begin else 0
-        passing += sum(one.size.at(share) for one in crossing if one.made >= begin and not one.kept)
+        waits = round(repeats * sum(one.size.at(share) for one in crossing if one.made >= begin and not one.kept))
+        passing += waits
         forward = 0
         samples = round(share * footprint.batch_size)
-        whole_draws = _DRAWS.get(footprint, None, lambda: part_draws(footprint))[begin:end]
-        draws = [drawn_bytes(sizes, samples, footprint.batch_size, on_cpu=kept_random > 0) for sizes in whole_draws]
-        before: list[int] = []
+        whole_draws = _DRAWS.get(footprint, None, lambda: part_draws(footprint))
+        draws = {number: drawn_bytes(whole_draws[number], samples, footprint.batch_size, on_cpu=kept_random > 0) for number in numbers}
+        before: dict[int, int] = {}
         kept_until = dict.fromkeys(range(begin, len(parts)), 0)
-        for number in range(begin, end):
+        for number in numbers:
             part = parts[number]
-            forward = max(forward, held + (part.forward if number == begin else part.forward_given).at(share) + draws[number - begin])
+            forward = max(forward, held + (part.forward if number == begin else part.forward_given).at(share) + draws[number])
             lent = {until: size.at(share) for until, size in part.lent.items()}
             for until, size in lent.items():
                 kept_until[max(until, begin)] += size
@@ -236,35 +260,35 @@ class _Stage:
                 inner = kept_random
                 if number != begin:
                     inner += round(footprint.blocks[number // 2].input_extra_bytes * share)
-            before.append(inner)
+            before[number] = inner
             held += inner + sum(lent.values())
         passing += sum(size for until, size in kept_until.items() if until >= end)
         gradients = sum(layer.gradient_bytes for layer in layers) + sum(use[3] for use in shared)
-        last = max((number for number in range(begin, end) if parts[number].active), default=begin)
+        last = max((number for number in numbers if parts[number].active), default=begin)
         backward = first = inside = 0
         complete = 0
-        below = sum(before) + sum(size for until, size in kept_until.items() if until < end)
-        for number in range(end - 1, begin - 1, -1):
+        below = sum(before.values()) + sum(size for until, size in kept_until.items() if until < end)
+        for number in reversed(numbers):
             part = parts[number]
-            below -= before[number - begin]
-            below -= kept_until[number]
+            below -= before[number]
+            below -= kept_until[number] if number < end else 0
             given, lent_too = number != last, number != begin
             again = number in recomputed
             most = (part.backward_again if again else part.backward)[given, lent_too].at(share)
             most_first = (part.first_again if again else part.first)[given, lent_too].at(share)
             if again:
-                kept = before[number - begin]
-                running = kept + kept_random + part.again.at(share) + draws[number - begin] + (inside if given else 0)
+                kept = before[number]
+                running = kept + kept_random + part.again.at(share) + draws[number] + (inside if given else 0)
                 most, most_first = max(most + kept, running), max(most_first + kept, running)
             waiting = passing + below + sum([size_bytes for low, high, size_bytes in twice if low <= number < high])
             backward = max(backward, waiting + most)
             first = max(first, waiting + most_first + complete)
             inside = part.returns.at(share)
-            complete += _layer(footprint, number).gradient_bytes
+            complete += _layer(footprint, number).gradient_bytes if number < end else 0
         rows = [length * size_bytes for layer in layers for length, size_bytes, _ in layer.parameter_rows]
         learning = [length * size_bytes for layer in layers for length, size_bytes, learns in layer.parameter_rows if learns]
         learning += [use[3] for use in shared]
-        sent = sum(one.size.at(share) for one in crossing)
+        sent = round(repeats * sum(one.size.at(share) for one in crossing))
         return cls(
             parameters=sum(layer.parameter_bytes for layer in layers) + sum(use[2] for use in shared),
             gradients=gradients,
@@ -275,7 +299,7 @@ class _Stage:
             received=received,
             sent=sent,
             output=output,
-            held=received + held + sum(one.size.at(share) for one in crossing if one.made >= begin and not one.kept),
+            held=received + held + waits,
             forward=received + forward,
             backward=received + sent + backward,
             first=received + sent + first,
@@ -292,12 +316,16 @@ def _twice(footprint: Footprint, begin: int, end: int) -> list[tuple[int, int, i
     """For each parameter that several parts of a stage use: the first and the last part, and the bytes of its gradient. The gradient from
     the later part's backward is held until the earlier part's is added.
     """
-    users: dict[str, list[int]] = {}
-    size_bytes: dict[str, int] = {}
+    users: dict[str | int, list[int]] = {}
+    size_bytes: dict[str | int, int] = {}
+    for layer, outer in footprint.again:
+        users.setdefault(layer, [layer]).append(outer)
+        size_bytes[layer] = footprint.blocks[layer // 2].gradient_bytes
     for index, name, _, gradient_bytes, _ in footprint.also_uses:
         users.setdefault(name, [footprint.holders.get(name, 0)]).append(2 * index)
         size_bytes[name] = gradient_bytes
-    within = {name: [part for part in parts if begin <= part < end] for name, parts in users.items()}
+    more = again_in(footprint, begin, end)
+    within = {name: [part for part in parts if begin <= part < end or part in more] for name, parts in users.items()}
     return [(min(parts), max(parts), size_bytes[name]) for name, parts in within.items() if len(set(parts)) > 1]
 
 

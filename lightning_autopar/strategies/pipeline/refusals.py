@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_autopar._lightning import BitsandbytesPrecision, LightningModule, Trainer
 from lightning_autopar._lightning_compat import TrainerFn, graph_logger
-from lightning_autopar.exact.logs.kept_by_hooks import names_in_callbacks
+from lightning_autopar.exact.logs.kept_by_hooks import hooking_callbacks, names_in_callbacks
 from lightning_autopar.exact.logs.logging_hooks import is_quiet, overridden, reached
 from lightning_autopar.exact.random_state import find_generators
 from lightning_autopar.memory.fakes.fake_copies import is_compiled
@@ -56,6 +56,8 @@ def unstaged_run(trainer: Trainer, kinds: Mapping[str, str]) -> str | None:
                     f"the callback {type(callback).__name__} {does} weights (its code names {by}), and a pipeline's stages hold "
                     "a part of them each"
                 )
+    for hooking in hooking_callbacks(trainer) if fitting else ():
+        return f"{hooking}, which run only in the stage that has the module"
     if any(isinstance(submodule, torch._dynamo.OptimizedModule) or is_compiled(submodule) for submodule in module.modules()):
         return "a part of the module is compiled, and a pipeline cuts the code as it was written"
     if own := sorted(find_generators(module.named_modules())):

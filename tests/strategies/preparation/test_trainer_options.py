@@ -166,6 +166,20 @@ def test_callbacks_that_read_weights_have_no_stages(tmp_path: Path) -> None:
     assert excluded(tmp_path, stage=TrainerFn.VALIDATING, callbacks=[Norms()]) == {}
 
 
+class Queue(Callback):
+    """Keeps what a layer gives."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen: list[torch.Tensor] = []
+        pl_module.net[0].register_forward_hook(lambda layer, given, output: self.seen.append(output))
+
+
+def test_callbacks_that_put_hooks_on_modules_have_no_stages(tmp_path: Path) -> None:
+    words = "the callback Queue puts hooks on modules (register_forward_hook), which run only in the stage that has the module"
+    assert words in unstaged(tmp_path, callbacks=[Queue()])
+    assert excluded(tmp_path, stage=TrainerFn.VALIDATING, callbacks=[Queue()]) == {}
+
+
 class Exports(Regression):
     def on_train_epoch_end(self) -> None:
         self.write()

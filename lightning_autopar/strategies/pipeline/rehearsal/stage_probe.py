@@ -179,12 +179,13 @@ def appended_apart(staging: Staging) -> str | None:
     return f"the step appends to the module's {staging.appended[0]!r}: each part of a batch would append"
 
 
-def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) -> Check:
+def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...], *, runs_again: bool = False) -> Check:
     """Whether stages with these cuts, only recorded so far, compute what the whole module computes.
 
     Args:
         first: the step; meant for a forked child.
         notes: the probe's, kept if the plan can't be tried and does nothing that may differ in stages.
+        runs_again: whether blocks have several calls, whose order stages change.
     """
     trainer, precision = first.trainer, precision_of(str(first.trainer.precision))
     flops = first.footprint.flops
@@ -194,6 +195,8 @@ def check_cuts(first: FirstStep, cuts: Sequence[str], notes: tuple[str, ...]) ->
         return failed(found.value.refusal)
     if found.untried is None:
         return PASSED
+    if runs_again:
+        return not_made(f"{found.untried}, and its blocks run several times")
     check = unstaged(first.footprint.conduct, found.untried)
     return Check(outcome="passed", notes=notes) if check is None else check
 

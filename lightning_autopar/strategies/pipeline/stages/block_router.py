@@ -178,6 +178,13 @@ class Router:
                 found.append((owner, name, owner._buffers[name]))
         return found  # type: ignore[return-value]
 
+    def parameter(self, fqn: str) -> Tensor | None:
+        """The parameter of that name, which may be absent."""
+        module = self._module()
+        assert module is not None
+        path, _, name = fqn.rpartition(".")
+        return module.get_submodule(path)._parameters[name]
+
     def ids(self) -> frozenset[int]:
         """Ids of all parameters and buffers."""
         module = self._module()
@@ -189,14 +196,14 @@ _routers: weakref.WeakKeyDictionary[nn.Module, Router] = weakref.WeakKeyDictiona
 
 
 class BlockResults:
-    """The recorded results of a block: returned as absent tensors where the block is skipped, and numbered where it runs."""
+    """The recorded results of a block's call: returned as absent tensors where the block is skipped, and numbered where it runs."""
 
-    def __init__(self, block: nn.Module, fqn: str, recording: StepRecording) -> None:
+    def __init__(self, block: nn.Module, fqn: str, recording: StepRecording, call: int) -> None:
         self._block = weakref.ref(block)
         self._fqn = fqn
         self._what = f"an output of the block {fqn!r}"
         self._recording = recording
-        outputs = recording.outputs.get(fqn, ())
+        outputs = recording.outputs[call]
         self._output: Output | None = outputs[0] if outputs else None
         self._extras: Sequence[Output] = outputs[1:]
         # Whether its results can be made without running it.
@@ -207,12 +214,12 @@ class BlockResults:
         self._caught: list[Any] = []
 
     @classmethod
-    def of(cls, block: nn.Module, fqn: str, recording: StepRecording) -> BlockResults:
-        """The object for a block, with the known shapes of its results."""
+    def of(cls, block: nn.Module, fqn: str, recording: StepRecording, call: int) -> BlockResults:
+        """The object for a call of a block, with the known shapes of its results."""
         known = _known.setdefault(block, {})
-        found = known.get(id(recording))
+        found = known.get((id(recording), call))
         if found is None or found._recording is not recording:
-            found = known[id(recording)] = cls(block, fqn, recording)
+            found = known[id(recording), call] = cls(block, fqn, recording, call)
         return found
 
     def left_out(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -336,7 +343,7 @@ def computed_from_shapes(forward: Callable[..., Any], args: Any, kwargs: Any, ou
     return output
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, dict[int, BlockResults]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], BlockResults]] = weakref.WeakKeyDictionary()
 
 
 def _device_of(value: Any) -> torch.device | None:

@@ -1,13 +1,16 @@
 """What is known of a step that is to be cut into stages: which tensors cross each cut, and which parts use which parameters. Data only.
 
-A step's code runs in parts: part ``2 i + 1`` is block ``i``, part ``2 i`` the code between block ``i - 1`` and block ``i``, and the last
-part the code after the last block. :attr:`lightning_autopar.memory.footprint.Footprint.parts` has the same numbers.
+A step's code runs in parts: part ``2 i + 1`` is the call ``i`` of a block, part ``2 i`` the code between the call ``i - 1`` and the call
+``i``, and the last part the code after the last call. Where each block has one call,
+:attr:`lightning_autopar.memory.footprint.Footprint.parts` has the same numbers. A block that runs again has several calls where the step
+can then be cut before more blocks, as with two views of a batch: a stage runs all calls of its blocks, and the code that follows each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,14 +91,16 @@ class StepRecording:
     """One hook's step (``"training_step"``, ``"validation_step"``, …), as it ran on the recorded batch.
 
     Args:
-        blocks: FQNs of the blocks in the order in which they ran, each once.
+        blocks: FQNs of the blocks in the order in which they ran first, each once.
+        calls: of the block that each call runs, the index among them, in the order of the calls; -1 for none, where the code that comes
+            before the first block runs again.
         crossings: for each block with which a stage may begin, the tensors that cross that cut, in the order in which they are sent: all
-            that were made before, depend on parameters or random draws, and are used after.
+            that stages before it make, depend on parameters or random draws, and are used by later ones.
         uncuttable: blocks with which no stage may begin, with the reason in a sentence.
         parameters: FQN of each parameter (tied ones under each of their names) → the parts that use it.
         buffers: the same of buffers.
         rows: samples of the recorded batch.
-        outputs: of each block what it returns, then what else leaves it.
+        outputs: of each call what it returns, then what else leaves it; empty where that isn't known.
         operations: of each part the operations outside of blocks that gave tainted tensors, by name; their numbers follow one another.
         firsts: the first number of each part.
         written: FQNs of buffers and parameters that the step writes to.
@@ -111,7 +116,8 @@ class StepRecording:
     parameters: Mapping[str, frozenset[int]] = field(default_factory=dict)
     buffers: Mapping[str, frozenset[int]] = field(default_factory=dict)
     rows: int = 0
-    outputs: Mapping[str, tuple[Output, ...]] = field(default_factory=dict)
+    calls: tuple[int, ...] = ()
+    outputs: tuple[tuple[Output, ...], ...] = ()
     operations: tuple[tuple[str, ...], ...] = ()
     firsts: tuple[int, ...] = ()
     written: frozenset[str] = frozenset()
@@ -136,8 +142,24 @@ class StepRecording:
         return (0, *indices, len(self.blocks))
 
     def stage_of(self, part: int, cuts: Sequence[str]) -> int:
-        """The stage that runs a part."""
-        return sum(2 * self.blocks.index(cut) + 1 <= part for cut in cuts)
+        """The stage that runs a part: that of the call, or of the one before the code."""
+        block = block_of(part, self.calls)
+        return sum(self.blocks.index(cut) <= block for cut in cuts)
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether a block has several calls."""
+        return len(self.calls) > len(self.blocks)
+
+    @cached_property
+    def at_first(self) -> frozenset[str]:
+        """Parameters of the code before the first block, where it runs again."""
+        return frozenset(name for name, parts in self.parameters.items() if -1 in self.calls and 0 in parts)
+
+
+def block_of(part: int, calls: Sequence[int]) -> int:
+    """The index of the block that a part runs, or after which it runs; -1 before the first one."""
+    return -1 if part < 1 else calls[(part - 1) // 2]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,8 +190,8 @@ def assign(module: nn.Module, staging: Staging, cuts: Sequence[str]) -> dict[str
             for part in recording.buffers.get(name, ()):
                 stage = recording.stage_of(part, cuts)
                 found[id(tensor)].add(stage)
-                if part % 2 == 0 and not _is_written(staging, name):  # it is read outside of blocks, in code that all later stages run, too
-                    found[id(tensor)].update(range(stage, stages))
+                if part % 2 == 0 and not _is_written(staging, name):  # it is read outside of blocks, in code that other stages run, too
+                    found[id(tensor)].update(range(0 if recording.runs_again else stage, stages))
     return {name: tuple(sorted(found[key])) or (0,) for name, key in names.items()}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,20 +75,32 @@ def record(
         rng.restore(state, {})
         fakes = any(is_fake(parameter) for parameter in module.parameters())
         sources = ModuleState(module, written | frozenset(changed.state) | frozenset(() if fakes else effects.written))
-    with _left_as_it_was(module), undone(module):
-        recorder = StepRecorder(module, hook, blocks, sources)
-        call = _caller(module, trainer, hook, batch_idx, recorder.use)
-        with torch.set_grad_enabled(grad), context():
-            autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-            with recorder.recording():
+
+    def recorded(*, again: bool) -> tuple[StepRecording, bool]:
+        """The recording of one run, and whether blocks ran again in it."""
+        with _left_as_it_was(module), undone(module):
+            recorder = StepRecorder(module, hook, blocks, sources, again=again)
+            call = _caller(module, trainer, hook, batch_idx, recorder.use)
+            with torch.set_grad_enabled(grad), context():
+                autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+                with recorder.recording():
+                    for each in kept:
+                        each.put()
+                    recorder.finish(call(copied(batch)))
                 for each in kept:
-                    each.put()
-                recorder.finish(call(copied(batch)))
-            for each in kept:
-                if each.name in recorder.kept and each.is_new():
-                    recorder.refuse(f"the step keeps {each.name!r} for the next one, which only some of the stages would have")
-    rng.restore(state, {})
-    return recorder.recorded(rows=rows, autocast=autocast, changes_batch=changed.batch, counters=tuple(counted))
+                    if each.name in recorder.kept and each.is_new():
+                        recorder.refuse(f"the step keeps {each.name!r} for the next one, which only some of the stages would have")
+        rng.restore(state, {})
+        found = recorder.recorded(rows=rows, autocast=autocast, changes_batch=changed.batch, counters=tuple(counted))
+        return found, recorder.ran_again
+
+    found, ran_again = recorded(again=False)
+    if ran_again:
+        other, _ = recorded(again=True)
+        if other.uncuttable.keys() < found.uncuttable.keys():
+            return other
+        return replace(found, uncuttable={block: other.uncuttable.get(block, reason) for block, reason in found.uncuttable.items()})
+    return found
 
 
 @contextmanager

@@ -6,6 +6,7 @@ private exception carries out the tensors that the next stage needs. Knows recor
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -27,8 +28,8 @@ from lightning_autopar.exact.absent.absent_tensor import (
 )
 from lightning_autopar.exact.absent.rules import recording_absence, set_strict
 from lightning_autopar.strategies.pipeline.stages.block_router import BlockResults, Router
-from lightning_autopar.strategies.pipeline.stages.cut_tensors import EXTRA, CutTensor, Staging, StepRecording
-from lightning_autopar.strategies.pipeline.stages.tainted_tensors import TaintMode, mark, results_of, written_by
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import EXTRA, CutTensor, Staging, StepRecording, block_of
+from lightning_autopar.strategies.pipeline.stages.tainted_tensors import TaintMode, mark, results_of, updates_metric, written_by
 
 
 class StageRange:
@@ -36,6 +37,8 @@ class StageRange:
 
     Attributes:
         low, high: its first block, and the one that isn't its own any more.
+        own: the parts that it runs.
+        ends: the last part that it or a stage before it runs.
         entering, leaving: what crosses the cuts at its ends.
     """
 
@@ -45,21 +48,28 @@ class StageRange:
         self.stage = stage
         self.first, self.last = stage == 0, stage == len(cuts)
         self.low, self.high = bounds[stage], bounds[stage + 1]
+        blocks = [block_of(part, recording.calls) for part in range(len(recording.firsts))]
+        self.own = frozenset(
+            part for part, block in enumerate(blocks) if (self.first or block >= self.low) and (self.last or block < self.high)
+        )
+        self.ends = max(part for part, block in enumerate(blocks) if self.last or block < self.high)
         self.entering: tuple[CutTensor, ...] = () if self.first else recording.crossings[recording.blocks[self.low]]
         self.leaving: tuple[CutTensor, ...] = () if self.last else recording.crossings[recording.blocks[self.high]]
         #: Numbers of the tensors that are needed, at the stage's entry or exit.
         self.wanted = frozenset(index for each in (*self.entering, *self.leaving) for index in (each.index, *each.aliases))
-        #: Blocks that return some of them.
+        #: Calls that return some of them.
         self.looked_at = frozenset(
-            index
-            for index, fqn in enumerate(recording.blocks)
-            if any(leaf.index in self.wanted for output in recording.outputs.get(fqn, ()) for leaf in output.leaves)
+            call
+            for call, outputs in enumerate(recording.outputs)
+            if any(leaf.index in self.wanted for output in outputs for leaf in output.leaves)
         )
         #: Parts outside of blocks where one of them is made: there the step must run as recorded.
         firsts = (*recording.firsts, EXTRA)
         self.checked = frozenset(
             part for part in range(len(recording.firsts)) if any(firsts[part] <= index < firsts[part + 1] for index in self.wanted)
         )
+        #: Of each received number, the part that makes it, where stages before this one run again later.
+        self.parts = {index: bisect_right(recording.firsts, index) - 1 for index in self.wanted} if recording.runs_again else {}
 
 
 class StageExit(BaseException):
@@ -156,7 +166,10 @@ class _Run:
         self.owns = False
         self._written = router.named(span.recording.written)
         self._watch = TaintMode(frozenset(id(buffer) for _, _, buffer in self._written), self._outer_call)
-        self._next_block = 0
+        self._next_call = 0
+        self._entered = False
+        #: What was received and doesn't stand yet for all of the numbers that it has in the step.
+        self._unfilled: list[tuple[CutTensor, Tensor, list[int]]] = []
         self._part = 0
         self._index = 0
         self._inside = False
@@ -171,6 +184,8 @@ class _Run:
             raise RuntimeError(
                 f"stage {self._span.stage} gets {len(self._received)} tensors, but {len(self._span.entering)} cross its cut as recorded"
             )
+        for carried, tensor in zip(self._span.entering, self._received, strict=True):
+            self._unfilled.append((carried, tensor, list(carried.aliases or (carried.index,))))
         self._router.run = self
         before = set_strict(False)
         try:
@@ -194,13 +209,14 @@ class _Run:
             # Break cycles, so that nothing of the run waits for Python's garbage collector.
             self._watch.forget()
             self._found.clear()
+            self._unfilled.clear()
             self._received, self._exited = (), None
         if not self._span.last:
             raise RuntimeError(
                 f"the {self._recording.hook} ended before the block {self._recording.blocks[self._span.high]!r} ran, with which the next "
                 "stage begins; it ran when the step was recorded"
             )
-        if self._next_block < self._span.low or (self._span.low > 0 and self._next_block == self._span.low):
+        if not self._entered:
             raise RuntimeError(
                 f"the {self._recording.hook} ended before the block {self._recording.blocks[self._span.low]!r} ran, with which the stage "
                 "begins; it ran when the step was recorded"
@@ -219,9 +235,14 @@ class _Run:
 
     def _outer_call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """A tainted call; if another stage owns it, run only for the shapes of its result."""
+        if self._recording.at_first and self._expected() == -1 and self._begins_again(args, kwargs):
+            self._begin_call()
+            self._begin_part(self._part + 1)
         target = written_by(name, args, kwargs)
         if self.owns:
             result = func(*args, **kwargs)
+        elif updates_metric(name):
+            return None
         else:
             with AbsentMode():
                 result = func(*args, **kwargs)
@@ -246,37 +267,40 @@ class _Run:
         if target is not None and target._base is not None:
             mark(target._base)
 
+    def _expected(self) -> int | None:
+        """The index of the block that is called next, None for no other; see :class:`.cut_tensors.StepRecording`."""
+        calls = self._recording.calls
+        return calls[self._next_call] if self._next_call < len(calls) else None
+
+    def _begins_again(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call is of the code before the first block, as the recorder finds out."""
+        used = [id(tensor) for tensor in self._watch.alone(args, kwargs)]
+        return bool(used) and any(id(self._router.parameter(name)) in used for name in self._recording.at_first)
+
     def _keep(self, index: int, tensor: Tensor) -> None:
         mark(tensor)
         if index in self._span.wanted:
             self._found[index] = tensor
 
     def _where(self) -> str:
-        blocks = self._recording.blocks
+        blocks, calls = self._recording.blocks, self._recording.calls
         after = self._part // 2
-        return f"before the block {blocks[after]!r}" if after < len(blocks) else "after the last block"
+        return f"before the block {blocks[max(0, calls[after])]!r}" if after < len(calls) else "after the last block"
 
     # -- blocks --------------------------------------------------------------------------------------------------------------------------
 
     def block(self, fqn: str, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A block is called."""
-        if self._inside or fqn in self._ran:  # within another block, or again: treated as code outside of blocks
+        recording, span, call = self._recording, self._span, self._next_call
+        if self._inside or (fqn in self._ran and not recording.runs_again):  # in another block, or again: as code outside of blocks
             return forward(*args, **kwargs)
-        blocks = self._recording.blocks
-        index = self._next_block
-        if index >= len(blocks) or blocks[index] != fqn:
-            expected = blocks[index] if index < len(blocks) else "no other block"
-            raise UnlikeRecordedError(f"the {self._recording.hook} runs the block {fqn!r} where {expected!r} ran when it was recorded")
+        index = self._expected()
+        expected = "no other block" if index is None else recording.blocks[index] if index >= 0 else "code before the first block"
+        if expected != fqn:
+            raise UnlikeRecordedError(f"the {recording.hook} runs the block {fqn!r} where {expected!r} ran when it was recorded")
         self._ran.add(fqn)
-        self._check_part()
-        self._next_block += 1
-        self._begin_part(2 * index + 1)
-        span = self._span
-        if index == span.high and not span.last:
-            self._exit()
-        if index == span.low and not span.first:
-            self._enter()
-        results = BlockResults.of(block, fqn, self._recording)
+        self._begin_call()
+        results = BlockResults.of(block, fqn, recording, call)
         if self.owns:
             args, kwargs = resolved(args), resolved(kwargs)
         self._inside = True
@@ -289,11 +313,22 @@ class _Run:
                     result = results.left_out(forward, args, kwargs)
         finally:
             self._inside = False
-        if index in span.looked_at if not self.owns else not span.last:
+        if call in span.looked_at if not self.owns else not span.last:
             for number, tensor in results.numbered(result, args, kwargs):
                 self._keep(number, tensor)
-        self._begin_part(2 * index + 2)
+        self._begin_part(2 * call + 2)
         return result
+
+    def _begin_call(self) -> None:
+        self._check_part()
+        self._begin_part(2 * self._next_call + 1)
+        self._next_call += 1
+        if self._part > self._span.ends:
+            self._exit()
+        if self._part not in self._span.own:
+            self._own(False)
+        elif not self.owns:
+            self._enter()
 
     def _begin_part(self, part: int) -> None:
         self._part = part
@@ -301,7 +336,7 @@ class _Run:
 
     def _check_part(self) -> None:
         """At the end of a part outside of blocks, check that all needed tensors were made."""
-        if self._part in self._span.checked and not (self.owns and self._span.last):
+        if self._part in self._span.checked and not (self._span.last and self._part in self._span.own):
             made, recorded = self._index - self._recording.firsts[self._part], len(self._recording.operations[self._part])
             if made != recorded:
                 raise UnlikeRecordedError(
@@ -309,23 +344,37 @@ class _Run:
                     "must not depend on the data there"
                 )
 
+    def _own(self, owns: bool) -> None:
+        """The code that follows is the stage's own, or isn't."""
+        self.owns = owns
+        set_strict(owns)
+
     def _enter(self) -> None:
-        """The stage's own code begins: fill absent tensors with what was received."""
-        for carried, tensor in zip(self._span.entering, self._received, strict=True):
-            self._fill(carried, tensor)
-        self.owns = True
-        set_strict(True)
-        if self._span.last:
+        """The stage's own code begins, for the first time or again: fill absent tensors with what was received."""
+        self._fill_all()
+        self._own(True)
+        if self._entered:
+            return
+        self._entered = True
+        if self._span.last and len(self._span.own) == len(self._recording.firsts) - self._part:
             self._watch.stop()  # no further tensors need numbers
         for hook in self._on_entry:
             hook()
 
-    def _fill(self, carried: CutTensor, tensor: Tensor) -> None:
-        if tensor.requires_grad:
+    def _fill_all(self) -> None:
+        """Fill the absent tensors that were made so far: all of them, unless stages before this one run again later."""
+        for carried, tensor, indices in self._unfilled:
+            due = [index for index in indices if index in self._found or self._span.parts.get(index, 0) < self._part]
+            self._fill(carried, tensor, due)
+            indices[:] = [index for index in indices if index not in due]
+        self._unfilled = [each for each in self._unfilled if each[2]]
+
+    def _fill(self, carried: CutTensor, tensor: Tensor, indices: Sequence[int]) -> None:
+        if tensor.requires_grad and carried.index in indices:
             tensor.register_hook(_contiguous)
         if carried.written:  # received tensors stay unchanged: autograd forbids writing to them, and another buffer may share them
             tensor = tensor.clone()
-        for index in carried.aliases or (carried.index,):
+        for index in indices:
             absent = self._found.get(index)
             if absent is None:
                 raise RuntimeError(f"the tensor {index} that crosses the stage's cut wasn't made {self._where()}")
@@ -342,6 +391,7 @@ class _Run:
 
     def _exit(self) -> None:
         """The stage's own code ends: return the tensors for the next stage."""
+        self._fill_all()
         tensors = []
         for carried in self._span.leaving:
             tensor = self._found.get(carried.index)
@@ -354,8 +404,7 @@ class _Run:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(_contiguous)
             tensors.append(tensor)
-        self.owns = False
-        set_strict(False)
+        self._own(False)
         for hook in self._on_exit:
             hook()
         self._exited = tuple(tensors)

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.exact.absent.absent_tensor import AbsentMode, MissingValue, absent_like
 from lightning_autopar.exact.absent.rules import READING
+from lightning_autopar.memory.work.operations import operation
 from lightning_autopar.strategies.pipeline.stages.block_outputs import EscapedOutputs, describe, flattened, places
 from lightning_autopar.strategies.pipeline.stages.block_router import computed_from_shapes, find_block, opaque_methods
-from lightning_autopar.strategies.pipeline.stages.cut_tensors import EXTRA, CutTensor, Output, StepRecording
+from lightning_autopar.strategies.pipeline.stages.cut_tensors import EXTRA, CutTensor, Output, StepRecording, block_of
 from lightning_autopar.strategies.pipeline.stages.module_state import ModuleState, host_generators
 from lightning_autopar.strategies.pipeline.stages.tainted_tensors import (
     Inside,
@@ -26,6 +28,7 @@ from lightning_autopar.strategies.pipeline.stages.tainted_tensors import (
     replaced_forward,
     results_of,
     tensors,
+    updates_metric,
     written_by,
 )
 
@@ -41,6 +44,7 @@ class _Number:
         first: the first number of the very same tensor.
         state: whether it is a parameter or a buffer, which stages have and don't send.
         last_use: the last part that uses it.
+        uses: all parts that do; only where blocks have several calls.
     """
 
     part: int
@@ -48,16 +52,35 @@ class _Number:
     first: int
     state: bool
     last_use: int = -1
+    uses: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A place where a step may be cut.
+
+    Args:
+        part: the first call of the block with which the stage begins.
+        later: of each part, whether this stage or a later one runs it.
+        ends: the last part that an earlier stage runs.
+    """
+
+    part: int
+    later: tuple[bool, ...]
+    ends: int
 
 
 class StepRecorder:
     """Watches one run of a step.
 
+    Args:
+        again: whether a block that runs again has several calls; unless it does, the later ones are code outside of blocks.
+
     Raises:
         ValueError: if there is no block of a name.
     """
 
-    def __init__(self, module: nn.Module, hook: str, blocks: Sequence[str], sources: ModuleState) -> None:
+    def __init__(self, module: nn.Module, hook: str, blocks: Sequence[str], sources: ModuleState, *, again: bool = False) -> None:
         self._module = module
         self._hook = hook
         self._sources = sources
@@ -65,10 +88,16 @@ class StepRecorder:
         self._watch = TaintMode(sources.ids, self._outer_call, self.use, self._gradient_read)
         self._part = 0
         self._order: list[str] = []
+        self._again = again
+        self._calls: list[int] = []
+        #: Whether a block has run again.
+        self.ran_again = False
+        #: Parts that draw random numbers from torch's generators; only where blocks have several calls.
+        self._drew: list[int] = []
         self._numbers: list[_Number] = []
         self._firsts = [0]
         self._operations: list[list[str]] = [[]]
-        self._outputs: dict[str, tuple[Output, ...]] = {}
+        self._outputs: list[tuple[Output, ...]] = []
         self._users: dict[str, set[int]] = defaultdict(set)
         #: The memory that is written to in place, and the part that does so.
         self._writes: list[tuple[int, int]] = []
@@ -78,7 +107,7 @@ class StepRecorder:
         #: Attributes with a tensor of the previous step that this step uses.
         self.kept: set[str] = set()
         #: What leaves a block without being returned: what hooks within it catch, and attributes.
-        self._caught: dict[str, list[EscapedOutputs]] = {}
+        self._caught: list[list[EscapedOutputs]] = []
         self._extras: dict[int, _Number] = {}
 
     @contextmanager
@@ -88,16 +117,25 @@ class StepRecorder:
             for fqn, block in self._blocks.items():
                 stack.enter_context(replaced_forward(block, self._block(fqn, block.forward)))
             stack.enter_context(self._watch.watching(opaque_methods(self._module)))
+            if self._again:
+                stack.enter_context(_Draws(lambda: self._drew.append(self._part)))
+            began = host_generators()
             yield
+            if self._again and host_generators() != began:
+                self.refuse("it draws random numbers from Python's or NumPy's generator, and its blocks run several times")
 
     def finish(self, result: Any) -> None:
         """The step is over: its last part uses what it returns."""
         self.use(tree_leaves(result))
-        for index, fqn in enumerate(self._order):
-            block = self._blocks[fqn]
+        for call, index in enumerate(self._calls):
+            block = self._blocks[self._order[index]] if index >= 0 else nn.Module()
             for tensor in (*block.parameters(), *block.buffers()):
                 for name in self._sources.names(tensor):
-                    self._users[name].add(2 * index + 1)
+                    self._users[name].add(2 * call + 1)
+        for metric, method in opaque_methods(self._module):  # what these read isn't watched; all stages have it
+            for buffer in metric.buffers(recurse=False) if method == "update" else ():
+                for name in self._sources.names(buffer):
+                    self._users[name].add(0)
 
     def use(self, value: Any) -> None:
         """Record that the running part uses these tensors."""
@@ -105,6 +143,8 @@ class StepRecorder:
             number = self._number_of(tensor)
             if number is not None:
                 number.last_use = max(number.last_use, self._part)
+                if self._again:
+                    number.uses.add(self._part)
                 continue
             for fqn in self._sources.names(tensor):
                 self._users[fqn].add(self._part)
@@ -119,13 +159,13 @@ class StepRecorder:
 
     def _use_extra(self, tensor: Tensor, made: int) -> None:
         """A tensor is used that a block made and didn't return: it can cross cuts if a hook or an attribute gave it out."""
-        fqn = self._order[made // 2]
         place = next(
-            ((caught, leaf) for caught in self._caught[fqn] for leaf, each in enumerate(caught.flat) if each is tensor),
+            ((caught, leaf) for caught in self._caught[made // 2] for leaf, each in enumerate(caught.flat) if each is tensor),
             None,
         )
         mark(tensor)
-        if place is None:
+        if place is None or self._again:
+            fqn = self._order[self._calls[made // 2]]
             self._join(made, _END, f"a tensor that {fqn!r} makes is used after it without having been returned by it")
             return
         caught, leaf = place
@@ -141,6 +181,12 @@ class StepRecorder:
         if func in _DIFFERENTIATING:
             self.refuse(f"the {self._hook} differentiates by itself ({name})")
             return func(*args, **kwargs)
+        if self._again and self._calls and self._calls[-1] >= 0 and self._begins_again(args, kwargs):
+            self._calls.append(-1)
+            self._caught.append([])
+            self._outputs.append(())
+            self._next_part()
+            self._next_part()
         self.use((args, kwargs))
         if func in READING:
             self._join(self._part, _END, f"code before it reads a value of the model's ({name}), which every later stage would need")
@@ -153,6 +199,10 @@ class StepRecorder:
         self._number(name, results_of(name, result, target, args, self._watch.tainted), target)
         return result
 
+    def _begins_again(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call is of the code before the first block, for another view: an embedding's, say."""
+        return any(0 in self._users.get(name, ()) for used in self._watch.alone(args, kwargs) for name in self._sources.names(used))
+
     def _gradient_read(self) -> None:
         """In the recording there is no gradient yet. In the run there is one from the second step on, in one of the stages."""
         self.refuse(
@@ -161,6 +211,8 @@ class StepRecorder:
 
     def _without_values(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Any] | None:
         """The shapes of a call's results in a stage without the values; None where it can't run so, which is recorded."""
+        if updates_metric(name):
+            return []
         try:
             with AbsentMode(simulated=True), torch.no_grad():
                 return _shapes(func(*self._absent_tensors(args), **self._absent_tensors(kwargs)))
@@ -218,7 +270,8 @@ class StepRecorder:
             if self._running is not None:
                 self._join(self._part - 1, self._part, f"it runs while {self._running!r} does")
                 return forward(*args, **kwargs)
-            if fqn in self._order:
+            self.ran_again |= fqn in self._order
+            if fqn in self._order and not self._again:
                 self._join(2 * self._order.index(fqn) + 1, self._part, f"{fqn!r} runs before it and again after it")
                 self.use(list(self._blocks[fqn].parameters()))
                 return forward(*args, **kwargs)
@@ -243,7 +296,8 @@ class StepRecorder:
     @contextmanager
     def _catching(self, fqn: str, given: list[tuple[Any, Any]]) -> Iterator[None]:
         """The context of a block: catches what hooks on modules within it may see, and the tensors that it leaves in attributes."""
-        block, caught = self._blocks[fqn], self._caught.setdefault(fqn, [])
+        block, caught = self._blocks[fqn], list[EscapedOutputs]()
+        self._caught.append(caught)
 
         def hook(name: str) -> Callable[..., None]:
             return lambda _, __, output: caught.append(EscapedOutputs.of(output, given, module=name))
@@ -259,7 +313,9 @@ class StepRecorder:
                     caught.append(EscapedOutputs.of(value, given, module=name, attribute=attribute))
 
     def _begin(self, fqn: str) -> None:
-        self._order.append(fqn)
+        if fqn not in self._order:
+            self._order.append(fqn)
+        self._calls.append(self._order.index(fqn))
         self._running = fqn
         self._next_part()
 
@@ -292,12 +348,13 @@ class StepRecorder:
             self._join(self._part, _END, f"{fqn!r} can't be left out: {described}")
             for tensor in tensors(result):
                 self._add(tensor)
+            self._outputs.append(())
         else:
             leaves = []
             for leaf, value in zip(described.leaves, flattened(result, given)[0], strict=True):
                 made = isinstance(value, Tensor) and leaf.same_as is None
                 leaves.append(replace(leaf, index=self._add(value)) if made else leaf)
-            self._outputs[fqn] = (replace(described, leaves=tuple(leaves)),)
+            self._outputs.append((replace(described, leaves=tuple(leaves)),))
         self._running = None
         self._next_part()
 
@@ -316,7 +373,9 @@ class StepRecorder:
         self._join(-1, _END, reason)
 
     def _join(self, above: int, until: int, reason: str) -> None:
-        """Record that no stage begins with a block whose part is above the one and at most the other."""
+        """Record that no stage begins with a block whose part is above the one and at most the other; up to the step's end, that no stage
+        that doesn't run that part itself gets past it.
+        """
         self._joined.append((above, until, reason))
 
     def recorded(
@@ -324,16 +383,16 @@ class StepRecorder:
     ) -> StepRecording:
         """The finished recording."""
         crossings, uncuttable = {}, {}
-        outputs = dict(self._outputs)
+        outputs = self._outputs
         if self._extras:
-            for fqn, main in self._outputs.items():
-                caught = self._caught[fqn]
-                outputs[fqn] = (*main, *(each.numbered() for each in caught if each.is_needed(caught)))
+            outputs = [
+                (*main, *(each.numbered() for each in caught if main and each.is_needed(caught)))
+                for main, caught in zip(outputs, self._caught, strict=True)
+            ]
         for index, fqn in enumerate(self._order):
-            part = 2 * index + 1
-            crossings[fqn] = self._crossing(part)
-            reason = next((reason for above, until, reason in self._joined if above < part <= until), None) or self._entangled(part)
-            if reason is not None:
+            cut = self._cut(index)
+            crossings[fqn] = self._crossing(cut)
+            if (reason := self._joins(cut) or self._entangled(cut)) is not None:
                 uncuttable[fqn] = reason
         parameters = {name: frozenset(self._users.get(name, ())) for name, _ in self._module.named_parameters(remove_duplicate=False)}
         buffers = {name: frozenset(self._users.get(name, ())) for name, _ in self._module.named_buffers(remove_duplicate=False)}
@@ -345,7 +404,8 @@ class StepRecorder:
             parameters=parameters,
             buffers=buffers,
             rows=rows,
-            outputs=outputs,
+            calls=tuple(self._calls),
+            outputs=tuple(outputs),
             operations=tuple(map(tuple, self._operations)),
             firsts=tuple(self._firsts),
             written=self._sources.written,
@@ -354,18 +414,34 @@ class StepRecorder:
             changes_batch=changes_batch,
         )
 
-    def _alive(self, part: int) -> list[tuple[int, _Number]]:
-        """The tensors that were made before a part and are used in or after it, by their first numbers."""
+    def _cut(self, index: int) -> _Cut:
+        """The cut before a block."""
+        later = tuple(block_of(part, self._calls) >= index for part in range(len(self._firsts)))
+        return _Cut(later.index(True), later, max(part for part, each in enumerate(later) if not each))
+
+    def _joins(self, cut: _Cut) -> str | None:
+        """Why a stage can't begin there by what was recorded of single parts."""
+        for above, until, reason in self._joined:
+            if above < cut.part <= until < _END or (until == _END and (above < 0 or not cut.later[above] or cut.ends > above)):
+                return reason
+        return None
+
+    def _alive(self, cut: _Cut) -> list[tuple[int, _Number]]:
+        """The tensors that stages before a cut make and later ones use, by their first numbers."""
         return [
             (index, number)
             for index, number in (*enumerate(self._numbers), *self._extras.items())
-            if number.first == index and not number.state and number.part < part <= number.last_use
+            if number.first == index
+            and not number.state
+            and not cut.later[number.part]
+            and number.last_use >= cut.part
+            and (not self._again or any(cut.later[part] for part in number.uses))
         ]
 
-    def _crossing(self, part: int) -> tuple[CutTensor, ...]:
+    def _crossing(self, cut: _Cut) -> tuple[CutTensor, ...]:
         aliases = defaultdict(list)
         for index, number in enumerate(self._numbers):
-            if number.part < part:
+            if not cut.later[number.part]:
                 aliases[number.first].append(index)
         return tuple(
             CutTensor(
@@ -373,25 +449,57 @@ class StepRecorder:
                 shape=tuple(number.tensor.shape),
                 dtype=number.tensor.dtype,
                 requires_grad=number.tensor.requires_grad,
-                written=any(memory == _memory(number.tensor) and written >= part for memory, written in self._writes),
+                written=any(memory == _memory(number.tensor) and cut.later[written] for memory, written in self._writes),
                 aliases=tuple(aliases.get(index, (index,))),
             )
-            for index, number in self._alive(part)
+            for index, number in self._alive(cut)
         )
 
-    def _entangled(self, part: int) -> str | None:
-        """Why a cut would separate tensors that share memory."""
+    def _entangled(self, cut: _Cut) -> str | None:
+        """Why a cut would separate tensors that share memory, or what belongs together in time."""
         memory: dict[int, int] = defaultdict(int)
-        for _, number in self._alive(part):
+        made: dict[int, int] = {}
+        for _, number in self._alive(cut):
             memory[_memory(number.tensor)] += 1
+            made.setdefault(_memory(number.tensor), number.part)
         for storage, written in self._writes:
-            if written >= part and memory[storage] > 1:
+            if cut.later[written] and memory[storage] > 1:
                 return "two tensors that cross the cut share memory, which is written to after it"
+            if self._again and written > made.get(storage, written):
+                return "a tensor that crosses the cut is written to later, and blocks run several times"
         for name in sorted(self._sources.written):
             users = self._users.get(name, set())
-            if any(user < part for user in users) and any(user >= part for user in users):
+            if any(not cut.later[user] for user in users) and any(cut.later[user] for user in users):
                 return f"{name!r} is written to, and used before it and after it"
+        return self._out_of_order(cut) if self._again else None
+
+    def _out_of_order(self, cut: _Cut) -> str | None:
+        """Why the calls before a cut can't all run before those after it."""
+        if not cut.later[-1]:
+            return f"{self._order[max(0, self._calls[-1])]!r} runs before it and again after it, up to the step's end"
+        for number in self._numbers:
+            early = [part for part in number.uses if not cut.later[part]] if cut.later[number.part] and not number.state else ()
+            if early:
+                block = self._order[max(0, block_of(min(early), self._calls))]
+                return f"{block!r} runs before it and again after it, on what was computed between"
+        drew = [cut.later[part] for part in self._drew]
+        if drew != sorted(drew):
+            return "the blocks before it run again after it, and both draw random numbers, whose order stages would change"
         return None
+
+
+class _Draws(TorchDispatchMode):
+    """Tells of each operation that draws random numbers, also under fake tensors."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs it."""
+        if operation(func).has_drawn(args, kwargs or {}):
+            self._tell()
+        return func(*args, **(kwargs or {}))
 
 
 def _shapes(result: Any) -> list[Any]:

@@ -83,6 +83,12 @@ class TaintMode(TorchFunctionMode):
             return any(map(self.tainted, value.values()))
         return False
 
+    def alone(self, args: Any, kwargs: Any) -> list[nn.Parameter]:
+        """The parameters among a call's arguments, where nothing else there is tainted."""
+        found = [tensor for tensor in tensors((args, kwargs)) if self.tainted(tensor)]
+        used = [tensor for tensor in found if isinstance(tensor, nn.Parameter)]
+        return used if len(used) == len(found) else []
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While open, nothing is watched; costs nothing where this mode is the innermost, as it nearly always is."""
@@ -200,6 +206,11 @@ class Inside(TorchFunctionMode):
         return result
 
 
+def updates_metric(name: str) -> bool:
+    """Whether a call is a metric's ``update``, which changes the metric alone: stages leave it out of other stages' code."""
+    return name.endswith(".update")  # no function of torch has a name with a dot
+
+
 def mark(tensor: Tensor) -> None:
     """Mark a tensor as tainted, and the one of which it is a view: if the tensor isn't new, that one was written to."""
     if not isinstance(tensor, (AbsentTensor, OverwrittenTensor)):
@@ -237,7 +248,7 @@ def results_of(name: str, result: Any, target: Tensor | None, args: Any, is_tain
     target = filled(target)
     same = {id(tensor) for tensor in tensors(args) if tensor is not target and not is_tainted(tensor)}
     found = [tensor for tensor in tensors(result) if id(tensor) not in same]
-    if target is not None and not any(each is target for each in found):
+    if target is not None and not any(filled(each) is target for each in found):
         found.append(target)
     return found
 

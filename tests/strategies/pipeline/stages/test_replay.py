@@ -460,6 +460,17 @@ class OnLists(Block):
         return [super().forward(x), y + x.mean()]
 
 
+class Scatters(Stacked):
+    """Writes what a block gives into a tensor that is made for it."""
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            index = torch.arange(len(x)).flip(0)[:, None].repeat(1, x.shape[1])
+            x = torch.zeros(x.shape).scatter_reduce_(0, index, block(x), reduce="sum", include_self=False)[index[:, 0]]
+        return self.head(x)
+
+
 class Recurrent(Stacked):
     """A fused recurrent layer in the prologue, whose weights torch keeps in a list as well."""
 
@@ -495,6 +506,7 @@ class Recurrent(Stacked):
         Masks,
         Nested,
         Lists,
+        Scatters,
         Recurrent,
     ],
 )
