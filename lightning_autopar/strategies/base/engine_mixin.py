@@ -55,6 +55,7 @@ from lightning_autopar.strategies.base.process_group import all_alike, everyones
 from lightning_autopar.strategies.base.rank_measurement import Meter
 from lightning_autopar.strategies.base.resume import ResumedStrategy
 from lightning_autopar.strategies.base.run_plan import PlanChanges, RunPlan
+from lightning_autopar.strategies.base.saved_modules import SavedModules
 from lightning_autopar.strategies.base.trainer_loaders import Dropped, exact_loader
 
 
@@ -216,6 +217,8 @@ class EngineMixin(ResumedStrategy):
         super().connect(model)
         if model._trainer is None:
             return  # a rehearsal runs a step before there is a run
+        if self.restore_checkpoint_after_setup:
+            self.saved_modules = SavedModules(model)
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._exit.enter_context(hyperparameters_added(self._trainer, self.run_plan.hyperparameters))
         if self.run_plan.batch == "global" and self.run_plan.plan.world_size > 1:

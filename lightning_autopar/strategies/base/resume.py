@@ -30,6 +30,7 @@ from lightning_autopar.exact.logs.metrics_over_ranks import sync_states
 from lightning_autopar.state.checkpoint import KEY, put_loader_states_back, set_loader_states_aside
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, RunningStep
 from lightning_autopar.strategies.base.run_plan import RunPlan
+from lightning_autopar.strategies.base.saved_modules import SavedModules
 
 #: The fields of a logged value's metadata that are plain values; the reduction is kept besides.
 _OPTIONS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "dataloader_idx", "metric_attribute")
@@ -157,6 +158,8 @@ class ResumedStrategy(Strategy):
     _resumption: Resumption | None = None
     _resumed = 0
     _saved_gradients: Mapping[str, Tensor] | None = None
+    #: Of the hyperparameters' modules, where ranks have parts of the weights.
+    saved_modules: SavedModules | None = None
     #: Whether the state is saved between two batches rather than in a hook.
     at_boundary = False
     #: Called when Lightning is about to enter its loops.
@@ -190,6 +193,8 @@ class ResumedStrategy(Strategy):
 
     def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add to Lightning's dictionary, which was just dumped, what it takes to go on exactly; every rank calls it."""
+        if self.saved_modules is not None:
+            self.saved_modules.in_file(checkpoint)
         set_loader_states_aside(checkpoint)
         if KEY not in checkpoint:
             return  # no training is going on
