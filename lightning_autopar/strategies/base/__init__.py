@@ -9,6 +9,7 @@ Modules, in reading order:
     rank_measurement    seconds and bytes that a rank really used
     out_of_memory/      how much a rank may take, and what becomes of a batch for which it isn't enough
     resume              goes on exactly where a checkpoint was saved
+    saved_modules       networks among the hyperparameters, whole in a checkpoint
     worker_exception    a worker's exception on its way to the parent; the user's part of a traceback
     host_optimizers     the user's optimizer on host memory
     trainer_loaders     the trainer's loaders under a plan; predictions in order
