@@ -573,7 +573,8 @@ def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> 
             else:
                 lost.append(f"the buffer {name}")
         unexpected = module.load_state_dict(saved["state_dict"], strict=False).unexpected_keys if saved["state_dict"] else []
-    lost.extend(f"the parameter {name}" for name in unexpected)
+    # A module may write more than tensors into its state dict (neuraloperator's _metadata), which it makes of attributes.
+    lost.extend(f"the parameter {name}" for name in unexpected if isinstance(values[name], Tensor) or name not in module.state_dict())
     for name, requires_grad in saved["requires_grad"].items():
         if name in targets:
             targets[name].requires_grad_(requires_grad)

@@ -433,10 +433,17 @@ class Hoarder(pl.Callback):
 
 
 @pytest.mark.filterwarnings("ignore")
+class Described(Net):
+    """Writes more than tensors into its state dict."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**super().state_dict(*args, **kwargs), "_metadata": {"width": 4}}
+
+
 def test_what_did_not_change_is_not_named_and_costs_little(tmp_path: Path) -> None:
     def spent(*callbacks: pl.Callback) -> float:
         begin = processor_seconds()
-        assert train("ddp", tmp_path, callbacks=[*callbacks])[2] == []
+        assert train("ddp", tmp_path, callbacks=[*callbacks], module=Described())[2] == []
         return processor_seconds() - begin
 
     spent(Keeper(Net(), []))
