@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.strategies.zero.gradient_reduction import Reduction
 
@@ -126,7 +127,18 @@ def initialize(module: nn.Module, optimizer: Optimizer | None, config: dict[str,
         optimizer=optimizer,
         dist_init_required=False,
     )
+    engine.register_forward_hook(_give_to_graph)
     return engine
+
+
+def _give_to_graph(engine: Any, args: Any, output: Any) -> None:
+    """DeepSpeed (0.19) keeps what it does in backward alive in an attribute of the loss. A tensor class of the user's copies its attributes
+    (MONAI's ``clone``), and can't copy this one; the loss's node in the graph keeps it alive as long.
+    """
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and (managers := vars(tensor).pop("_backward_hook_managers", None)) is not None:
+            node: Any = tensor.grad_fn  # it has hooks
+            node.metadata["_backward_hook_managers"] = managers
 
 
 #: DeepSpeed's own classes and functions that we replace.

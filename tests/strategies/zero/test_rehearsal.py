@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -53,7 +54,17 @@ class Dropping(Fitted):
 
 
 class Labelled(Tensor):
-    """Rows of a class of the user's, which results of torch's functions keep."""
+    """Rows of a class of the user's, which results of torch's functions keep. Copies have their attributes, as MONAI's have."""
+
+    def detach(self) -> Any:
+        made: Any = super().detach()
+        vars(made).update(vars(self))
+        return made
+
+    def clone(self, *args: Any, **kwargs: Any) -> Any:
+        made: Any = super().clone(*args, **kwargs)
+        vars(made).update(copy.deepcopy(vars(self)))
+        return made
 
 
 class Labelling(Fitted):
@@ -68,7 +79,7 @@ class Labelling(Fitted):
         scaled = found @ self.net[4].weight  # the rows come first, the parameter second
         if {type(found), type(scaled)} != {Labelled}:
             raise TypeError(f"the rows' class is lost: {type(found)}, {type(scaled)}")
-        return scaled.mean(1, keepdim=True).as_subclass(Tensor)
+        return scaled.mean(1, keepdim=True)
 
     def loss(self, batch: Any) -> Tensor:
         return nn.functional.mse_loss(self(batch[0]), batch[1])
