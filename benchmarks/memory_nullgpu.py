@@ -20,7 +20,6 @@ import random
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -227,7 +226,7 @@ def _apart(work: Callable[[], Any]) -> Any:
         try:
             found = work()
         except Exception as error:  # one model that can't be run here must not end the others
-            found = f"{type(error).__name__}: {error} {traceback.format_exc(limit=-2)}"[-600:]
+            found = f"{type(error).__name__}: {error}"[:600]
         with os.fdopen(writing, "wb") as pipe:
             pickle.dump(found, pipe)
         os._exit(0)
