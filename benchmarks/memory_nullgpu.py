@@ -6,8 +6,8 @@
     NULLGPU_DEVICES=4 NULLGPU_COMPUTE=1 NULLGPU_COMPUTE_BYTES=65536 … --sets stages --json benchmarks/results/memory_nullgpu_stages.json
 
 Each job is predicted in a process of its own that has no device, and trained for sixteen steps (``--steps``) in another with plain
-Lightning. The result file is written after each job; a job that is in it isn't run again. What the stub has no memory for (cuDNN's
-workspaces, and its recurrent layers) is left out by name.
+Lightning. The result file is written after each job; a job that is in it isn't run again. Networks that
+take workspaces of cuDNN's or run its recurrent layers are left out by name: the stub has neither.
 """
 
 from __future__ import annotations

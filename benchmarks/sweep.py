@@ -48,7 +48,7 @@ from lightning_autopar.constraints import Constraints  # noqa: E402
 from lightning_autopar.devices.spec import parse_spec  # noqa: E402
 from lightning_autopar.memory.trace.trace import trace  # noqa: E402
 from lightning_autopar.planning.make_report import make_report  # noqa: E402
-from lightning_autopar.sharing.sweep.scheduler import (  # noqa: E402  # noqa: E402
+from lightning_autopar.sharing.sweep.scheduler import (  # noqa: E402
     Job,
     Listing,
     RunOption,

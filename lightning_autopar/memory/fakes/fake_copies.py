@@ -104,7 +104,7 @@ def fake_copy(
 
 
 def give_attributes(tensor: Tensor, given: Mapping[str, Any]) -> None:
-    """Give a tensor the user's attributes of the one whose place it takes. What it has stays: a fake has a device and a mode."""
+    """Give a tensor the user's attributes of the one whose place it takes. Its own are kept, such as a fake's device and mode."""
     vars(tensor).update({name: value for name, value in given.items() if name not in vars(tensor)})
 
 

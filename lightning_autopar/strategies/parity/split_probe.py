@@ -176,7 +176,7 @@ def probe_evaluation(
 
 
 def configure_model(module: LightningModule, trainer: Trainer | None) -> None:
-    """Let the module build what it builds late. What looks at its parameters, or moves them, does so afterwards."""
+    """Let the module build its late parts, before a probe looks at its parameters or moves them."""
     BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None).configure()
 
 

@@ -95,8 +95,9 @@ class PipelinePlayer(Player):
         #: Sizes of tensors that a stage receives, or makes before its last block, and passes on to the next one. The stage adds its own
         #: gradient to the next one's.
         self._through = {
-            stage: [one.size for one in sizes[border].crossing if one.made < border - 2]
-            for stage, border in ((stage, borders[stage + 1]) for stage in self.stages if stage < len(borders) - 2)
+            stage: [one.size for one in sizes[borders[stage + 1]].crossing if one.made < borders[stage + 1] - 2]
+            for stage in self.stages
+            if stage < len(borders) - 2
         }
         self._anew = {stage: sizes[borders[stage]].anew for stage in self.stages if stage}
         self._layers = {stage: _layers(footprint, borders[stage], borders[stage + 1]) for stage in self.stages}

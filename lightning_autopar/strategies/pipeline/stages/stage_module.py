@@ -168,7 +168,7 @@ class _Run:
         self._watch = TaintMode(frozenset(id(buffer) for _, _, buffer in self._written), self._outer_call)
         self._next_call = 0
         self._entered = False
-        #: What was received and doesn't stand yet for all of the numbers that it has in the step.
+        #: The received tensors, each with the numbers of the absent ones that it hasn't filled yet.
         self._unfilled: list[tuple[CutTensor, Tensor, list[int]]] = []
         self._part = 0
         self._index = 0

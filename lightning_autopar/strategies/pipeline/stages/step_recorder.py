@@ -119,9 +119,9 @@ class StepRecorder:
             stack.enter_context(self._watch.watching(opaque_methods(self._module)))
             if self._again:
                 stack.enter_context(_Draws(lambda: self._drew.append(self._part)))
-            began = host_generators()
+            began = host_generators() if self._again else None
             yield
-            if self._again and host_generators() != began:
+            if began is not None and host_generators() != began:
                 self.refuse("it draws random numbers from Python's or NumPy's generator, and its blocks run several times")
 
     def finish(self, result: Any) -> None:
