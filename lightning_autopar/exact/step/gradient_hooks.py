@@ -1,22 +1,18 @@
 """The user's hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``) where a batch is split.
 
 Autograd would call them with the gradient of a part of the batch: once for each part, and on each rank with its own. Here they are called
-once, with the whole batch's gradient, when it is complete. Knows autograd's hooks and the precision plugin's; nothing of
-engines or ranks.
+once, with the whole batch's gradient, when it is complete. Knows autograd's hooks; nothing of engines or ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-
-from lightning_autopar._temporary import patched
 
 
 class OurHook(partial[Any]):
@@ -56,17 +52,6 @@ class GradientHooks:
             if parameter.grad is not None:
                 self._earlier[parameter] = parameter.grad.clone()  # it may lie where the next gradient will be reduced
                 parameter.grad = None
-
-    @contextmanager
-    def before(self, plugin: Any) -> Iterator[None]:
-        """While open, they are called before Lightning's precision plugin calls the hooks that follow a backward pass."""
-
-        def post_backward(*args: Any) -> Any:
-            self.call()
-            return type(plugin).post_backward(plugin, *args)
-
-        with patched(plugin, "post_backward", post_backward) if self else nullcontext():
-            yield
 
     @torch.no_grad()
     def call(self) -> None:

@@ -242,6 +242,8 @@ class EngineMixin(ResumedStrategy):
                 self._exit.enter_context(scaled_as_on_one_device(scaler, self.run_plan.data_ranks))
         if self.splits or self.in_parts or self.run_plan.shared:
             self.prepare_steps(trainer)
+        self._exit.enter_context(patched(self.precision_plugin, "pre_backward", self._before_backward))
+        self._exit.enter_context(patched(self.precision_plugin, "post_backward", self._after_backward))
         if self.run_plan.plan.world_size > 1 and may_stop(trainer):
             self._exit.enter_context(stopped_together(trainer))
         fits = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization and self.run_plan.undivided is None
@@ -436,11 +438,11 @@ class EngineMixin(ResumedStrategy):
 
     def _step_in_parts(self, micro: MicroBatches, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._share, self._drawing = self._share or self._counts.on(micro.share(args[0], self._samples)), True
-        backward, optimizer, self._stepping = super().backward, self.optimizers[0], True
+        optimizer, self._stepping = self.optimizers[0], True
         micro.gradients.apart |= self._hooks.hold()
         try:
             with self._step():
-                return micro.run(step, lambda loss: backward(loss, optimizer), self._share, args, kwargs)
+                return micro.run(step, lambda loss: self.backward(loss, optimizer), self._share, args, kwargs)
         finally:
             self._stepping, self._drawing = False, None
 
@@ -477,15 +479,24 @@ class EngineMixin(ResumedStrategy):
         share = self._share if self.averages else None
         return loss if share is None or share.weight == 1.0 else users_backward.weighed(loss, share.weight)
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward from a step's loss; where that runs out of memory, complete the gradients in parts of the batch."""
-        loss = self.weighted(closure_loss)
-        self._losses = () if self._found is None else (closure_loss, loss)
-        with self._hooks.before(self.precision_plugin):
-            return super().backward(loss, optimizer, *args, **kwargs)
+    def _before_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """The precision plugin's ``pre_backward``: backward begins from the weighed loss. The parts of a batch weigh their own."""
+        loss = tensor if self._stepping else self.weighted(tensor)
+        scaled: Tensor = type(self.precision_plugin).pre_backward(self.precision_plugin, loss, module)
+        self._losses = () if self._found is None or self._stepping else (tensor, loss)
+        return scaled
+
+    def _after_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """The precision plugin's ``post_backward``, after the user's hooks on parameters, which its own hooks follow."""
+        if self._hooks and not self._stepping:
+            self._hooks.call()
+        output: Tensor = type(self.precision_plugin).post_backward(self.precision_plugin, tensor, module)
+        return output
 
     def _run_backward(self, tensor: Tensor, *more: Any, **options: Any) -> None:
-        """The precision plugin's ``backward``, where a batch can be run again; the parts of a batch call it past :meth:`backward`."""
+        """The precision plugin's ``backward``, where a batch can be run again. Where it runs out of memory, it completes the
+        gradients in parts of the batch; the parts of a batch that runs in several don't.
+        """
         found, losses, self._losses = self._found, self._losses, ()
         run = partial(type(self.precision_plugin).backward, self.precision_plugin, tensor, *more, **options)
         if found is None or not losses:
