@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -244,7 +244,9 @@ class _Run:
         elif updates_metric(name):
             return None
         else:
-            with AbsentMode():
+            # Autograd lets nobody write to a leaf or a view of one, and what a block that another stage runs returns is a leaf here
+            writes = target is not None and target.requires_grad and is_absent(target)
+            with AbsentMode(), torch.no_grad() if writes else nullcontext():
                 result = func(*args, **kwargs)
             if target is not None:  # __setitem__ writes to a view of it
                 make_hole(target, f"what {name!r} writes {self._where()}")

@@ -179,7 +179,7 @@ class Skips(Stacked):
 
 
 class InPlace(Stacked):
-    """Writes to tensors that cross cuts, to a view, and to a tensor of its own that takes in the model's."""
+    """Writes to what blocks return, to tensors that cross cuts, to a view, and to a tensor of its own that takes in the model's."""
 
     def run(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -187,7 +187,7 @@ class InPlace(Stacked):
         table = torch.zeros(*x.shape[:-1], 10)
         table[..., :8] = x
         for index, block in enumerate(self.blocks):
-            x = block(x) * 1
+            x = block(x)
             x += index
             x[..., 0] *= 2
             kept.mul_(0.9).add_(x.detach())
