@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ _AROUND = (
     *("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end"),
 )
 _SAVING = "on_save_checkpoint"
+#: Hooks of a batch on parameters or gradients.
+_IN_STEP = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end", "on_train_batch_start")
 _PARAMETERS = ("parameters", "named_parameters", "weight", "bias", "state_dict", "deepcopy")
 #: By which code may do something else later in the run, and how many numbers are tried, one after the other, before the last epoch's.
 _NUMBERS, _TRIED = ("current_epoch", "global_step"), 20
@@ -111,6 +114,8 @@ class Together:
         self._draws: rng.RngState = {}
         #: The states of Python's and NumPy's generators when the batch began.
         self._began: rng.RngState = {}
+        #: Runs the optimizers' step of the last batch once more, with its hooks, on a stage.
+        self._step_again: Callable[[Stage], None] | None = None
         self._precision = precision or Precision()
         self.stages = [self._stage(module, trainer, staging, tuple(cuts), index, fn) for index in range(len(cuts) + 1)]
 
@@ -125,6 +130,7 @@ class Together:
         rehearsal = rehearse(copy, trainer, fn, self._precision)
         for optimizer in rehearsal.optimizers:
             optimizer.register_step_pre_hook(_hiding(copy))
+            optimizer.register_step_post_hook(lambda *_: _show(dict(copy.named_parameters())))
 
         def call(hook: str, chunk: int) -> Any:
             with recorded_logs(copy) as logged, _only_where(copy, lambda: replay.owns_now), _read_by_loggers():
@@ -186,9 +192,15 @@ class Together:
             _backward(passed, weight, goes_back=loss is not None)
         self._add_shared()
         end = rng.capture({}, cuda=False)
+        taken = {id(stage): self._taken(stage) for stage in self.stages}
+
+        def finish(stage: Stage, before: Mapping[str, Tensor]) -> None:
+            self._finish(stage, taken[id(stage)], before, total, parts[0][0], batch_idx)
+
         for stage, before in zip(self.stages, earlier, strict=True):
             rng.restore(end, {})  # each stage's process has generators of its own, whose draws the hooks make for all parameters
-            self._finish(stage, self._taken(stage), before, total, parts[0][0], batch_idx)
+            finish(stage, before)
+        self._step_again = lambda stage: finish(stage, {})
         return total
 
     def evaluation_step(self, hook: str, batch: Callable[[], Any]) -> Any:
@@ -210,9 +222,9 @@ class Together:
             last = epochs - 1 if epochs > 0 else _TRIED
             for name in (name for name in (*_AROUND, _SAVING) if is_overridden(name, stage.module)):
                 hook, before = getattr(stage.module, name), names_of_absent(stage.module)
-                if not mentions([hook], stage.module, lambda word: word in words):
+                if not mentions([hook], stage.module, words.__contains__):
                     continue
-                later = mentions([hook], stage.module, lambda word: word in _NUMBERS)
+                later = mentions([hook], stage.module, _NUMBERS.__contains__)
                 for number in dict.fromkeys((*range(min(_TRIED, last + 1)), last) if later else (0,)):
                     stage.rehearsal.notes.clear()
                     stage.rehearsal.give_number(number)
@@ -225,6 +237,22 @@ class Together:
                         return of_hook(found)
                     if kept := names_of_absent(stage.module) - before:
                         return f"in stages {name} keeps a copy of weights in {min(kept)!r}, and each stage holds a part of them"
+        return self._later_steps(words)
+
+    def _later_steps(self, words: set[str]) -> str | None:
+        """Run the hooks of later batches on each stage, where they ask for a batch's number and may look at parameters."""
+        module = self.stages[0].module
+        hooks = [getattr(module, name) for name in _IN_STEP if is_overridden(name, module)]
+        hooks = [hook for hook in hooks if all(mentions([hook], module, wanted.__contains__) for wanted in (words, _NUMBERS))]
+        if not hooks or self._step_again is None:
+            return None
+        for stage, number in product(self.stages, range(1, _TRIED)):
+            stage.rehearsal.notes.clear()
+            stage.rehearsal.give_number(number)
+            with no_effects():
+                self._step_again(stage)
+            if found := next((note for note in stage.rehearsal.notes if MissingValue.__name__ in note), None):
+                return of_hook(found)
         return None
 
     def _taken(self, stage: Stage) -> dict[str, Tensor]:

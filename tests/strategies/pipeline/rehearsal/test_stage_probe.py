@@ -424,6 +424,23 @@ def test_hooks_that_look_at_parameters() -> None:
         )
 
 
+class PrunesLater(Tells):
+    """From the third step on, sets the smallest weights of all blocks to zero, by their gradients."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        weighed = [(parameter * parameter.grad).abs() for parameter in self.blocks.parameters()]
+        if self.global_step > 2:
+            bound = torch.cat([each.flatten() for each in weighed]).kthvalue(3)[0].item()
+            for parameter, each in zip(self.blocks.parameters(), weighed, strict=True):
+                parameter.data.masked_fill_(each <= bound, 0.0)
+
+
+def test_a_hook_that_looks_at_parameters_in_later_steps() -> None:
+    refusal = probed(PrunesLater()).value.refusal
+    assert refusal is not None
+    assert re.search(r"in stages on_train_batch_end fails \('item' reads the values of the parameter '.*', which another stage has", refusal)
+
+
 class Follows(Tells):
     """Sets a parameter's data to what another stage's values make of it."""
 
