@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -30,7 +31,7 @@ from lightning_autopar.strategies.pipeline.rehearsal.difference import names_of_
 from lightning_autopar.strategies.pipeline.run.stage_draws import in_short, python_states
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
 from lightning_autopar.strategies.pipeline.stages.module_state import StageParameters, take_stages
-from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
+from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule, UnlikeRecordedError
 
 #: Hooks around an epoch's steps and at a run's end, the one that adds to a checkpoint, and names by which code gets at parameters.
 _AROUND = (
@@ -114,6 +115,8 @@ class Together:
         self._draws: rng.RngState = {}
         #: The states of Python's and NumPy's generators when the batch began.
         self._began: rng.RngState = {}
+        #: The optimizer whose step runs, after its closure.
+        self._stepping: Any = None
         #: Runs the optimizers' step of the last batch once more, with its hooks, on a stage.
         self._step_again: Callable[[Stage], None] | None = None
         self._precision = precision or Precision()
@@ -129,8 +132,8 @@ class Together:
         owned = take_stages(copy, staging, cuts, [index], torch.device("cpu"))
         rehearsal = rehearse(copy, trainer, fn, self._precision)
         for optimizer in rehearsal.optimizers:
-            optimizer.register_step_pre_hook(_hiding(copy))
-            optimizer.register_step_post_hook(lambda *_: _show(dict(copy.named_parameters())))
+            optimizer.register_step_pre_hook(self._hiding(copy))
+            optimizer.register_step_post_hook(partial(self._stepped, copy))
 
         def call(hook: str, chunk: int) -> Any:
             with recorded_logs(copy) as logged, _only_where(copy, lambda: replay.owns_now), _read_by_loggers():
@@ -145,6 +148,26 @@ class Together:
             replay.on_entry.append(self._enter)
         replay.on_exit.append(self._leave)
         return Stage(module=copy, owned=owned, replay=replay, rehearsal=rehearsal)
+
+    def _hiding(self, module: LightningModule) -> Callable[..., Any]:
+        """A closure that hides absent tensors' gradients after the given one, in which the hooks run."""
+
+        def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+            def then_hide() -> Any:
+                result = None if closure is None else closure()
+                _hide(module)
+                self._stepping = optimizer
+                return result
+
+            return args[:1], {**kwargs, "closure": then_hide}
+
+        return before
+
+    def _stepped(self, module: LightningModule, *_: Any) -> None:
+        self._stepping = None
+        _show(dict(module.named_parameters()))
 
     def _enter(self) -> None:
         """A stage's own code begins, after all code before the cut has run again, as in :class:`.stage_draws.StageDraws`."""
@@ -305,6 +328,13 @@ class Together:
                 stage.rehearsal.training_step(batch(), batch_idx)
             self.logged.update(logged)
             _hide(stage.module)
+        except MissingValue:
+            raise
+        except Exception as error:
+            if self._stepping is None:
+                raise
+            words = f"the optimizer {type(self._stepping).__name__} fails on a stage, where other stages' parameters have no gradient"
+            raise UnlikeRecordedError(f"{words} ({type(error).__name__}: {error})") from error
         finally:
             del stage.rehearsal.__dict__["_call"]
 
@@ -350,22 +380,6 @@ def _show(parameters: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         if is_absent(parameter) and parameter.requires_grad and parameter.grad is None:
             parameter.grad = absent_like(parameter.detach(), f"the gradient of the parameter {name!r}")
-
-
-def _hiding(module: LightningModule) -> Callable[..., Any]:
-    """A closure that hides them after the given one, in which the hooks run."""
-
-    def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-
-        def then_hide() -> Any:
-            result = None if closure is None else closure()
-            _hide(module)
-            return result
-
-        return args[:1], {**kwargs, "closure": then_hide}
-
-    return before
 
 
 def _hide(module: LightningModule) -> None:

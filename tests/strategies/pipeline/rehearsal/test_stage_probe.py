@@ -438,7 +438,34 @@ class PrunesLater(Tells):
 def test_a_hook_that_looks_at_parameters_in_later_steps() -> None:
     refusal = probed(PrunesLater()).value.refusal
     assert refusal is not None
-    assert re.search(r"in stages on_train_batch_end fails \('item' reads the values of the parameter '.*', which another stage has", refusal)
+    assert re.search(
+        r"in stages on_train_batch_end fails \('item' reads the values of the parameter '.*', which another stage has", refusal
+    )
+
+
+class Careless(torch.optim.SGD):
+    """Takes it for granted that each parameter has a gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.size = sum(parameter.grad.norm() for group in self.param_groups for parameter in group["params"])
+        return loss
+
+
+class SteppedCarelessly(Tells):
+    """Is stepped by such an optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return Careless(self.parameters(), 0.1)
+
+
+def test_an_optimizer_that_wants_a_gradient_of_each_parameter() -> None:
+    refusal = probed(SteppedCarelessly()).value.refusal
+    assert refusal is not None
+    words = (
+        r"the optimizer Careless fails on a stage, where other stages' parameters have no gradient \(AttributeError: .*\), at \w+.py:\d+"
+    )
+    assert re.search(words, refusal)
 
 
 class Follows(Tells):
