@@ -127,6 +127,11 @@ _UNFIT = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 _INSTEAD = "\N{REPLACEMENT CHARACTER}"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 batch norm``, ``2 batch norms``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def printable(text: str, most: int = 500) -> str:
     """The text on one line, without characters that move a cursor, set a title or change the direction of writing.
 

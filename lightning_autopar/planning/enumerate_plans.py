@@ -31,6 +31,7 @@ from lightning_autopar.planning.refusals import (
     world_notes,
 )
 from lightning_autopar.plans import Plan, all_engines
+from lightning_autopar.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +144,8 @@ def build_plan(question: Question, devices: Sequence[Device], engine: str, *reas
     if len(ranks) > 1 and footprint.sharing is not None and engines.named(engine).shares_network:
         told.append(sharing_words(footprint.sharing))
     if len(ranks) > 1 and footprint.batch_norm:
-        told.append(f"the statistics of {len(footprint.batch_norm)} batch norms are taken over all ranks, as over the whole batch")
+        norms = counted(len(footprint.batch_norm), "batch norm")
+        told.append(f"the statistics of {norms} are taken over all ranks, as over the whole batch")
     told += reasons[1:]
     if offload := values.get("offload"):
         lies = "lie" if len(offload) > 1 else "lies"

@@ -15,7 +15,7 @@ from lightning_autopar.devices.inventory import Device, Inventory, device_label
 from lightning_autopar.engines import Question
 from lightning_autopar.memory.footprint import Footprint, Sharing
 from lightning_autopar.plans import Engine, Plan, all_engines, entry_of, offered_engines
-from lightning_autopar.text import format_bytes
+from lightning_autopar.text import counted, format_bytes
 
 Feature = Literal["micro_batches", "shares", "replicas", "offload"]
 
@@ -154,7 +154,7 @@ def micro_batch_refusal(footprint: Footprint, constraints: Constraints, *, stage
     if not footprint.automatic_optimization:
         return "the module calls backward by itself, so parts of a batch can't share one optimizer step"
     if footprint.batch_norm and "batch_norm" not in constraints.despite:
-        words = f"the statistics of {len(footprint.batch_norm)} batch norms would be a micro-batch's, not the whole batch's"
+        words = f"the statistics of {counted(len(footprint.batch_norm), 'batch norm')} would be a micro-batch's, not the whole batch's"
         return words + overrule("batch_norm")
     return split_refusal(constraints)
 
@@ -244,7 +244,7 @@ def norm_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...
     """What a reader should know about a plan that runs a rank's samples in parts in spite of batch norms."""
     if not footprint.batch_norm or not footprint.training or not constraints.split_batch:
         return ()
-    return (overruled("batch_norm", f"the statistics of {len(footprint.batch_norm)} batch norms are a micro-batch's"),)
+    return (overruled("batch_norm", f"the statistics of {counted(len(footprint.batch_norm), 'batch norm')} are a micro-batch's"),)
 
 
 def half_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ...]:

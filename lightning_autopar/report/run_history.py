@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_autopar.text import format_length
+from lightning_autopar.text import counted, format_length
 
 _LINE_CHARACTERS = 150
 
@@ -67,7 +67,7 @@ class RunHistory:
     def __str__(self) -> str:
         """What ran and how often it moved; a line for each plan with its devices, and one for each mark."""
         kinds = [mark.kind for mark in self.marks]
-        counts = [f"{kinds.count(kind)} {kind}{'s' if kinds.count(kind) > 1 else ''}" for kind in dict.fromkeys(kinds)]
+        counts = [f"{counted(kinds.count(kind), kind)}" for kind in dict.fromkeys(kinds)]
         ends = [*(span.end_seconds for span in self.spans), *(mark.at_seconds for mark in self.marks)]
         lines = [", ".join([self.title or "a run", format_length(max(ends, default=0.0)), *counts])]
         for span in self.spans:

@@ -19,7 +19,7 @@ from rich.text import Text
 from lightning_autopar.devices.inventory import Device, Inventory, devices_label
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.report.report import Candidate, Report
-from lightning_autopar.text import format_bytes, format_of, format_seconds, format_share
+from lightning_autopar.text import counted, format_bytes, format_of, format_seconds, format_share
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -199,7 +199,7 @@ def host_words(inventory: Inventory) -> str:
         alike[key] = alike.get(key, 0) + 1
     several = len(inventory.node_host_bytes) > 1
     parts = [
-        format_bytes(size) + (f" on {count} node{'s' if count > 1 else ''}" if several else "") + (", assumed" if assumed else "")
+        format_bytes(size) + (f" on {counted(count, 'node')}" if several else "") + (", assumed" if assumed else "")
         for (size, assumed), count in alike.items()
     ]
     if inventory.assumed_hosts:

@@ -43,7 +43,7 @@ one engine allowed, whose plan the planner chooses. Each cell shows its last run
 
 #: Kinds of refusals by their sentences, whether such a cell can't run by nature, and why.
 KINDS: Mapping[str, tuple[bool, str]] = {
-    r"the statistics of \d+ batch norms": (
+    r"the statistics of \d+ batch norms?": (
         True,
         "Batch norm takes its statistics over the whole batch. Parts that run one after the other would have to wait for one another at"
         " every layer and keep all that they computed before it, which is the memory that parts are for.",

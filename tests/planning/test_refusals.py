@@ -254,7 +254,7 @@ def test_a_batch_whose_parts_were_collated_ahead_is_not_run_again_in_more() -> N
 def test_that_a_batch_cannot_be_taken_apart_is_said_once() -> None:
     found = [one.rejection for one in options(footprint(batch_norm=("bn",))) if one.plan.micro_batches > 1]
     overrule = "; batch=Batch(despite=['batch_norm']) takes such plans all the same"
-    assert found == [f"the statistics of 1 batch norms would be a micro-batch's, not the whole batch's{overrule}"]
+    assert found == [f"the statistics of 1 batch norm would be a micro-batch's, not the whole batch's{overrule}"]
     assert not [one for one in options() if one.plan.micro_batches > 1]
 
 
