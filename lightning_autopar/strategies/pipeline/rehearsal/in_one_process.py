@@ -115,8 +115,9 @@ class Together:
         self._draws: rng.RngState = {}
         #: The states of Python's and NumPy's generators when the batch began.
         self._began: rng.RngState = {}
-        #: The optimizer whose step runs, after its closure.
+        #: The optimizer whose step runs, after its closure; and of how many steps: torch calls the hooks for its base class's step as well.
         self._stepping: Any = None
+        self._depth = 0
         #: Runs the optimizers' step of the last batch once more, with its hooks, on a stage.
         self._step_again: Callable[[Stage], None] | None = None
         self._precision = precision or Precision()
@@ -154,6 +155,7 @@ class Together:
 
         def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            self._depth += 1
 
             def then_hide() -> Any:
                 result = None if closure is None else closure()
@@ -166,8 +168,10 @@ class Together:
         return before
 
     def _stepped(self, module: LightningModule, *_: Any) -> None:
-        self._stepping = None
-        _show(dict(module.named_parameters()))
+        self._depth -= 1
+        if not self._depth:
+            self._stepping = None
+            _show(dict(module.named_parameters()))
 
     def _enter(self) -> None:
         """A stage's own code begins, after all code before the cut has run again, as in :class:`.stage_draws.StageDraws`."""
