@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from lightning_autopar import AutoParallelStrategy, Plan, engines
 from lightning_autopar.devices.discover import probe
@@ -208,6 +209,40 @@ def clipped(name: str | None) -> float:
 def test_a_norm_of_shards_is_logged_as_the_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     provide(2, monkeypatch)
     assert fresh(clipped, "fsdp") == pytest.approx(fresh(clipped, None), rel=1e-4)
+
+
+class Labelled(Tensor):
+    """A tensor subclass whose ``new_empty`` takes sizes as a tuple alone, as MONAI's does."""
+
+    def new_empty(self, size: tuple[int, ...], **options: Any) -> Any:  # type: ignore[override]
+        return self.as_subclass(Tensor).new_empty(size=size, **options)
+
+
+class Labelling(Gentle):
+    """Logs such a tensor, and a metric of such tensors."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss.detach().as_subclass(Labelled))
+        self.log("labelled", loss.detach().as_subclass(Labelled), on_epoch=True)
+        self.log("mean", self.mean, on_epoch=True)
+        return loss
+
+
+def labelled(name: str | None) -> dict[str, float]:
+    """What such a run logs."""
+    with mock.patch.dict(MODELS, gpt=(lambda: Labelling(layers=2, width=32, context=16), "blocks")):
+        trainer, _ = fit("gpt", None if name is None else planned("gpt", name))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_values_of_a_tensor_subclass_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    provide(2, monkeypatch)
+    assert fresh(labelled, "ddp") == pytest.approx(fresh(labelled, None), abs=TOLERANCE)
 
 
 class Naming(Gentle):

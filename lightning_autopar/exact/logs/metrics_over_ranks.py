@@ -224,7 +224,8 @@ def packed(metric: Metric, states: States) -> Tensor | None:
     if not all(_is_fixed(metric, name, values.get(name)) for name in metric._reductions):
         return None
     counted = torch.full((1,), float(count), dtype=torch.float64, device=metric.device)
-    return torch.cat([counted, *(values[name].to(metric.device, torch.float64).reshape(-1) for name in metric._reductions)])
+    row = torch.cat([counted, *(values[name].to(metric.device, torch.float64).reshape(-1) for name in metric._reductions)])
+    return row.as_subclass(Tensor)  # a metric may have been given a subclass, with methods of its own
 
 
 def unpack(metric: Metric, gathered: Tensor) -> None:

@@ -346,7 +346,7 @@ class Exchange:
         """Every rank's values and, after them, states on the device, (ranks, numbers), without waiting for it."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         own = [zero if entry.value is None else entry.value.to(self._device, torch.float64) for entry in entries]
-        values = torch.stack([*own, *[zero] * (most - len(own))])
+        values = torch.stack([*own, *[zero] * (most - len(own))]).as_subclass(Tensor)  # users may log a subclass, with methods of its own
         states = [entry.packed.to(self._device) for entry in entries if entry.packed is not None]
         missing = most_states - sum(map(len, states))
         mine = torch.cat([values, *states, zero.expand(missing)]) if most_states else values
