@@ -34,7 +34,7 @@ LIBRARIES: dict[str, tuple[list[str], int]] = {
     "libcusparse": ([], 10),
     "libcusolver": ([], 9),
     "libcusparseLt": ([], 10),
-    "libnvrtc": ([], 1),
+    "libnvrtc": (["nvrtc.c"], 1),
     "libcupti": ([], 0),
 }
 PREFIXES = (

@@ -78,6 +78,18 @@ def test_what_the_cpu_has_not_got_is_an_error_and_no_number() -> None:
         torch.ops.aten._convert_weight_to_int4pack(torch.zeros(32, 64, dtype=torch.uint8, device="cuda"), 2)
 
 
+@pytest.mark.stub
+def test_operators_that_torch_compiles_when_they_are_called_have_the_values_of_a_cpus() -> None:
+    numbers = torch.linspace(0.5, 4, 7)
+    for operator in (torch.lgamma, torch.digamma, torch.special.i0, torch.sinc):
+        torch.testing.assert_close(operator(numbers.cuda()).cpu(), operator(numbers))
+    wave = torch.polar(numbers, numbers)
+    torch.testing.assert_close(torch.tanh(wave.cuda()).cpu(), torch.tanh(wave))
+    mine = torch.cuda.jiterator._create_jit_fn("template <typename T> T twice(T x) { return x + x; }")
+    with pytest.raises(NotImplementedError, match="not on the stub GPU"):
+        mine(numbers.cuda())
+
+
 @pytest.mark.not_on_stub("cuDNN's recurrent layers")
 def test_a_recurrent_layer_has_the_values_of_a_cpus() -> None:
     layer = nn.LSTM(8, 8)

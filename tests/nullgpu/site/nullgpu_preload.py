@@ -3,6 +3,7 @@
 import os
 
 if os.environ.get("NULLGPU_DEVICES"):
+    os.environ.setdefault("USE_PYTORCH_KERNEL_CACHE", "0")  # what the stub compiles is no kernel that should be kept
     import ctypes
     from pathlib import Path
 
