@@ -353,7 +353,9 @@ def reduction(tensor: Tensor, dims: Sequence[int]) -> KernelBytes:
     Args:
         dims: the dimensions that are; none for all of them.
     """
-    reduced = {dim % tensor.dim() for dim in dims} or set(range(tensor.dim()))
+    if tensor.layout is not torch.strided:
+        return KernelBytes(0)  # other kernels, of which nothing is known
+    reduced = {dim % max(tensor.dim(), 1) for dim in dims} or set(range(tensor.dim()))
     gone = _merged(tensor, [dim for dim in range(tensor.dim()) if dim in reduced])
     kept = _merged(tensor, [dim for dim in range(tensor.dim()) if dim not in reduced])
     inputs, outputs = _numel(gone), _numel(kept)

@@ -104,6 +104,13 @@ def test_sums_over_many_rows_take_a_buffer(shape: Any, strides: Any, dims: list[
     assert sum(reduction(torch.empty_strided(shape, strides, device="meta"), dims)[:2]) == taken
 
 
+@pytest.mark.parametrize("dims", [[], [0], [-1]])
+def test_a_sum_over_a_number_takes_nothing(dims: list[int]) -> None:
+    """As torchmetrics sums a count that is one number already; and one over a sparse matrix."""
+    for tensor in (torch.tensor(2.0), torch.eye(3).to_sparse()):
+        assert sum(reduction(tensor, dims)[:2]) == 0
+
+
 def test_sums_of_booleans_are_cast_first() -> None:
     taken = CUDA_SCRATCH[aten.sum.default]((torch.ones(8, 512, dtype=torch.bool),), {}, torch.ones((), dtype=torch.long))
     assert blocks_of(taken) == [[8 * 512 * 8, 0]]
