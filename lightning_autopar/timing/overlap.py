@@ -244,12 +244,6 @@ class _Lanes:
             note(self.events, clock, unit.unpack, "communication", f"copy out {self._label(number)}")
         return clock + unit.unpack
 
-    def compute(self, clock: float, seconds: float, kind: str, number: int) -> float:
-        """Run a layer's part of a phase."""
-        if self.events is not None:
-            note(self.events, clock, seconds, kind, self._label(number))
-        return clock + seconds
-
     def _label(self, number: int | None) -> str:
         return "root" if number is None else label_of(self.layout, number)
 
@@ -273,7 +267,9 @@ class _Lanes:
             if unit is not None:
                 clock = self.unpack(max(clock, gathered[number]), unit, number)
                 gather(following.get(number), clock)
-            clock = self.compute(clock, seconds, "forward", number)
+            if self.events is not None:
+                note(self.events, clock, seconds, "forward", self._label(number))
+            clock += seconds
         if not self.training:
             return clock
         before = {later: earlier for earlier, later in following.items()}
@@ -284,8 +280,11 @@ class _Lanes:
             if unit is not None and self.again:
                 clock = self.unpack(max(clock, gathered[number]), unit, number)
                 gather(before.get(number), clock)
-            clock = self.compute(clock, again, "recompute", number)
-            clock = self.compute(clock, self._backwards[number] - again, "backward", number)
+            backward = self._backwards[number] - again
+            if self.events is not None:
+                note(self.events, clock, again, "recompute", self._label(number))
+                note(self.events, clock + again, backward, "backward", self._label(number))
+            clock = clock + again + backward
             if unit is not None:
                 self.carry(clock, unit.reduce + unit.store, "reduce", number)
         self.carry(clock, self.root.reduce + self.root.store, "reduce", None)
