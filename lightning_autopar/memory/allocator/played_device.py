@@ -26,21 +26,21 @@ class _Passage:
     """What is ordered from one time to another at which the same is held.
 
     Args:
-        streams: of what is held at both times, by key; None for what takes no bytes.
-        begin: the numbers of its allocations before, by key.
+        kinds: what is held in other streams, what takes no bytes, and how many things go together, by key.
+        begin: the numbers of the allocations before, by key; of things that go together likewise.
         first: the first number that is given meanwhile.
         orders: what is ordered meanwhile.
         labels: the categories of these orders.
-        end: the numbers of the allocations afterwards, by key; None as long as it isn't over.
+        end: the numbers of all allocations afterwards; None as long as it isn't over.
         made: how many allocations are ordered.
     """
 
-    streams: dict[Hashable, int | None]
-    begin: dict[Hashable, int]
+    kinds: tuple[object, ...]
+    begin: tuple[dict[Hashable, int], dict[Hashable, list[int]]]
     first: int
     orders: list[int] = field(default_factory=list)
     labels: list[Category] = field(default_factory=list)
-    end: dict[Hashable, int] | None = None
+    end: list[int] | None = None
     made: int = 0
 
 
@@ -132,36 +132,38 @@ class PlayedDevice:
         """
         if not isinstance(self.allocator, PlainAllocator):
             return None
-        there = {key: number for key, number in self._everything().items() if number}
-        return tuple(there), self.allocator.arrangement(list(there.values()))
+        keys = [key for key, number in self.held.items() if number]
+        together = [(key, len(numbers)) for key, numbers in self._together.items()]
+        return *keys, *together, self.allocator.arrangement(list(filter(None, self._numbers(self.held, self._together))))
 
-    def _everything(self) -> dict[Hashable, int]:
-        """The numbers of all allocations, by key."""
-        together = ((key, place, -number) for key, numbers in self._together.items() for place, number in enumerate(numbers))
-        return self.held | {("together", key, place): number for key, place, number in together}
+    def _numbers(self, held: Iterable[Hashable], together: Iterable[Hashable]) -> list[int]:
+        """The numbers of the allocations under these keys."""
+        return [*map(self.held.__getitem__, held), *(-number for key in together for number in self._together[key])]
 
     def repeats(self) -> bool:
         """Whether the same is held as when this was asked before. If so, what was ordered since then is ordered once more."""
-        held = self._everything()
-        streams = {key: self._elsewhere.get(number, COMPUTE) if number else None for key, number in held.items()}
+        streams = {key: self._elsewhere[number] for key, number in self.held.items() if number in self._elsewhere}
+        nothing = {key for key, number in self.held.items() if not number}
+        kinds = streams, nothing, {key: len(numbers) for key, numbers in self._together.items()}
         following = next(self.numbers)
         self.numbers = count(following)
         before = self._passage
-        if before is None or before.streams != streams:
-            self._passage = _Passage(streams, held, following)
+        if before is None or before.kinds != kinds or before.begin[0].keys() != self.held.keys():
+            self._passage = _Passage(kinds, (self.held.copy(), self._together.copy()), following)
             return False
         if before.end is None:
-            before.end, before.made = held, following - before.first
+            before.end, before.made = self._numbers(self.held, self._together), following - before.first
         # The number that each allocation had then → the one that it has now.
+        held, together = before.begin
         now = np.arange(before.first + before.made) + (following - before.first)
-        now[[*before.begin.values()]] = [*map(held.__getitem__, before.begin)]
+        now[[*held.values(), *(-number for numbers in together.values() for number in numbers)]] = self._numbers(held, together)
         now[0] = 0
-        orders, end = np.array(before.orders), dict(zip(before.end, now[[*before.end.values()]].tolist(), strict=True))
+        orders, end = np.array(before.orders), now[before.end].tolist()
         orders[orders < 0] = -now[-orders[orders < 0]]
         self.orders, self.labels, self.numbers = orders.tolist(), before.labels, count(following + before.made)
-        self._elsewhere = {end[key]: stream for key, stream in streams.items() if stream}
-        self.held = {key: end[key] for key in self.held}
-        self._together = {key: [-end["together", key, place] for place in range(len(numbers))] for key, numbers in self._together.items()}
+        self.held, rest = dict(zip(self.held, end, strict=False)), iter(end[len(self.held) :])
+        self._together = {key: [-number for number in islice(rest, len(numbers))] for key, numbers in self._together.items()}
+        self._elsewhere = {self.held[key]: stream for key, stream in streams.items()}
         return True
 
     def settle(self) -> None:
