@@ -69,7 +69,7 @@ def played(
         limit_bytes: the most that may be reserved; None: no limit.
         workspaces: the bytes that libraries take from the allocator outside of the tape: in forward's thread, then in backward's.
         first_look: whether a few steps will do.
-        beyond: of a first look, whether to go on without the limit where it is met, and nothing was given back before.
+        beyond: of a first look, whether to go on without the limit where it is met, if no earlier step gave anything back.
     """
     options = options or AllocatorOptions()
     allocator = (PlainAllocator if PlainAllocator.serves(options) else CachingAllocator)(limit_bytes=limit_bytes, options=options)

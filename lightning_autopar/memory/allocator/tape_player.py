@@ -36,7 +36,8 @@ _MOST_WAITING = 2000
 
 
 class Player:
-    """A rank that holds all parameters, gradients and optimizer state.
+    """A rank that holds all parameters, gradients and optimizer state. From the second step on, what the device holds is all that a step
+    may depend on (:meth:`as_before`).
 
     Args:
         rows: samples of each of its micro-batches; one number for a rank that takes its part of the batch at once.
@@ -156,8 +157,8 @@ class Player:
         self.machine.settle()
 
     def as_before(self) -> bool:
-        """Play a step whose orders don't depend on the allocator as the one before, if the same is held as when that began: what is held is
-        all that a step leaves to the next one, but for the first. Returns whether it was played.
+        """Play a step whose orders don't depend on the allocator as the one before, if the same is held as when that began. Returns whether
+        it was played.
         """
         if not self.steps or not self.machine.repeats():
             return False
