@@ -85,8 +85,12 @@ def cublas_bytes(device_name: str, *, environment: Mapping[str, str] | None = No
 
     AMD's libraries don't share it: 128 MiB of hipBLAS and 76 MiB of hipBLASLt on MI300.
     """
+    return _cublas_bytes(device_name, (os.environ if environment is None else environment).get("CUBLAS_WORKSPACE_CONFIG", ""))
+
+
+@lru_cache(maxsize=256)
+def _cublas_bytes(device_name: str, config: str) -> int:
     kind = _kind(device_name)
-    config = (os.environ if environment is None else environment).get("CUBLAS_WORKSPACE_CONFIG", "")
     pairs = re.findall(r":([0-9]+):([0-9]+)", config)
     if pairs:
         return sum(int(size) * int(count) for size, count in pairs) * KIB

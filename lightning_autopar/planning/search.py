@@ -117,11 +117,11 @@ class Search:
     @cached_property
     def remedies(self) -> Remedies:
         """The remedies where memory is short."""
+        footprint, devices, precision, rates = self.footprint, self.appraiser.device, self.constraints.precision, self.rates
 
         def seconds(plan: Plan) -> dict[str, float]:
-            device = self.appraiser.device[plan.devices[0]]
             share = 1.0 / (plan.world_size * plan.micro_batches)
-            return block_seconds(self.footprint, device, share, precision=self.constraints.precision, rates=self.rates)
+            return block_seconds(footprint, devices[plan.devices[0]], share, precision=precision, rates=rates)
 
         return Remedies(self.appraiser, seconds, self.speed)
 

@@ -228,16 +228,24 @@ class _Lanes:
         self.link = self.carried = self.unpacked = 0.0
         self._forwards, self._backwards = run.forward, run.backwards()
 
-    def carry(self, ready: float, seconds: float, label: str) -> float:
+    def carry(self, ready: float, seconds: float, what: str, number: int | None) -> float:
         """Run one collective, when it is ready and the links are free; returns when it is done."""
-        self.link = note(self.events, max(self.link, ready), seconds, "communication", label, "communication")
+        start = max(self.link, ready)
+        self.link = start + seconds
         self.carried += seconds
+        if self.events is not None:
+            note(self.events, start, seconds, "communication", f"{what} {self._label(number)}", "communication")
         return self.link
 
-    def unpack(self, clock: float, unit: UnitSeconds, label: str) -> float:
+    def unpack(self, clock: float, unit: UnitSeconds, number: int | None) -> float:
         """Copy a unit out of its buffer."""
         self.unpacked += unit.unpack
-        return note(self.events, clock, unit.unpack, "communication", f"copy out {label}")
+        if self.events is not None:
+            note(self.events, clock, unit.unpack, "communication", f"copy out {self._label(number)}")
+        return clock + unit.unpack
+
+    def _label(self, number: int | None) -> str:
+        return "root" if number is None else label_of(self.layout, number)
 
     def part(self, clock: float) -> float:
         """Play forward and backward of one part of the batch; returns when its gradients are reduced."""
@@ -249,34 +257,37 @@ class _Lanes:
             if number is not None:
                 unit = self.units[number]
                 assert unit is not None
-                gathered[number] = self.carry(ready, unit.fetch + unit.gather, f"gather {label_of(self.layout, number)}")
+                gathered[number] = self.carry(ready, unit.fetch + unit.gather, "gather", number)
 
-        clock = self.carry(clock, self.root.fetch + self.root.gather, "gather root")
-        clock = self.unpack(clock, self.root, "root")
+        clock = self.carry(clock, self.root.fetch + self.root.gather, "gather", None)
+        clock = self.unpack(clock, self.root, None)
         gather(own[0] if own else None, clock)
         for number, seconds in enumerate(self._forwards):
-            label = label_of(self.layout, number)
             unit = self.units[number]
             if unit is not None:
-                clock = self.unpack(max(clock, gathered[number]), unit, label)
+                clock = self.unpack(max(clock, gathered[number]), unit, number)
                 gather(following.get(number), clock)
-            clock = note(self.events, clock, seconds, "forward", label)
+            if self.events is not None:
+                note(self.events, clock, seconds, "forward", self._label(number))
+            clock += seconds
         if not self.training:
             return clock
         before = {later: earlier for earlier, later in following.items()}
         if self.again and own:
             gather(own[-1], clock)
         for number in range(len(self._backwards) - 1, -1, -1):
-            label = label_of(self.layout, number)
-            unit = self.units[number]
+            unit, again = self.units[number], self.run.again[number]
             if unit is not None and self.again:
-                clock = self.unpack(max(clock, gathered[number]), unit, label)
+                clock = self.unpack(max(clock, gathered[number]), unit, number)
                 gather(before.get(number), clock)
-            clock = note(self.events, clock, self.run.again[number], "recompute", label)
-            clock = note(self.events, clock, self._backwards[number] - self.run.again[number], "backward", label)
+            backward = self._backwards[number] - again
+            if self.events is not None:
+                note(self.events, clock, again, "recompute", self._label(number))
+                note(self.events, clock + again, backward, "backward", self._label(number))
+            clock = clock + again + backward
             if unit is not None:
-                self.carry(clock, unit.reduce + unit.store, f"reduce {label}")
-        self.carry(clock, self.root.reduce + self.root.store, "reduce root")
+                self.carry(clock, unit.reduce + unit.store, "reduce", number)
+        self.carry(clock, self.root.reduce + self.root.store, "reduce", None)
         return max(clock, self.link)
 
 

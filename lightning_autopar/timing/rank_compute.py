@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import compress, count
 from typing import NamedTuple
 
 from lightning_autopar.devices.inventory import Device, idle_share
@@ -390,32 +390,20 @@ def work_of(
     pace = rates.slowest_of(device, plan.world_size)
     idle = idle_share(device)
     on_cpu = device.kind == "cpu"
-    each = share / parts
-    own_layers = [layout.layers[number] for number in own]
-
-    def loads(indices: list[int], phase: Phase) -> list[Load]:
-        """The load of each layer. Blocks are mostly alike, so each kind is computed once."""
-        found: dict[int, Load] = {}
-        for index in set(indices):
-            part = part_load(layout, index, each, device, rates, phase)
-            stream = pace * part.stream / idle
-            found[index] = Load(stream + part.issue, 0.0) if on_cpu else Load(stream, part.issue)
-        return [found[index] for index in indices]
-
-    forwards = loads([layer.forward for layer in own_layers], "forward")
-    backwards = loads([layer.backward for layer in own_layers], "backward")
-    repeated = [layer.fqn in again for layer in own_layers]
-    second = [load if twice else Load(0.0, 0.0) for load, twice in zip(forwards, repeated, strict=True)]
+    forward, backward, forward_issues, both_issued = _loads(layout, own, share / parts, device, rates, pace)
+    repeated = [layout.layers[number].fqn in again for number in own]
     whole = update_load(layout, held, device, rates) if updates and layout.optimizer else Load(0.0, 0.0)
     update = whole.stream / idle + (whole.issue if on_cpu else 0.0)
-    issued = parts * (sum(load.issue for load in (*forwards, *backwards)) + RECOMPUTED * sum(load.issue for load in second))
-    added = _accumulation(layout, own, device, rates, parts) if parts > 1 and footprint.training else (0.0,) * len(forwards)
+    issued = parts * (both_issued + RECOMPUTED * sum(compress(forward_issues, repeated)))
+    if parts > 1 and footprint.training:
+        added = _accumulation(layout, own, device, rates, parts)
+        backward = tuple([seconds + adding / idle for seconds, adding in zip(backward, added, strict=True)])
     return RankWork(
         device=device,
         parts=parts,
-        forward=tuple(load.stream for load in forwards),
-        backward=tuple(load.stream + adding / idle for load, adding in zip(backwards, added, strict=True)),
-        again=tuple(load.stream for load in second),
+        forward=forward,
+        backward=backward,
+        again=tuple([seconds if twice else 0.0 for seconds, twice in zip(forward, repeated, strict=True)]),
         update=update,
         copied=rates.host_copy_seconds(device, round(footprint.input_bytes * share)),
         issued=0.0 if on_cpu else issued,
@@ -423,6 +411,38 @@ def work_of(
         host_seconds=rates.loop_seconds(device, plan.engine) + units * rates.python_seconds(device, "unit") * parts,
         synced=layout.synced,
     )
+
+
+#: Of so many choices of layers the loads are kept.
+_REMEMBERED_LAYERS = 512
+#: Of layers: the seconds of their forwards and of their backwards on the device, the host's for each forward, and for all of both.
+_Loads = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], float]
+_LAYER_LOADS: dict[tuple[Hashable, ...], tuple[Layout, _Loads]] = {}
+
+
+def _loads(layout: Layout, own: range, each: float, device: Device, rates: Rates, pace: float) -> _Loads:
+    """What these layers take; cached, as plans that only differ in what they recompute take the same. A CPU's host is the device."""
+    idle, on_cpu = idle_share(device), device.kind == "cpu"
+    key = id(layout), own, each, rates.device_class(device), idle, pace, rates.token
+    known = _LAYER_LOADS.get(key)
+    if known is None or known[0] is not layout:
+        if len(_LAYER_LOADS) > _REMEMBERED_LAYERS:
+            _LAYER_LOADS.clear()
+        found: dict[tuple[Phase, int], Load] = {}  # blocks are mostly alike
+
+        def load(phase: Phase, index: int) -> Load:
+            if (phase, index) not in found:
+                part = part_load(layout, index, each, device, rates, phase)
+                stream = pace * part.stream / idle
+                found[phase, index] = Load(stream + part.issue, 0.0) if on_cpu else Load(stream, part.issue)
+            return found[phase, index]
+
+        forwards = [load("forward", layout.layers[number].forward) for number in own]
+        backwards = [load("backward", layout.layers[number].backward) for number in own]
+        forward, backward = (tuple([load.stream for load in loads]) for loads in (forwards, backwards))
+        issues, both = tuple([load.issue for load in forwards]), float(sum([load.issue for load in (*forwards, *backwards)]))
+        known = _LAYER_LOADS[key] = layout, (forward, backward, issues, both)
+    return known[1]
 
 
 def _accumulation(layout: Layout, own: range, device: Device, rates: Rates, parts: int) -> tuple[float, ...]:

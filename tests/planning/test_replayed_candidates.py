@@ -261,6 +261,13 @@ def test_a_search_sets_off_no_collection(gpt: Footprint) -> None:
         assert gc.isenabled()
     assert seen
     assert not any(seen)
+    gc.collect()
+    gc.disable()
+    try:
+        assert any(one.replayed for one in report(gpt, inventory()).candidates)
+        assert gc.collect() < 100, "what a search has made is gone with it"
+    finally:
+        gc.enable()
 
 
 def test_replays_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:

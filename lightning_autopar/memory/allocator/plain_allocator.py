@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Any, get_args
+
+import numpy as np
 
 from lightning_autopar.memory.allocator.caching_allocator import (
     LARGE_ROUNDING_BYTES,
@@ -43,15 +46,22 @@ class PlainAllocator:
     Args:
         limit_bytes: the most that may be reserved; None: no limit.
         options: settings that :meth:`serves`.
+
+    Attributes:
+        gives_back: called before it gives memory back for the first time, with a copy of it and the bytes that are asked for.
     """
 
     def __init__(self, *, limit_bytes: int | None = None, options: AllocatorOptions | None = None) -> None:
+        #: The first block of each segment, and the segments' sizes, by address.
+        self._heads: dict[int, list[Any]] = {}
+        self._sizes: dict[int, int] = {}
         options = options or AllocatorOptions()
         assert self.serves(options), "settings of torch's own"
         self.limit_bytes = limit_bytes
         self._limit = sys.maxsize if limit_bytes is None else limit_bytes >> _UNIT
         self._large_segment = options.large_segment_bytes >> _UNIT
         self.released = 0
+        self.gives_back: Callable[[PlainAllocator, int], None] | None = None
         self._fullest: dict[Category, int] = {}
         self._allocated = self._reserved = self._peak_allocated = self._peak_reserved = 0
         self._by_category: dict[Category, int] = dict.fromkeys(get_args(Category), 0)
@@ -60,11 +70,17 @@ class PlainAllocator:
         #: By number, what is handed out.
         self._live: dict[int, list[Any]] = {}
         self._settled = 0
-        #: The first block of each segment, by address.
-        self._heads: dict[int, list[Any]] = {}
         #: By stream.
         self._small: dict[int, _Free] = {}
         self._large: dict[int, _Free] = {}
+
+    def __del__(self) -> None:
+        """Parts its blocks, which hold each other: after a search, Python's collector would take as long as for some of its replays."""
+        for block in self._heads.values():
+            while block is not None:
+                following = block[_NEXT]
+                block.clear()
+                block = following
 
     @staticmethod
     def serves(options: AllocatorOptions) -> bool:
@@ -121,7 +137,9 @@ class PlainAllocator:
                         del keys[place]
                         block[_ALLOCATED] = True
                     else:
-                        self._allocated = allocated
+                        self._settled, self._allocated, self._peak_allocated = settled, allocated, peak
+                        if peaked:
+                            self._fullest, peaked = by_category.copy(), False
                         block = self._new_block(size, cache)
                     got = block[_SIZE]
                     if got - size > spare:
@@ -199,10 +217,40 @@ class PlainAllocator:
             found.append(blocks)
         return found
 
-    def order(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """The places of these allocations in their list, by address."""
-        addresses = [self._live[number][_ADDRESS] for number in numbers]
-        return tuple(sorted(range(len(numbers)), key=addresses.__getitem__))
+    def arrangement(self, numbers: Sequence[int]) -> tuple[object, ...]:
+        """What :meth:`layout` says, and where these allocations lie, which are all. Addresses count without what was given back."""
+        caches = *self._small.values(), *self._large.values()
+        number_of = {id(cache): number for number, cache in enumerate(caches)}
+        free = [block for keys, blocks in caches for block in map(blocks.__getitem__, keys)]
+        addresses = [block[_ADDRESS] for block in (*free, *map(self._live.__getitem__, numbers))]
+        if self.released:
+            heads, sizes = np.array([*self._sizes]), np.array([*self._sizes.values()])
+            missing = heads - np.cumsum(sizes) + sizes
+            addresses = (np.array(addresses) - missing[np.searchsorted(heads, addresses, "right") - 1]).tolist()
+        segments = zip(self._sizes.values(), (number_of[id(head[_CACHE])] for head in self._heads.values()), strict=True)
+        return *segments, *(len(keys) for keys, _ in caches), *(block[_SIZE] for block in free), *addresses
+
+    def _twin(self) -> PlainAllocator:
+        """Another one in the same state."""
+        blocks: dict[int, list[Any]] = {}
+        pools = self._small, self._large
+        caches: dict[int, _Free] = {id(cache): (cache[0].copy(), {}) for pool in pools for cache in pool.values()}
+        for block in self._heads.values():
+            before: list[Any] | None = None
+            while block is not None:
+                address, size, allocated, _, following, cache, category = block
+                other = blocks[address] = [address, size, allocated, before, None, caches[id(cache)], category]
+                if before is not None:
+                    before[_NEXT] = other
+                before, block = other, following
+        for cache in (cache for pool in pools for cache in pool.values()):
+            caches[id(cache)][1].update((key, blocks[block[_ADDRESS]]) for key, block in cache[1].items())
+        twin = copy(self)
+        twin._small, twin._large = ({stream: caches[id(cache)] for stream, cache in pool.items()} for pool in pools)
+        twin._heads = {address: blocks[address] for address in self._heads}
+        twin._live = {number: blocks[block[_ADDRESS]] for number, block in self._live.items()}
+        twin._sizes, twin._by_category, twin.gives_back = self._sizes.copy(), self._by_category.copy(), None
+        return twin
 
     def _new_block(self, size: int, cache: _Free) -> list[Any]:
         """A segment of new memory, if need be after giving back those that are unused."""
@@ -219,9 +267,11 @@ class PlainAllocator:
             if reserved + segment > self._limit:  # nothing is given back, so that it can go on without a limit
                 assert self.limit_bytes is not None, "without a limit there is always room"
                 raise OutOfDeviceMemory(size << _UNIT, self.allocated_bytes, reserved << _UNIT, self.limit_bytes)
+            if self.gives_back is not None and not self.released:
+                self.gives_back(self._twin(), size << _UNIT)
             self._release(unused)
         block = [self._address, segment, True, None, None, cache, None]
-        self._heads[self._address] = block
+        self._heads[self._address], self._sizes[self._address] = block, segment
         self._address += segment
         self._reserved += segment
         self._peak_reserved = max(self._peak_reserved, self._reserved)
@@ -231,7 +281,7 @@ class PlainAllocator:
         for block in unused:
             keys, blocks = block[_CACHE]
             key = block[_SIZE] << _ADDRESS_BITS | block[_ADDRESS]
-            del blocks[key], keys[bisect_left(keys, key)], self._heads[block[_ADDRESS]]
+            del blocks[key], keys[bisect_left(keys, key)], self._heads[block[_ADDRESS]], self._sizes[block[_ADDRESS]]
             self._reserved -= block[_SIZE]
             self.released += 1
 

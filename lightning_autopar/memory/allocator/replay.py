@@ -69,7 +69,7 @@ def played(
         limit_bytes: the most that may be reserved; None: no limit.
         workspaces: the bytes that libraries take from the allocator outside of the tape: in forward's thread, then in backward's.
         first_look: whether a few steps will do.
-        beyond: of a first look, whether to go on without the limit where it is met, and nothing was given back before.
+        beyond: of a first look, whether to go on without the limit where it is met, if no earlier step gave anything back.
     """
     options = options or AllocatorOptions()
     allocator = (PlainAllocator if PlainAllocator.serves(options) else CachingAllocator)(limit_bytes=limit_bytes, options=options)
@@ -90,9 +90,9 @@ def played(
 
     def told(error: OutOfDeviceMemory | None) -> Replayed:
         return Replayed(
-            allocated_peak_bytes=allocator.peak_allocated_bytes,
-            reserved_peak_bytes=allocator.peak_reserved_bytes,
-            by_category=allocator.fullest,
+            allocated_peak_bytes=machine.allocator.peak_allocated_bytes,
+            reserved_peak_bytes=machine.allocator.peak_reserved_bytes,
+            by_category=machine.allocator.fullest,
             fits=error is None,
             released=released if error is None else 0,
             missing_bytes=0 if error is None else max(1, error.reserved_bytes + error.requested_bytes - error.limit_bytes),
@@ -106,16 +106,21 @@ def played(
 
     def step() -> None:
         nonlocal steps, released, alike, left, repeats
-        released = -allocator.released
-        player.step()
-        released += allocator.released
-        before, left = left, (allocator.reserved_bytes, released)
+        released = -machine.allocator.released
+        machine.goes_on = goes_on
+        try:
+            player.step()
+        finally:  # nothing is left that only Python's collector would find
+            machine.goes_on = machine.fork = None
+        released += machine.allocator.released
+        before, left = left, (machine.allocator.reserved_bytes, released)
         steps, alike = steps + 1, alike + 1 if left == before else 0
         given_back.append(released)
         if (layout := machine.layout()) is not None and (first := found.setdefault(layout, steps)) < steps:
             repeats, released = True, max(given_back[first:])
 
     def last() -> Replayed:
+        machine.forks = False
         try:
             while not repeats and steps < _MOST_STEPS and (alike < _ALIKE or allocations() < _QUICKLY_PLAYED):
                 step()
@@ -123,13 +128,14 @@ def played(
             return told(error)
         return told(None)
 
-    machine.goes_on = goes_on
+    machine.forks = beyond
     try:
         player.start()
-        while not (alike or repeats) and steps < (_FIRST_STEPS if allocator.released else 3):
+        while not (alike or repeats) and steps < (_FIRST_STEPS if machine.allocator.released else 3):
             step()
     except OutOfDeviceMemory as error:
         return told(error)
     if short is not None:
-        return replace(short, beyond=told(None))
+        forked = machine.allocator is not allocator
+        return replace(short, beyond=replace(told(None), go_on=last if forked and not repeats else None))
     return replace(told(None), go_on=last) if first_look and not repeats else last()

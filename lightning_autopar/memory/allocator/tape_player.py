@@ -36,7 +36,8 @@ _MOST_WAITING = 2000
 
 
 class Player:
-    """A rank that holds all parameters, gradients and optimizer state.
+    """A rank that holds all parameters, gradients and optimizer state. From the second step on, what the device holds is all that a step
+    may depend on (:meth:`as_before`).
 
     Args:
         rows: samples of each of its micro-batches; one number for a rank that takes its part of the batch at once.
@@ -133,17 +134,19 @@ class Player:
         Raises:
             OutOfDeviceMemory: if there is no room.
         """
+        if len(self.rows) == 1 and self.as_before():
+            return
         self.arrive()
         before: object = None
         layout: object = None
-        allocator, counted, released = self.machine.allocator, self.machine.allocator.released, 0
+        counted, released = self.machine.allocator.released, 0
         for number, rows in enumerate(self.rows):
             if number and self.micro == number - 1:
                 before, layout = layout, self.layout_between()
-                released, counted = allocator.released - counted, allocator.released
+                released, counted = self.machine.allocator.released - counted, self.machine.allocator.released
             # After a micro-batch that leaves the allocator as it found it, others as large do the same.
             if number and layout == before and rows == self.rows[self.micro]:
-                allocator.released += released
+                self.machine.allocator.released += released
                 counted += released
                 continue
             self.micro = number
@@ -153,10 +156,21 @@ class Player:
         self.depart()
         self.machine.settle()
 
+    def as_before(self) -> bool:
+        """Play a step whose orders don't depend on the allocator as the one before, if the same is held as when that began. Returns whether
+        it was played.
+        """
+        if not self.steps or not self.machine.repeats():
+            return False
+        self.machine.settle()
+        self.steps += 1
+        return True
+
     def layout_between(self) -> object:
         """The allocator's layout between two micro-batches, once nothing is held of the one before but its gradients."""
         self._leave_micro_batch()
         self.machine.settle()
+        self.machine.fork = None
         return self.machine.allocator.layout()
 
     def arrive(self) -> None:

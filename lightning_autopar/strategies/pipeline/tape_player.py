@@ -192,6 +192,8 @@ class PipelinePlayer(Player):
 
     def step(self) -> None:
         """Play the schedule once for each batch, then the optimizer."""
+        if self.as_before():
+            return
         machine = self.machine
         for change in self.script.before:
             if change.kind == "gradients":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
 from lightning_autopar.memory.step_parts import Size, parts_of
@@ -37,6 +38,11 @@ class GatherGroup:
     around: int
     again: tuple[int, ...] = ()
     arrivals: tuple[int, ...] = ()
+
+    @cached_property
+    def trained(self) -> int:
+        """Elements of all that are trained."""
+        return sum(self.gradients)
 
 
 def layers_of(footprint: Footprint, persistence: int) -> list[GatherGroup]:

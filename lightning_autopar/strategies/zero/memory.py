@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from lightning_autopar.engines import Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes, Occasion
-from lightning_autopar.memory.footprint import Footprint
+from lightning_autopar.memory.footprint import Footprint, FootprintCache
 from lightning_autopar.memory.fullest_moments import RNG_STATE_BYTES
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.zero.gather_groups import course_of, layers_of
@@ -123,6 +123,10 @@ def _most_owned(sizes: list[int], part: int) -> int:
     return max(owned.values(), default=0)
 
 
+#: A search asks for each number of ranks at two stages, with and without offload.
+_OWNED: FootprintCache[int] = FootprintCache()
+
+
 def _total(held: _Moment) -> int:
     return held.parameters + held.gradients + held.activations + held.temporary + held.communication
 
@@ -171,7 +175,8 @@ class _Zero:
         self.reused = next((index for index, elements in enumerate(after[1:]) if 2 * elements < settings.max_reuse_elements), len(after))
         sizes = [elements for layer in self.layers for elements in layer.gradients]
         self.largest = max(sizes, default=0)
-        self.reduced = _most_owned(sizes, -(-self.trainable // self.ranks)) if self.stage < 3 else 0
+        part = -(-self.trainable // self.ranks)
+        self.reduced = _OWNED.get(footprint, part, lambda: _most_owned(sizes, part)) if self.stage < 3 else 0
         traced = max(1, footprint.gradient_bytes)
         self.state = round(footprint.optimizer_bytes / traced * self.part(self.stepped))
         self.shrink = self.element * footprint.parameters / max(1, footprint.parameter_bytes)
@@ -254,11 +259,17 @@ class _Zero:
                 continue
             done = 0
             layer = self.layers[number]
+            if layer.trained and filled + layer.trained <= bucket:  # none of its gradients is reduced yet
+                buckets = size
+                filled += layer.trained
+                several += len(layer.gradients)
+                waiting = max(0, waiting - layer.trained)
+                continue
             for position in layer.arrivals if self.stage == 3 else reversed(range(len(layer.gradients))):
                 elements = layer.gradients[position]
                 if filled and filled + elements > bucket:
                     flushed += filled
-                    progress = done / (sum(layer.gradients) or 1)
+                    progress = done / (layer.trained or 1)
                     moment = _Moment(
                         gradients=kept + self._own(flushed) + (waiting + beside) * self.element,
                         # The gradient that has just arrived still lies where backward made it.

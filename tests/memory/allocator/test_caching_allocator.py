@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import get_args
@@ -530,6 +531,32 @@ def test_the_fast_one_plays_orders_alike(limit: int | None, steps: list[tuple[st
         held = () if refused else (allocator.reserved_bytes, allocator.released)
         found.append((sizes, refused, layouts, held, {one: size for one, size in allocator.fullest.items() if size}))
     assert found[0] == found[1]
+
+
+def test_an_arrangement_is_the_layout_and_where_in_it_each_thing_lies() -> None:
+    """Two are equal exactly where both of these are, also where segments have gone back and come again at other addresses."""
+    draw, same = random.Random(0), 0
+    allocator = PlainAllocator(limit_bytes=40 * MIB)
+    live, found, number = dict[int, int](), list[tuple[object, object]](), 0
+    for _ in range(400):
+        if live and draw.random() < 0.55:
+            allocator.play([-live.pop(draw.choice([*live]))], [])
+        else:
+            try:
+                allocator.play([0, draw.randrange(2), draw.choice((KIB, 3 * MIB, 15 * MIB))], ["input"])
+            except OutOfDeviceMemory:
+                continue
+            number += 1
+            live[min({*range(len(live) + 1)} - {*live})] = number
+        names = sorted(live)
+        places = sorted(range(len(names)), key=lambda place: allocator._live[live[names[place]]][0])
+        told = allocator.layout(), names, places
+        found.append((told, (names, allocator.arrangement([live[name] for name in names]))))
+    for one, other in itertools.combinations(found, 2):
+        assert (one[0] == other[0]) == (one[1] == other[1])
+        same += one[0] == other[0]
+    assert allocator.released > 10
+    assert same > 100
 
 
 def _in_bytes(allocator: CachingAllocator | PlainAllocator) -> list[list[tuple[int, int, bool]]]:

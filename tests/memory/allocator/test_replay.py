@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +25,8 @@ from lightning_autopar.exact.step import rows_of_gpu_draws
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.memory.allocator.caching_allocator import Block, CachingAllocator
 from lightning_autopar.memory.allocator.options import INTERVALS, AllocatorOptions
-from lightning_autopar.memory.allocator.played_device import PlayedDevice
+from lightning_autopar.memory.allocator.plain_allocator import PlainAllocator
+from lightning_autopar.memory.allocator.played_device import GATHER, PlayedDevice
 from lightning_autopar.memory.allocator.replay import Replayed, played
 from lightning_autopar.memory.allocator.tape_parts import TapePart, read_script
 from lightning_autopar.memory.allocator.tape_player import BUCKET_BYTES, FIRST_BUCKET_BYTES, Player, bucket_sizes, parts_of
@@ -405,9 +408,8 @@ def test_steps_that_are_soon_played_are_played_to_the_hundredth(small: int, step
     assert reserved[0] - 80 * MIB == reserved[1] == reserved[2]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_steps_that_come_again_are_not_played_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a step leaves each thing where an earlier one left it, a replay ends as that of all hundred steps does, at any limit."""
+def scattered(seed: int) -> Footprint:
+    """A step in which large tensors come and go at random."""
     draw, tape = random.Random(seed), Tape()
     tape.add("allocate", 0, 5 * MIB, "parameters")
     tape.add("leave", -1)
@@ -418,7 +420,13 @@ def test_steps_that_come_again_are_not_played_again(seed: int, monkeypatch: pyte
         else:
             tape.add("allocate", number, draw.choice((300 * KIB, 3 * MIB, 7 * MIB, 12 * MIB, 25 * MIB)), "activations")
             live.append(number)
-    footprint, fewer = replace(FOOTPRINT, tape=tape), 0
+    return replace(FOOTPRINT, tape=tape)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_that_come_again_are_not_played_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a step leaves each thing where an earlier one left it, a replay ends as that of all hundred steps does, at any limit."""
+    footprint, fewer = scattered(seed), 0
     most = replay(footprint, plan(), 0).reserved_peak_bytes
     for limit in (None, *(most * share // 100 for share in range(70, 100, 3))):
         short = replay(footprint, plan(), 0, limit_bytes=limit)
@@ -429,6 +437,82 @@ def test_steps_that_come_again_are_not_played_again(seed: int, monkeypatch: pyte
         assert short.released >= whole.released
         fewer += short.fits and short.allocations < 0.3 * whole.allocations
     assert fewer
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        plan(),
+        plan(recompute=("b",)),
+        plan("ddp", 2),
+        plan("fsdp", 2, shard=("a", "b"), reshard_after_forward=True),
+        plan("pipeline", 2, cuts=("b",), schedule="1f1b", micro_batches=4),
+    ],
+)
+def test_a_step_that_begins_as_the_one_before_takes_the_same(of: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It isn't taken from the tape again; all that is found is the same, at any limit."""
+    parts: list[int] = []
+    footprint, whole = footprint_of(step_of_two_blocks(40 * KIB)), Player.play
+
+    def counted(player: Player, part: TapePart) -> None:
+        parts.append(player.steps)
+        whole(player, part)
+
+    monkeypatch.setattr(Player, "play", counted)
+    most = replay(footprint, of, 0).reserved_peak_bytes
+    for limit, again in itertools.product((None, *(most * share // 100 for share in range(60, 100, 8))), (True, False)):
+        parts.clear()
+        with monkeypatch.context() as patched:
+            if again:  # until steps are alike
+                patched.setattr(PlayedDevice, "layout", lambda self: None)
+            found, few = replay(footprint, of, 0, limit_bytes=limit), len(parts)
+            patched.setattr(PlayedDevice, "repeats", lambda self: False)
+            whole_steps = replay(footprint, of, 0, limit_bytes=limit)
+        assert (found, found.allocations) == (whole_steps, whole_steps.allocations)
+        assert parts[:few] == [step for step in parts[few:] if step < 2]
+        assert not (again and found.fits) or max(parts) > 2
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_device_that_gave_memory_back_before_it_had_no_room_goes_on_from_there(at_once: bool) -> None:
+    """As one without a limit, also in another stream than the computation's."""
+    devices = [PlayedDevice(PlainAllocator(limit_bytes=limit)) for limit in (60 * MIB, None)]
+    devices[0].forks, devices[0].goes_on = True, lambda error: True
+    for machine in devices:
+        for key, size in (("a", 30), ("b", 40), ("c", 25), ("d", 3)):
+            machine.hold(key, size * MIB, "activations", GATHER)
+            if key == "a":
+                machine.drop(key)
+            if not at_once:
+                machine.settle()
+        machine.settle()
+    few, free = (machine.allocator for machine in devices)
+    assert (few.reserved_bytes, few.released) == (70 * MIB, 0)
+    assert (few.layout(), few.fullest, few.peak_allocated_bytes) == (free.layout(), free.fullest, free.peak_allocated_bytes)
+
+
+def test_a_replay_that_goes_on_ends_as_one_without_a_limit() -> None:
+    """Whether it gave memory back or not; and it leaves nothing in a cycle."""
+    went_on = 0
+    gc.collect()
+    gc.disable()
+    try:
+        for seed in range(8):
+            footprint = scattered(seed)
+            free = replay(footprint, plan(), 0, first_look=True)
+            for limit in range(free.reserved_peak_bytes * 3 // 5, free.reserved_peak_bytes, free.reserved_peak_bytes // 50):
+                both, short = (
+                    replay(footprint, plan(), 0, limit_bytes=limit, first_look=True, beyond=goes_on) for goes_on in (True, False)
+                )
+                assert (both, both.allocations) == (short, short.allocations)
+                if both.beyond is not None:
+                    went_on += 1
+                    assert (both.beyond, both.beyond.allocations) == (free, free.allocations)
+        del both, short, free
+        assert gc.collect() < 100
+    finally:
+        gc.enable()
+    assert went_on > 20
 
 
 def test_a_workspace_is_held_throughout() -> None:
