@@ -10,6 +10,7 @@ import torch
 import torchmetrics
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchmetrics.detection.mean_ap import MeanAveragePrecision
 
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.memory.trace.first_batch import FirstBatch
@@ -280,6 +281,43 @@ def test_stages_train_on_a_metric(make: Any, parts: int) -> None:
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dict(trainer.callback_metrics), dict(plain.callback_metrics), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=1e-5, atol=1e-5)
+
+
+class Boxes(MeanAveragePrecision):
+    """An entry for each sample, so unequally many on the ranks, under torchmetrics' own exchange of such; without the library that it needs."""
+
+    iou_type = ("bbox",)
+
+    def __init__(self) -> None:
+        torchmetrics.Metric.__init__(self)
+        self.add_state("detection_box", default=[], dist_reduce_fx=None)
+
+    def update(self, boxes: Tensor) -> None:  # type: ignore[override]
+        self.detection_box += boxes.unbind()
+
+    def compute(self) -> Tensor:  # type: ignore[override]
+        return torch.stack(self.detection_box).pow(2).mean()
+
+
+class Detecting(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes = Boxes()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.boxes.update(self.net(batch[0]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("boxes", self.boxes.compute())
+        self.boxes.reset()
+
+
+def test_entries_of_unequally_many_samples_are_exchanged() -> None:
+    """Of the last batch's three samples one rank has two; of a pipeline's ranks one has all entries."""
+    assert_same(Detecting, numbers(27), plan("ddp"))
+    _, _, trainer, _ = run_stages(Detecting, numbers(27), pipeline(["net.2"]), blocks=BLOCKS)
+    _, _, plain, _ = run_stages(Detecting, numbers(27), None, blocks=BLOCKS)
+    torch.testing.assert_close(dict(trainer.callback_metrics), dict(plain.callback_metrics), rtol=1e-5, atol=1e-5)
 
 
 def test_metrics_are_found_in_lists() -> None:
