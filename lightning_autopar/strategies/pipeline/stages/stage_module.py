@@ -244,7 +244,8 @@ class _Run:
         elif updates_metric(name):
             return None
         else:
-            with AbsentMode():
+            # What a block of another stage gives has no graph here, and torch forbids writing to it as to a parameter.
+            with AbsentMode(), torch.set_grad_enabled(torch.is_grad_enabled() and not (target is not None and _is_root(target))):
                 result = func(*args, **kwargs)
             if target is not None:  # __setitem__ writes to a view of it
                 make_hole(target, f"what {name!r} writes {self._where()}")
@@ -409,6 +410,12 @@ class _Run:
             hook()
         self._exited = tuple(tensors)
         raise StageExit(self._exited)
+
+
+def _is_root(tensor: Tensor) -> bool:
+    """Whether it is where a graph begins, or a view of it."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_leaf and base.requires_grad
 
 
 def _contiguous(gradient: Tensor) -> Tensor:
