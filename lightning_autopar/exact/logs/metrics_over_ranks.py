@@ -60,8 +60,8 @@ def metrics_of(module: nn.Module) -> Iterator[Metric]:
 
 
 def exchanges_by_itself(metric: Metric) -> bool:
-    """Whether the user's code says how a metric's states are exchanged. What torchmetrics' own classes do instead of ``Metric`` gathers lists
-    entry by entry (a picture's boxes), of which ranks may have unequally many; :func:`sync_states` does that as a whole.
+    """Whether the user's code says how a metric's states are exchanged. Where torchmetrics' own classes do so, lists are
+    gathered entry by entry (a picture's boxes), of which ranks may have unequally many; :func:`sync_states` sends them as a whole.
     """
     return not str(getattr(type(metric)._sync_dist, "__module__", "")).startswith("torchmetrics.")
 
@@ -86,8 +86,8 @@ def adopt(
         if own_way or dist_sync_fn is not gather_all_tensors or process_group is not None or self.process_group is not None:
             if size < dist.get_world_size():
                 raise RuntimeError(
-                    f"the metric {type(self).__name__} has a process group, a dist_sync_fn or a _sync_dist of its own and exchanges its states within a "
-                    "step, where not all ranks of a pipeline take part; leave them out, or run without a pipeline "
+                    f"the metric {type(self).__name__} has a process group, a dist_sync_fn or a _sync_dist of its own and exchanges its "
+                    "states within a step, where not all ranks of a pipeline take part; leave them out, or run without a pipeline "
                     "(allow=['single', 'ddp', 'fsdp'])"
                 )
             states = {name: getattr(self, name) for name in self._reductions}

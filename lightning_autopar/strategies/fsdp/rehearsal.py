@@ -15,7 +15,6 @@ from functools import cache, partial
 from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule

@@ -115,7 +115,8 @@ class DrawObserver(GlobalDraws):
         else:
             draw = Draw(op=op, shape=shape, choice="own")
         self.irregular |= draw.choice == "own"
-        if op == "multinomial" and isinstance(draw.choice, Rows) and tensor.ndim == 1 and tensor.numel() not in self._whole_sizes[index:][:1]:
+        among_samples = tensor.ndim == 1 and tensor.numel() not in self._whole_sizes[index : index + 1]
+        if op == "multinomial" and isinstance(draw.choice, Rows) and among_samples:
             self.unreproducible.add("a choice among the samples (multinomial)")
         self.draws.append(draw)
         self.sizes.append(tensor.numel())

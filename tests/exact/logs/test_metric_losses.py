@@ -284,7 +284,7 @@ def test_stages_train_on_a_metric(make: Any, parts: int) -> None:
 
 
 class Boxes(MeanAveragePrecision):
-    """An entry for each sample, so unequally many on the ranks, under torchmetrics' own exchange of such; without the library that it needs."""
+    """An entry for each sample, unequally many on the ranks, under torchmetrics' own exchange; without the library that it needs."""
 
     iou_type = ("bbox",)
 
