@@ -456,13 +456,15 @@ def loader_source(trainer: Trainer, stage: str) -> Any:
     return _request_dataloader(source)
 
 
-def attach_loaders(trainer: Trainer, stage: str, combined: CombinedLoader, epoch_batches: int | None) -> None:
+def attach_loaders(trainer: Trainer, stage: str, combined: CombinedLoader, epoch_batches: int | None, each: list[float]) -> None:
     """Let ``trainer.train_dataloader`` and its siblings (``_combined_loader``) answer as from a run's start on, and
-    ``trainer.num_training_batches`` (``max_batches``); in a child.
+    ``trainer.num_training_batches`` (``max_batches``) and ``num_val_batches`` (``_max_batches``); in a child.
     """
     getattr(trainer, f"{stage}_loop")._combined_loader = combined  # a fit's trainer.val_dataloaders asks validate_loop as well
     if stage == "fit" and epoch_batches:
         trainer.fit_loop.max_batches = epoch_batches
+    if stage == "validate":
+        trainer.fit_loop.epoch_loop.val_loop._max_batches = trainer.validate_loop._max_batches = each
 
 
 def has_own_loaders(trainer: Trainer) -> bool:

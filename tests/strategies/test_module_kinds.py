@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import grad  # by a name of its own
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -214,7 +215,7 @@ class Forces(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_(True)
         energy = super().forward(x)
-        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        (force,) = grad(energy.sum(), x, create_graph=True)
         return energy + force.pow(2).sum(1, keepdim=True)
 
 

@@ -59,6 +59,13 @@ def metrics_of(module: nn.Module) -> Iterator[Metric]:
                 left += [each for each in islice(held, _LOOKED_AT) if not _KINDS.isdisjoint(type(each).__mro__)]
 
 
+def exchanges_by_itself(metric: Metric) -> bool:
+    """Whether the user's code says how a metric's states are exchanged. Where torchmetrics' own classes do so, lists are
+    gathered entry by entry (a picture's boxes), of which ranks may have unequally many; :func:`sync_states` sends them as a whole.
+    """
+    return not str(getattr(type(metric)._sync_dist, "__module__", "")).startswith("torchmetrics.")
+
+
 def adopt(
     metric: Metric, group: Callable[[], Group], keep: Callable[[Metric, States], bool] = lambda metric, states: False
 ) -> Callable[[], None]:
@@ -71,16 +78,16 @@ def adopt(
     """
     on_step = metric.dist_sync_on_step
     metric.dist_sync_on_step = True
-    own_way = type(metric)._sync_dist is not Metric._sync_dist
+    own_way = exchanges_by_itself(metric)
     replaced = "_sync_dist" not in metric.__dict__
 
     def _sync_dist(self: Any, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
         among, size = group()
         if own_way or dist_sync_fn is not gather_all_tensors or process_group is not None or self.process_group is not None:
-            if not own_way and size < dist.get_world_size():
+            if size < dist.get_world_size():
                 raise RuntimeError(
-                    f"the metric {type(self).__name__} has a process group or a dist_sync_fn of its own and exchanges its states within a "
-                    "step, where not all ranks of a pipeline take part; leave them out, or run without a pipeline "
+                    f"the metric {type(self).__name__} has a process group, a dist_sync_fn or a _sync_dist of its own and exchanges its "
+                    "states within a step, where not all ranks of a pipeline take part; leave them out, or run without a pipeline "
                     "(allow=['single', 'ddp', 'fsdp'])"
                 )
             states = {name: getattr(self, name) for name in self._reductions}

@@ -338,7 +338,7 @@ def taken(value: Any, path: Path = (), rules: PathRules | None = None) -> Any:
         return Before(container=value, copy=value.detach().clone())
     if isinstance(value, (numpy.ndarray, set, frozenset)):
         return Before(container=value, copy=value.copy())
-    if isinstance(value, (list, deque, dict)) and rules is not None and _grows(path, rules):
+    if isinstance(value, (list, deque, dict)) and rules is not None and _grows(path, rules) and not _changes_in_place(path, rules):
         noted = tuple(value) if not isinstance(value, dict) and len(value) <= _MOST_ITEMS else None
         return Before(container=value, copy=None, length=len(value), items=noted)
     copy: Any = MISSING
@@ -351,7 +351,7 @@ def taken(value: Any, path: Path = (), rules: PathRules | None = None) -> Any:
     elif isinstance(value, dict) or is_users(value):
         fields = value if isinstance(value, dict) else vars(value)
         copy = {key: taken(each, (*path, key), rules) for key, each in fields.items()}
-    return Before(container=value, copy=copy)
+    return Before(container=value, copy=copy, length=length)
 
 
 def rewrite(tensor: Tensor, copy: Tensor) -> None:
@@ -418,6 +418,11 @@ def _grows(path: Path, rules: PathRules) -> bool:
     return any(rule[: len(path) + 1] == (*path, "+") for rule in rules)
 
 
+def _changes_in_place(path: Path, rules: PathRules) -> bool:
+    """Whether items that a list has already are changed, too: lists that the first batch put into it, to which later ones append."""
+    return any(rule[: len(path)] == path and isinstance((*rule, "+")[len(path)], int) for rule in rules)
+
+
 def is_users(value: Any) -> bool:
     """Whether it is an object of a class of the user's, whose fields a step may change."""
     if isinstance(value, (torch.nn.Module, type)) or not hasattr(value, "__dict__"):
@@ -463,9 +468,10 @@ def slots(path: Path, before: Any, value: Any, rules: PathRules, put: Callable[[
                 known = old.get(key, MISSING) if isinstance(old, dict) else MISSING
                 yield from slots((*path, key), known, value[key], rules, partial(value.__setitem__, key))
         else:
-            for index in range(length, len(value)):
-                known = old[index] if isinstance(old, list) and index < len(old) and not grown else MISSING
-                yield from slots((*path, "+" if grown else index), known, value[index], rules, partial(value.__setitem__, index))
+            for index in range(0 if _changes_in_place(path, rules) else length, len(value)):
+                new = grown and index >= length
+                known = old[index] if isinstance(old, list) and index < len(old) and not new else MISSING
+                yield from slots((*path, "+" if new else index), known, value[index], rules, partial(value.__setitem__, index))
     elif isinstance(value, tuple):
         items = list(value)
 

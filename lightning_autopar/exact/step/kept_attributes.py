@@ -51,6 +51,9 @@ _ROW_BYTES, _LAST_ROW_BYTES = 16 << 20, 1 << 20
 _OTHERS = ("torch.", "torchmetrics.", "transformers.", *PYTORCH)
 _NOT_KEPT = frozenset((*vars(LightningModule()), "trainer", "log", "log_dict", "print", "all_gather", "manual_backward", "optimizers",
                        "lr_schedulers"))  # fmt: skip
+#: What torchmetrics keeps in a metric, besides private names and states.
+_OF_METRICS = frozenset(("training", "update", "compute", "compute_on_cpu", "compute_with_cache", "dist_sync_fn", "dist_sync_on_step",
+                         "distributed_available_fn", "process_group", "sync_on_compute"))  # fmt: skip
 #: A namespace, of which ``get``, ``[]`` and ``pop`` count, and a name in it.
 Place = tuple[dict[str, Any], str]
 
@@ -88,7 +91,7 @@ def is_variable(name: str) -> bool:
 
 
 def attributes(module: LightningModule, made: Iterable[str] = ()) -> dict[str, Place]:
-    """The attributes in which a user's step may keep something, by dotted name: those of the user's modules, without metrics.
+    """The attributes in which a user's step may keep something, by dotted name: those of the user's modules; of metrics, what is no state.
 
     Args:
         made: further names, of attributes that a step makes; the class may have a default of them (``total = 0.0``).
@@ -99,10 +102,15 @@ def attributes(module: LightningModule, made: Iterable[str] = ()) -> dict[str, P
     return {
         f"{prefix}.{name}".lstrip("."): (vars(child), name)
         for prefix, child in module.named_modules()
-        if Metric not in type(child).__mro__ and (child is module or not f"{type(child).__module__}.".startswith(_OTHERS))
+        if child is module or not f"{type(child).__module__}.".startswith(_OTHERS)
         for name in (*vars(child), *more.get(prefix, ()))
-        if name not in _NOT_KEPT
+        if name not in _NOT_KEPT and not (Metric in type(child).__mro__ and _is_exchanged(child, name))
     }
+
+
+def _is_exchanged(metric: Any, name: str) -> bool:
+    """Whether it is a metric's state or torchmetrics' own, rather than something that the user's class keeps beside."""
+    return name.startswith("_") or name in metric._defaults or name in _OF_METRICS
 
 
 def settled(evidence: Evidence) -> tuple[dict[Path, Any], dict[Path, str]]:

@@ -134,8 +134,10 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
     if not loaders:
         raise ValueError(f"there is no loader for the stage {stage!r}: {combined.iterables!r}; give it one")
     mode = combined_mode(combined)
-    batches = _epoch_batches(loaders, mode, getattr(trainer, _LIMITS[stage])) if stage in _LIMITS else None
-    attach_loaders(trainer, stage, combined, batches)
+    counts = _batches(loaders, getattr(trainer, _LIMITS[stage])) if stage in _LIMITS else [math.inf]
+    most = sum(counts) if mode == "sequential" else min(counts) if mode == "min_size" else max(counts)
+    batches = int(most) if most < math.inf else None
+    attach_loaders(trainer, stage, combined, batches, counts)
 
     def draw() -> FirstBatch:
         if mode == "sequential" or combined.iterables is loaders[0]:
@@ -190,8 +192,8 @@ def _calls_of(module: LightningModule) -> Iterator[list[str]]:
             handle.remove()
 
 
-def _epoch_batches(loaders: list[Any], mode: str, limit: int | float | None) -> int | None:
-    """The number of batches, as in Lightning (``_FitLoop.setup_data``, ``CombinedLoader._MODES``); None where a loader has no length."""
+def _batches(loaders: list[Any], limit: int | float | None) -> list[float]:
+    """Each loader's number of batches, as in Lightning (``_FitLoop.setup_data``); infinite where it has no length."""
     lengths: list[float] = []
     for loader in loaders:
         length: float
@@ -204,8 +206,7 @@ def _epoch_batches(loaders: list[Any], mode: str, limit: int | float | None) -> 
         elif limit is not None and length < math.inf:
             length = int(length * limit)
         lengths.append(length)
-    found = sum(lengths) if mode == "sequential" else min(lengths) if mode == "min_size" else max(lengths)
-    return int(found) if found < math.inf else None
+    return lengths
 
 
 def _together(loaders: list[Any], mode: str, steps: int) -> tuple[tuple[int, ...], ...]:

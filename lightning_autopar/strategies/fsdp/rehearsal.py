@@ -15,7 +15,6 @@ from functools import cache, partial
 from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -25,8 +24,8 @@ from torch.optim import Optimizer
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._root import LIGHTNING
-from lightning_autopar._temporary import patched
 from lightning_autopar.engines import Check, FirstStep, failed, not_made
+from lightning_autopar.exact.step.shared_network import gradients_asked_for
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
@@ -268,23 +267,21 @@ def _optimizer_in(error: BaseException) -> Optimizer | None:
 def _told(module: nn.Module) -> Iterator[None]:
     """While open, errors name what the user's step does that FSDP2 doesn't support."""
     entered: list[str] = []
-    differentiates = False
-    original = torch.autograd.grad
+    asked = list[Any]()
 
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        nonlocal differentiates
-        differentiates = True
-        return original(*args, **kwargs)
+    def note(gradient: Tensor, of: Any) -> Tensor:
+        asked.append(of)
+        return gradient
 
     units: list[tuple[str, Any]] = [(name, unit) for name, unit in module.named_modules() if isinstance(unit, FSDPModule)]
     hooks = [unit.register_forward_pre_hook(lambda *_, name=name: entered.append(name)) for name, unit in units]
     try:
-        with patched(torch.autograd, "grad", grad):
+        with gradients_asked_for(note):
             yield
     except RuntimeError as error:
         if "is a view and is being modified inplace" in str(error) and entered:
             raise RuntimeError(f"{_IN_PLACE}{entered[-1]!r}") from error
-        if differentiates:
+        if asked:
             raise RuntimeError(_DIFFERENTIATES) from error
         raise
     finally:

@@ -36,6 +36,8 @@ class Observation:
     whole: Any
     parts: tuple[Any, ...]
     draws: DrawPlan
+    apart: tuple[str, ...] = ()
+    """The draws that no part can make as the whole batch does."""
 
 
 def observe(
@@ -58,25 +60,30 @@ def observe(
     outputs, observers = [], []
     for share in shares:
         rng.restore(state, {})
-        observers.append(DrawObserver(share, whole.draws, groups_first))
+        observers.append(DrawObserver(share, whole.draws, groups_first, whole.sizes))
         outputs.append(observers[-1].run(step, part))
     seeded = any(observer.irregular for observer in observers)
     choices = [[draw.choice for draw in observer.draws] for observer in observers]
     if any(other != choices[0] for other in choices) or len(choices[0]) != len(whole.draws):
         seeded = True
     draws = tuple(observers[0].draws) if not seeded else tuple(draw for draw in observers[0].draws if draw.choice != "own")
-    return Observation(whole=output, parts=tuple(outputs), draws=DrawPlan(draws=draws, batch_size=shares[0].of, seeded=seeded))
+    apart = tuple(sorted(set().union(*(observer.unreproducible for observer in observers))))
+    plan = DrawPlan(draws=draws, batch_size=shares[0].of, seeded=seeded)
+    return Observation(whole=output, parts=tuple(outputs), draws=plan, apart=apart)
 
 
 class DrawObserver(GlobalDraws):
     """Records a step's draws on the whole batch; on a part, relates each draw to the whole batch's by comparing shapes."""
 
-    def __init__(self, share: BatchShare, whole: list[Draw] | None, groups_first: bool) -> None:
+    def __init__(self, share: BatchShare, whole: list[Draw] | None, groups_first: bool, sizes: Sequence[int] = ()) -> None:
         super().__init__(lambda: share)
         self.of = share
         self.whole = whole
         self.groups_first = groups_first
         self.draws: list[Draw] = []
+        #: Of each draw, how large the tensor is that it is given, which isn't its result for a choice among weights; and the whole batch's.
+        self.sizes: list[int] = []
+        self._whole_sizes = sizes
         self.irregular = False
         self._before: dict[tuple[object, ...], Choice] = {}
 
@@ -108,7 +115,11 @@ class DrawObserver(GlobalDraws):
         else:
             draw = Draw(op=op, shape=shape, choice="own")
         self.irregular |= draw.choice == "own"
+        among_samples = tensor.ndim == 1 and tensor.numel() not in self._whole_sizes[index : index + 1]
+        if op == "multinomial" and isinstance(draw.choice, Rows) and among_samples:
+            self.unreproducible.add("a choice among the samples (multinomial)")
         self.draws.append(draw)
+        self.sizes.append(tensor.numel())
         self._before[op, shape] = self._before[by_state] = draw.choice
         return None if self.whole is None else draw.choice
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
-from lightning_autopar.exact.logs.metrics_over_ranks import merge_states, metrics_of
+from lightning_autopar.exact.logs.metrics_over_ranks import exchanges_by_itself, merge_states, metrics_of
 
 _ATTRIBUTES = ("_sync_dist", "dist_sync_on_step", "distributed_available_fn")
 
@@ -54,7 +54,7 @@ class MetricTrial:
         if not merge:
             self._noted.clear()
             self.trained.clear()
-        metrics = [metric for metric in metrics_of(self._module) if type(metric)._sync_dist is Metric._sync_dist]
+        metrics = [metric for metric in metrics_of(self._module) if not exchanges_by_itself(metric)]
         before = [{name: metric.__dict__[name] for name in _ATTRIBUTES if name in metric.__dict__} for metric in metrics]
         for metric in metrics:
             metric.__dict__["_sync_dist"] = types.MethodType(lambda this, *_, **__: self._sync(this), metric)

@@ -222,6 +222,7 @@ class _Probe(LaterSteps):
         #: The generators' states after each run, and the names of those that a part of the batch leaves in another state than the whole.
         self.ends: list[rng.RngState] = []
         self.drawn_apart: tuple[str, ...] = ()
+        self.observed: Observation | None = None  # the last runs
         self.uneven_calls: tuple[str, ...] = ()
         self.counted: tuple[str, ...] = ()
         self.logged = LogComparison()
@@ -296,7 +297,10 @@ class _Probe(LaterSteps):
 
         with self.numbered():
             self.listen(step)
-            found, unknown = self._settled(step, self._compare_logs(step, 2)), self._moved_apart(hook)
+            compared = self._compare_logs(step, 2)
+            seen = self.observed
+            drawn = () if seen is None else tuple(dict.fromkeys((*self._drawn_apart(seen), *seen.apart)))
+            found, unknown = self._settled(step, compared), self._moved_apart(hook)
         for number in self.later(_SECONDS):
             try:
                 with self.numbered(number):
@@ -304,7 +308,8 @@ class _Probe(LaterSteps):
             except Exception as error:  # a number that the step isn't made for
                 _LOG.debug("%s can't be tried as number %d", hook, number, exc_info=True)
                 unknown.append(f"not checked: what {hook} logs in step {number:,} ({error_line(error)})")
-        finding = self.with_kept(SplitFinding(log_rules=found.matching, notes=(*found.notes, *unknown)), hook, step, 2)
+        finding = SplitFinding(log_rules=found.matching, notes=(*found.notes, *unknown), drawn_apart=drawn)
+        finding = self.with_kept(finding, hook, step, 2)
         return self.holding(finding, step) if self.tries_others else finding
 
     @contextmanager
@@ -553,12 +558,15 @@ class _Probe(LaterSteps):
                 self.part_reason = f"the step writes to the parameter {name!r}, which each part of a batch would do"
             self.part_reason = self.part_reason or self.running()
             self.uneven_calls = undo.uneven([effects.calls for effects in self.effects])
-            # Seen by the states, not by the loss: a draw for each sample may change nothing in the first batch.
-            differing = [name for end in self.ends[1:] for name in rng.changed(self.ends[0], end)]
-            # It is known already that these draw alone.
-            known = observed.draws.seeded or any(draw.choice is not None and draws_apart(draw.op) for draw in observed.draws.draws or ())
-            self.drawn_apart = tuple(dict.fromkeys(rng.words(name) for name in differing if not (known and name == "torch")))
+            self.drawn_apart = self._drawn_apart(observed)
         return difference_of(observed, shares), observed
+
+    def _drawn_apart(self, observed: Observation) -> tuple[str, ...]:
+        """What draws other numbers for a part, by the generators' states: a draw for each sample may change no loss in the first batch."""
+        differing = [name for end in self.ends[1:] for name in rng.changed(self.ends[0], end)]
+        # It is known already that these draw alone.
+        known = observed.draws.seeded or any(draw.choice is not None and draws_apart(draw.op) for draw in observed.draws.draws or ())
+        return tuple(dict.fromkeys(rng.words(name) for name in differing if not (known and name == "torch")))
 
     def _observed(self, step: Callable[[Any], list[Tensor]], shares: Sequence[BatchShare], *, groups_first: bool = False) -> Observation:
         """Run the step on the whole batch and on its parts, whose metrics exchange their states as ranks' metrics do."""
@@ -570,6 +578,7 @@ class _Probe(LaterSteps):
             self.backwards.begin()
             with self.metrics.runs(merge=merge):
                 seen = observe(step, self.batches.part, shares, groups_first=groups_first)
+            self.observed = seen
             if self.batches.double and step == self.losses:
                 self.logs_in_double[self.number, shares[0].dealing] = self.batches.first, self.logs[:]
             return seen

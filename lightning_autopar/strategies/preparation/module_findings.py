@@ -272,7 +272,7 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
         split = with_evaluation(split or SplitFinding(), module, trainer, evaluated, firsts[1:], stage, is_quick(footprint))
         known |= known_tensors(trainer, "test_step" if stage == "test" else "validation_step", [*evaluated, *firsts])
         kept = (*LogComparison(matching=split.log_rules).hook_notes, *keeping_hooks(trainer))
-        split = replace(split, notes=(*split.notes, *seen.notes, *late_hooks(trainer)), rank_notes=kept)
+        split = replace(split, notes=(*split.notes, *seen.notes, *late_hooks(trainer)), rank_notes=(*split.rank_notes, *kept))
     if questions.several and stage == "predict" and (kept := keeping_hooks(trainer, predicting=True)):
         split = replace(split or SplitFinding(), rank_notes=kept)
     shared: SharedModules = {}

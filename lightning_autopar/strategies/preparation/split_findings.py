@@ -281,7 +281,9 @@ def with_evaluation(
         return replace(split, notes=(*split.notes, note))
     rules, kept_rules = {**split.log_rules, **found.log_rules}, {**split.kept_rules, **found.kept_rules}
     raised = split.raised or (found.raised and bool(trainer.num_sanity_val_steps))  # else a later state's step
-    return replace(split, log_rules=rules, kept_rules=kept_rules, notes=(*split.notes, *found.notes), raised=raised)
+    drawn = (f"each rank draws its own random numbers in {hook} for {', '.join(found.drawn_apart)}; one device draws others",)
+    ranks = (*split.rank_notes, *drawn * bool(found.drawn_apart))
+    return replace(split, log_rules=rules, kept_rules=kept_rules, notes=(*split.notes, *found.notes), rank_notes=ranks, raised=raised)
 
 
 #: Hooks that may change a batch before its step, besides ``on_train_batch_start``.

@@ -10,10 +10,11 @@ import torch
 import torchmetrics
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchmetrics.detection.mean_ap import MeanAveragePrecision
 
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.memory.trace.first_batch import FirstBatch
-from lightning_autopar.strategies.parity.split_probe import probe_split
+from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
 from tests.strategies.fitted import BLOCKS, Fitted, assert_same, numbers, plan
 from tests.strategies.pipelines import pipeline
 from tests.strategies.pipelines import run as run_stages
@@ -280,6 +281,79 @@ def test_stages_train_on_a_metric(make: Any, parts: int) -> None:
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dict(trainer.callback_metrics), dict(plain.callback_metrics), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=1e-5, atol=1e-5)
+
+
+class Boxes(MeanAveragePrecision):
+    """An entry for each sample, unequally many on the ranks, under torchmetrics' own exchange; without the library that it needs."""
+
+    iou_type = ("bbox",)
+
+    def __init__(self) -> None:
+        torchmetrics.Metric.__init__(self)
+        self.add_state("detection_box", default=[], dist_reduce_fx=None)
+
+    def update(self, boxes: Tensor) -> None:  # type: ignore[override]
+        self.detection_box += boxes.unbind()
+
+    def compute(self) -> Tensor:  # type: ignore[override]
+        return torch.stack(self.detection_box).pow(2).mean()
+
+
+class Detecting(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes = Boxes()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.boxes.update(self.net(batch[0]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("boxes", self.boxes.compute())
+        self.boxes.reset()
+
+
+def test_entries_of_unequally_many_samples_are_exchanged() -> None:
+    """Of the last batch's three samples one rank has two; of a pipeline's ranks one has all entries."""
+    assert_same(Detecting, numbers(27), plan("ddp"))
+    _, _, trainer, _ = run_stages(Detecting, numbers(27), pipeline(["net.2"]), blocks=BLOCKS)
+    _, _, plain, _ = run_stages(Detecting, numbers(27), None, blocks=BLOCKS)
+    torch.testing.assert_close(dict(trainer.callback_metrics), dict(plain.callback_metrics), rtol=1e-5, atol=1e-5)
+
+
+class Beside(Squares):
+    """Keeps its sums beside its states."""
+
+    seen, size = 0, 0.0
+
+    def update(self, prediction: Tensor, target: Tensor) -> None:
+        self.seen += len(prediction)
+        self.size += prediction.square().sum().item()
+
+    def compute(self) -> Tensor:
+        return torch.tensor(self.size / self.seen)
+
+    def reset(self) -> None:
+        super().reset()
+        self.seen, self.size = 0, 0.0
+
+
+class Besides(Fitted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = Beside()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.beside.update(self.net(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("beside", self.beside.compute())
+        self.beside.reset()
+
+
+def test_what_a_metric_keeps_beside_its_states_is_the_whole_batchs() -> None:
+    first = FirstBatch(batch=next(iter(DataLoader(numbers(), 8))), batch_size=8)
+    rules = probe_evaluation(Besides(), None, first, "validation_step").kept_rules
+    assert_same(Besides, numbers(27), plan("ddp"), kept_rules=rules)
 
 
 def test_metrics_are_found_in_lists() -> None:

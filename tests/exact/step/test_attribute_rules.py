@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -53,6 +54,33 @@ def test_what_each_sample_appends_to_a_full_buffer_comes_in_the_batchs_order() -
     slot.put(attribute_rules.combined("items", MISSING, [each[0::2], each[1::2]], SHARES))
     assert list(own) == list(buffer(*each))
     assert list(restored(before)) == list(buffer()), "also what was dropped"
+
+
+def test_lists_that_the_first_batch_makes_grow_in_later_ones() -> None:
+    """As MONAI's metrics keep what they have of each sample."""
+
+    def added(kept: dict[str, Any], rows: Sequence[float]) -> dict[str, Any]:
+        kept["lists"] = [list(each) for each in kept["lists"] or [[], []]]
+        for each, factor in zip(kept["lists"], (1.0, 10.0), strict=True):
+            each.extend(factor * row for row in rows)
+        return kept
+
+    new, evidence = [1.0, 2.0, 3.0, 4.0], Evidence()
+    for lists in (None, [[7.0], [70.0]]):
+        whole, *parts = (added({"lists": lists}, rows) for rows in (new, new[0::2], new[1::2]))
+        evidence.see({"kept": taken({"lists": lists})}, {"kept": taken(whole)}, [{"kept": taken(part)} for part in parts], SHARES)
+    found, unknown = evidence.settled()
+    assert (set(found.values()), unknown) == ({"items"}, ())
+    for lists, wanted in ((None, [new, [10.0, 20.0, 30.0, 40.0]]), ([[7.0], [70.0]], [[7.0, *new], [70.0, 10.0, 20.0, 30.0, 40.0]])):
+        own = {"lists": None if lists is None else [list(each) for each in lists]}
+        before = taken(own, ("kept",), found)
+        for each, factor in zip(own["lists"] or own.setdefault("made", [[], []]), (1.0, 10.0), strict=True):
+            each.extend(factor * row for row in new[0::2])
+        own["lists"] = own.pop("made", own["lists"])
+        for slot, theirs in zip(slots(("kept",), before, own, found, lambda value: None), (new[1::2], [20.0, 40.0]), strict=True):
+            slot.put(attribute_rules.combined("items", MISSING, [slot.value, theirs], SHARES))
+        assert own == {"lists": wanted}
+        assert restored(before) == {"lists": lists}
 
 
 def test_counts_in_a_long_list_are_sums_though_they_begin_alike() -> None:

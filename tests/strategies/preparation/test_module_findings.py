@@ -173,9 +173,14 @@ class Counted(Net):
         counts = self.trainer.num_training_batches, self.trainer.estimated_stepping_batches
         return out.sum() if counts == (len(self.trainer.train_dataloader), 2 * len(self.trainer.train_dataloader)) else out.mean()  # type: ignore[arg-type]
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        out = self.layer(batch[0])
+        self.log("all", out.sum() if self.trainer.num_val_batches[0] == len(self.trainer.val_dataloaders) else out.mean())  # type: ignore[arg-type]
+
 
 def test_a_step_that_asks_how_long_the_run_is_is_tried_with_the_true_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _found_out(Counted(), tmp_path, monkeypatch, max_epochs=2).log_rules == {("training_step", ""): ("sum",)}
+    found = _found_out(Counted(), tmp_path, monkeypatch, validating=loader(3), max_epochs=2)
+    assert found.log_rules == {("training_step", ""): ("sum",), ("validation_step", "all"): ("sum",)}
 
 
 class Drawing(Net):

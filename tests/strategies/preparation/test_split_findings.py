@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_autopar.constraints import LOSS, SplitFinding
+from lightning_autopar.constraints import LOSS, Constraints, SplitFinding
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.memory.footprint import Conduct, Footprint
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
+from lightning_autopar.planning.refusals import split_refusal
 from lightning_autopar.strategies.preparation import split_findings
 from lightning_autopar.strategies.preparation.split_findings import EarlySplits, split_of, with_evaluation
 
@@ -49,6 +52,46 @@ def test_where_the_first_batch_has_one_sample_another_one_tells(batches: tuple[F
     found = with_evaluation(SplitFinding(), module, trainer, batches, [], "fit", quick=True)
     assert found.log_rules.get(("validation_step", "squares")) == (("sum",) if told == "rule" else None)
     assert [note.partition(":")[0] for note in found.notes] == ["not checked"] * (told == "note")
+
+
+class Resampling(Summing):
+    def __init__(self, *draws: str) -> None:
+        super().__init__()
+        self.draws, self.metric = draws, torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        values = self.layer(batch + torch.rand_like(batch)).squeeze(1)  # every rank has its rows of such noise
+        if "class" in self.draws:  # drawn among two classes: as many draws as there are samples, and the same choice
+            values = values + torch.multinomial(torch.ones(2), len(batch), replacement=True)
+        if "sample" in self.draws:
+            values = values[torch.multinomial(torch.ones(len(batch)), len(batch), replacement=True)]
+        if "count" in self.draws:
+            values = values.repeat_interleave(torch.poisson(torch.ones(len(batch))).long(), 0)
+        if "python" in self.draws:
+            values = values + torch.tensor([random.random() for _ in batch])
+        self.metric.update(values)  # logged when the epoch is over, by a hook
+
+
+@pytest.mark.parametrize(
+    ("draws", "told"),
+    [
+        ((), ""),
+        (("class",), ""),
+        (("sample", "count"), "a choice among the samples (multinomial), poisson"),
+        (("python",), "Python's random"),
+    ],
+)
+def test_draws_of_a_validation_that_no_rank_can_make_are_told_of(draws: tuple[str, ...], told: str) -> None:
+    """A metric's bootstrap samples, say: nothing that the step logs shows them."""
+    module, trainer = Resampling(*draws), pl.Trainer(accelerator="cpu", logger=False)
+    module.trainer = trainer
+    batch = FirstBatch(batch=torch.rand(6, 3), batch_size=6, loaders=(DataLoader([0], batch_size=6),))
+    found = with_evaluation(SplitFinding(), module, trainer, [batch], [], "fit", quick=True)
+    words = f"each rank draws its own random numbers in validation_step for {told}; one device draws others"
+    assert found.rank_notes == (words,) * bool(told)
+    refusal = split_refusal(Constraints(split=found, exact=True), ranks=True)
+    assert refusal == (f"exact=True, and {words}" if told else None)
+    assert split_refusal(Constraints(split=found, exact=True)) is None, "one device validates whole batches"
 
 
 @pytest.fixture(scope="module")

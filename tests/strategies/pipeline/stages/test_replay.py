@@ -196,6 +196,19 @@ class InPlace(Stacked):
         return self.head(x + kept) + table.sum(-1, keepdim=True)
 
 
+class Masked(Stacked):
+    """Writes to what a block returns itself, as sequences' masks are multiplied between blocks."""
+
+    def run(self, x: Tensor) -> Tensor:
+        mask = (x[..., :1] > 0).to(x)
+        x = self.stem(x)
+        for block in self.blocks:
+            x *= mask
+            x = block(x)
+            x[..., 0] *= 2
+        return self.head(x)
+
+
 class Views(Stacked):
     """Views of a tensor cross cuts beside it."""
 
@@ -489,6 +502,7 @@ class Recurrent(Stacked):
         Rows,
         Skips,
         InPlace,
+        Masked,
         Views,
         Tied,
         Scales,
