@@ -190,7 +190,7 @@ def as_cuda(notes: dict[str, None], *, cudnn_head: int = 0) -> Iterator[None]:
         if hasattr(aten, "_fused_rms_norm_backward"):
             # On CUDA the operation has its own kernel and derivative, and saves input, weight and one number a row; on a CPU it is a
             # composite that saves several tensors of the input's size (aten/src/ATen/native/layer_norm.cpp). Fakes never get here.
-            library.impl("_fused_rms_norm", _unreachable, "CPU")
+            library.impl("_fused_rms_norm", _rms_norm, "CPU")
         stack.enter_context(cuda_rnn(casts, notes))
         _enter_optimizers(stack, notes)
         yield
@@ -222,8 +222,12 @@ def _softmax(kernel: Any) -> Any:
     return softmax
 
 
-def _unreachable(*args: Any) -> Any:
-    raise AssertionError("a fused normalisation of CUDA was called with real tensors of a CPU")
+def _rms_norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """``aten::_fused_rms_norm`` of real tensors, such as a constant of the step's: the output, and one number a row."""
+    dims = list(range(-len(normalized_shape), 0))
+    rows = torch.rsqrt(input.pow(2).mean(dims, keepdim=True) + (torch.finfo(input.dtype).eps if eps is None else eps))
+    output = input * rows
+    return output if weight is None else output * weight, rows
 
 
 def _enter_optimizers(stack: ExitStack, notes: dict[str, None]) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_autopar.memory.fakes.as_cuda import as_cuda
 from lightning_autopar.memory.trace.bare_step import default_dtype
 from lightning_autopar.memory.trace.trace import trace
 from tests.memory.cuda import BF16, FLOAT, amp, aten, on_cuda, saved_bytes
@@ -41,6 +42,13 @@ def test_rms_norm_saves_its_input_and_a_number_a_row(dtype: torch.dtype, size: i
         assert saved_bytes(lambda: F.rms_norm(x * 1, (16,), weight), [weight]) == 6 * 16 * size + 6 * 4
         F.rms_norm(x, (16,), weight).sum().backward()
         assert weight.grad is not None
+
+
+def test_rms_norm_of_a_constant_is_computed() -> None:
+    x, weight = torch.arange(12.0).reshape(3, 4), torch.arange(4.0)
+    expected = F.rms_norm(x, (4,), weight), F.rms_norm(x, (3, 4))
+    with as_cuda({}):
+        torch.testing.assert_close((F.rms_norm(x, (4,), weight), F.rms_norm(x, (3, 4))), expected)
 
 
 @pytest.mark.parametrize(
