@@ -217,7 +217,7 @@ class EngineMixin(ResumedStrategy):
         super().connect(model)
         if model._trainer is None:
             return  # a rehearsal runs a step before there is a run
-        if self.restore_checkpoint_after_setup:
+        if self.restore_checkpoint_after_setup and getattr(model, "hparams", None):
             self.saved_modules = SavedModules(model)
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._exit.enter_context(hyperparameters_added(self._trainer, self.run_plan.hyperparameters))
