@@ -85,7 +85,7 @@ class StepRecorder:
         self._hook = hook
         self._sources = sources
         self._blocks = {fqn: find_block(module, fqn) for fqn in blocks}
-        self._watch = TaintMode(sources.ids, self._outer_call, self.use, self._gradient_read)
+        self._watch = TaintMode(sources.ids, self._outer_call, self.use, self._gradient_read, self._padded)
         self._part = 0
         self._order: list[str] = []
         self._again = again
@@ -367,6 +367,11 @@ class StepRecorder:
                 mark(tensor)
 
     # -- what follows --------------------------------------------------------------------------------------------------------------------
+
+    def _padded(self, there: Tensor) -> None:
+        """On one device padded places are zero after the encoder, and in stages they aren't: a batch must show that nobody looks there."""
+        if bool(there.all()):
+            self.refuse("nn.TransformerEncoder's first batch of an evaluation has no padding, so what code makes of padding can't be tried")
 
     def refuse(self, reason: str) -> None:
         """Record that no cut is possible anywhere."""

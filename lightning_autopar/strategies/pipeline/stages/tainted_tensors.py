@@ -30,6 +30,8 @@ class TaintMode(TorchFunctionMode):
         call: makes a tainted call: gets the function, its name, and its arguments, and gives its result.
         note: hears of the arguments of other calls.
         on_gradient: is called where code asks for the gradient of a trainable parameter.
+        on_padding: gets the mask, true where a batch isn't padded, where ``nn.TransformerEncoder`` would make it a nested tensor. In stages
+            it doesn't: its blocks would get tensors whose shapes are values.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class TaintMode(TorchFunctionMode):
         call: Callable[[Any, str, Any, Any], Any],
         note: Callable[[Any], None] | None = None,
         on_gradient: Callable[[], None] | None = None,
+        on_padding: Callable[[Tensor], None] | None = None,
     ) -> None:
         super().__init__()
         self._sources = sources
         self._call = call
         self._note = note
         self._on_gradient = on_gradient
+        self._on_padding = on_padding
         self._off = 0
         self._on = False
 
@@ -59,6 +63,10 @@ class TaintMode(TorchFunctionMode):
             if self._note is not None:
                 self._note((args, kwargs))
             return func(*args, **kwargs)
+        if func is torch._nested_tensor_from_mask_left_aligned:
+            if self._on_padding is not None:
+                self._on_padding(args[1])
+            return False
         known = _constant(func, name, args)
         if known is not None:
             return known

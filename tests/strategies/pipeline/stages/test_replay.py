@@ -826,3 +826,33 @@ def test_a_module_without_lightnings_is_refused_nowhere() -> None:
             return self.net(batch[0]).pow(2).mean()
 
     assert_parity(Plain(), blocks=["net.0", "net.1", "net.2", "net.3"])
+
+
+class Padded(pl.LightningModule):
+    """An evaluation on padded samples, which torch's encoder makes nested tensors of where nobody watches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, norm=nn.LayerNorm(8))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, padded = batch
+        encoded = self.encoder(self.stem(x), src_key_padding_mask=padded)
+        return encoded[:, : x.shape[1]].masked_fill(padded[..., None], 0.0).sum(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_an_encoder_evaluates_padded_samples_in_stages() -> None:
+    module, x = Padded().eval(), torch.randn(3, 5, 4)
+    padded = torch.arange(5) >= torch.tensor([[5], [2], [3]])
+    recording = recorded(copy.deepcopy(module), (x, padded), hook="validation_step")
+    chained = Chained(copy.deepcopy(module), Staging(hooks={"validation_step": recording}), cuts_of(recording))
+    assert len(chained.stages) == 4
+    for batch in ((x, padded), (x, torch.zeros(3, 5, dtype=torch.bool)), (x[:2, :3], padded[:2, :3])):
+        with torch.no_grad():
+            expected = module.validation_step(batch, 0)
+        torch.testing.assert_close(chained.evaluate("validation_step", batch), expected)
+    unpadded = recorded(module, (x, torch.zeros(3, 5, dtype=torch.bool)), hook="validation_step")
+    assert {"has no padding" in reason for reason in unpadded.uncuttable.values()} == {True}
