@@ -459,6 +459,10 @@ def loader_source(trainer: Trainer, stage: str) -> Any:
 def attach_loaders(trainer: Trainer, stage: str, combined: CombinedLoader, epoch_batches: int | None, each: list[float]) -> None:
     """Let ``trainer.train_dataloader`` and its siblings (``_combined_loader``) answer as from a run's start on, and
     ``trainer.num_training_batches`` (``max_batches``) and ``num_val_batches`` (``_max_batches``); in a child.
+
+    Args:
+        epoch_batches: how many batches an epoch has; None where that isn't known.
+        each: how many each loader has; infinite where it has no length.
     """
     getattr(trainer, f"{stage}_loop")._combined_loader = combined  # a fit's trainer.val_dataloaders asks validate_loop as well
     if stage == "fit" and epoch_batches:

@@ -67,7 +67,7 @@ class RunHistory:
     def __str__(self) -> str:
         """What ran and how often it moved; a line for each plan with its devices, and one for each mark."""
         kinds = [mark.kind for mark in self.marks]
-        counts = [f"{counted(kinds.count(kind), kind)}" for kind in dict.fromkeys(kinds)]
+        counts = [counted(kinds.count(kind), kind) for kind in dict.fromkeys(kinds)]
         ends = [*(span.end_seconds for span in self.spans), *(mark.at_seconds for mark in self.marks)]
         lines = [", ".join([self.title or "a run", format_length(max(ends, default=0.0)), *counts])]
         for span in self.spans:

@@ -51,7 +51,7 @@ _ROW_BYTES, _LAST_ROW_BYTES = 16 << 20, 1 << 20
 _OTHERS = ("torch.", "torchmetrics.", "transformers.", *PYTORCH)
 _NOT_KEPT = frozenset((*vars(LightningModule()), "trainer", "log", "log_dict", "print", "all_gather", "manual_backward", "optimizers",
                        "lr_schedulers"))  # fmt: skip
-#: What torchmetrics keeps in a metric, besides private names and states.
+#: Public attributes that torchmetrics' own ``Metric`` sets. They are no states.
 _OF_METRICS = frozenset(("training", "update", "compute", "compute_on_cpu", "compute_with_cache", "dist_sync_fn", "dist_sync_on_step",
                          "distributed_available_fn", "process_group", "sync_on_compute"))  # fmt: skip
 #: A namespace, of which ``get``, ``[]`` and ``pop`` count, and a name in it.

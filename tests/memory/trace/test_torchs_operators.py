@@ -72,7 +72,7 @@ class CallsAll(pl.LightningModule):
             results = [each for each in tree_leaves(operator(first, *args, **kwargs)) if isinstance(each, Tensor) and each.requires_grad]
             if given and results:
                 torch.autograd.grad(sum(each.sum() for each in results), given, allow_unused=True)
-        except Exception as error:
+        except Exception as error:  # whatever torch raises; what matters is where
             at = traceback.extract_tb(error.__traceback__)[-1]
             if "/lightning_autopar/" in at.filename:
                 self.failed[operator.name] = f"{type(error).__name__}: {error}, at {at.filename}:{at.lineno}"

@@ -334,7 +334,7 @@ class Together:
             _hide(stage.module)
         except MissingValue:
             raise
-        except Exception as error:
+        except Exception as error:  # of the user's optimizer, or of a hook
             if self._stepping is None:
                 raise
             words = f"the optimizer {type(self._stepping).__name__} fails on a stage, where other stages' parameters have no gradient"
