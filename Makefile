@@ -15,7 +15,7 @@ STUB := $(wildcard tests/nullgpu/*.py tests/nullgpu/src/* tests/nullgpu/compute/
 # Where a shell has set it, each of the hundred processes that tests start compiles this package anew, half a second of a core each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-cuda test-cuda-build conformance conformance-cuda packages fuzz chaos lightning-suite check same-report walks docs bench-decisions bench-elastic bench-first-step bench-memory bench-overhead bench-pipeline clean
+.PHONY: demo test test-slow test-cuda test-cuda-build conformance conformance-cuda packages packages-cuda fuzz chaos lightning-suite check same-report walks docs bench-decisions bench-elastic bench-first-step bench-memory bench-overhead bench-pipeline clean
 
 # On a machine with GPUs the demo uses them; without, two CPU devices with a memory budget.
 demo: $(INSTALLED)
@@ -92,6 +92,15 @@ fuzz: $(INSTALLED)
 # Other people's models under every plan against plain Lightning, an hour or more; nightly. Writes docs/packages.md. MEMBERS names some.
 packages: $(PACKAGES_INSTALLED)
 	$(PACKAGES_VENV)/bin/python -m tests.packages.matrix $(MEMBERS)
+
+# The same on two GPUs: on stub ones, or on real ones where there are two. Renews the page's section of them.
+ifeq ($(shell nvidia-smi --list-gpus 2>/dev/null | grep -c .),0)
+packages-cuda: export NULLGPU_DEVICES = 2
+packages-cuda: export NULLGPU_COMPUTE = 1
+endif
+packages-cuda: $(PACKAGES_INSTALLED)
+	@state=$$(mktemp /dev/shm/nullgpu.XXXXXX); NULLGPU_STATE=$$state $(PACKAGES_VENV)/bin/python -m tests.packages.matrix --cuda $(MEMBERS); failed=$$?; \
+	rm -f $$state; exit $$failed
 
 # Lightning's own tests under autopar, 40 minutes; LIGHTNING names the folder `tests` of its repository. See tests/lightning_suite/README.md.
 lightning-suite: $(INSTALLED)

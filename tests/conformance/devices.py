@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
+
 from lightning_autopar.plans import Plan
 
 
@@ -43,3 +45,10 @@ CPUS = Devices(
     strategy=lambda count: {"devices": f"{count}xcpu:4GiB"},
 )
 GPUS = Devices(accelerator="gpu", ids=_gpus, trainer=lambda count: {"devices": count}, strategy=lambda count: {})
+
+
+def composed_attention() -> None:
+    """Compute attention by its parts in this process: each rank of a split batch draws the dropout inside a fused kernel by itself."""
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)

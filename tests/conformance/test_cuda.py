@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.machine import machine
 from lightning_autopar import _clean_process
-from tests.conformance.devices import GPUS
+from tests.conformance.devices import GPUS, composed_attention
 from tests.conformance.expected import CELLS, ENGINES, Cell, expected, not_on_the_stub, refusal
 from tests.conformance.features import PLAIN
 from tests.conformance.harness import ROWS, Run
@@ -63,13 +63,6 @@ def needed_rows(cell: Cell) -> set[str]:
 @cache
 def reference(case: str, row: str) -> Run:
     return fresh(run_plain, case, row)
-
-
-def composed_attention() -> None:
-    """Compute attention by its parts in this process: each rank of a split batch draws the dropout inside a fused kernel by itself."""
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def run_plain(case: str, row: str) -> Run:

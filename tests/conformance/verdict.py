@@ -34,13 +34,13 @@ class Verdict:
     """What a cell came to.
 
     Args:
-        outcome: one of the three; where others' packages are tried, a defect is one more.
+        outcome: one of the three; where others' packages are tried, a defect is one more, and what stub GPUs haven't got.
         difference: the largest difference from plain Lightning's run; None where nothing ran.
         where: what differs most.
         reason: the refusing or warning sentence; empty for parity.
     """
 
-    outcome: Outcome | Literal["differs", "crashed"]
+    outcome: Outcome | Literal["differs", "crashed", "not on the stub"]
     difference: float | None = None
     where: str = ""
     reason: str = ""

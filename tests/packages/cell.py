@@ -1,6 +1,6 @@
 """A model under one plan after another, each in a process of its own, held against plain Lightning's run in one more.
 
-    python -m tests.packages.cell MODEL RESULTS PLAN...
+    python -m tests.packages.cell MODEL RESULTS cpu|gpu PLAN...
 
 The model's package is imported once: each run is a fork of this process, which has trained nothing.
 """
@@ -16,7 +16,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,10 +26,13 @@ import lightning.pytorch as pl
 import torch
 from torch.nn.parameter import is_lazy
 
+from lightning_autopar.devices.discover import probe
+from tests.conformance.devices import CPUS, GPUS, Devices, composed_attention
 from tests.conformance.harness import SEED, Run, left_behind
 from tests.conformance.recording import FileLogger, Recorder
 from tests.conformance.verdict import keep, sentence
-from tests.packages.judge import Ended, Finding, judge
+from tests.nullgpu.control import on_stub
+from tests.packages.judge import Ended, Finding, judge, missing_on_the_stub
 from tests.packages.member import Member
 from tests.packages.plans import Cell, engine, strategy
 from tests.packages.zoo import MEMBERS, PACKAGES
@@ -44,14 +48,17 @@ DOUBLE = ("float64", "64-true")
 ROUNDED = 3
 
 
-def main(name: str, results: str, *plans: str) -> None:
+def main(name: str, results: str, accelerator: str, *plans: str) -> None:
     member = MEMBERS[name]
+    devices = GPUS if accelerator == "gpu" else CPUS
+    gpus = f"{'stub ' if on_stub() else ''}{probe(accelerator='cuda').devices[0].name}" if devices is GPUS else ""
     importlib.import_module(PACKAGES[member.package])
-    for plan, finding in findings(member, plans):
+    for plan, finding in findings(member, plans, devices):
+        finding = replace(finding, gpus=gpus)
         keep(Cell(member=name, plan=plan).id, finding, Path(results))
 
 
-def findings(member: Member, plans: Sequence[str]) -> Iterator[tuple[str, Finding]]:
+def findings(member: Member, plans: Sequence[str], devices: Devices = CPUS) -> Iterator[tuple[str, Finding]]:
     """What the model comes to under each plan, told on the way.
 
     Raises:
@@ -59,7 +66,7 @@ def findings(member: Member, plans: Sequence[str]) -> Iterator[tuple[str, Findin
     """
     name = member.name
     with TemporaryDirectory(prefix=f"packages-{name}-") as folder:
-        root = Path(folder)
+        root, run = Path(folder), partial(_run, devices)
 
         @cache
         def rounded() -> list[Run]:
@@ -67,6 +74,10 @@ def findings(member: Member, plans: Sequence[str]) -> Iterator[tuple[str, Findin
             return [other for other in others if other is not None]
 
         plain = run(member, PLAIN, root / PLAIN)
+        if plain.run is None and on_stub() and (missing := missing_on_the_stub(plain.error)):
+            print(f"{name}: not on the stub: {missing}", flush=True)
+            yield from ((plan, Finding(outcome="not on the stub", reason=missing)) for plan in plans)
+            return
         if plain.run is None:
             raise SystemExit(f"plain Lightning doesn't train {name}:\n{plain.error}")
         exact: dict[str, Ended] = {}
@@ -94,7 +105,7 @@ def findings(member: Member, plans: Sequence[str]) -> Iterator[tuple[str, Findin
             yield plan, finding
 
 
-def run(member: Member, plan: str, root: Path, *, precision: str = SINGLE, rounding: int = 0) -> Ended:
+def _run(devices: Devices, member: Member, plan: str, root: Path, *, precision: str = SINGLE, rounding: int = 0) -> Ended:
     """The model's run in a fork of this process, which ends with all that it started when its time is over."""
     root.mkdir()
     begun = time.monotonic()
@@ -102,7 +113,7 @@ def run(member: Member, plan: str, root: Path, *, precision: str = SINGLE, round
     child = os.fork()
     if child == 0:
         os.setsid()
-        _in_child(lambda: _train(member, plan, root, precision, rounding), root)
+        _in_child(lambda: _train(devices, member, plan, root, precision, rounding), root)
     try:
         while os.waitpid(child, os.WNOHANG)[0] == 0:
             if time.monotonic() - begun > LIMIT:
@@ -111,7 +122,9 @@ def run(member: Member, plan: str, root: Path, *, precision: str = SINGLE, round
     finally:
         _end(child)
     saved = root / "ended.pt"
-    ended: Ended = torch.load(saved, weights_only=False) if saved.exists() else Ended(error=f"the process died\n{_log(root)}")
+    ended: Ended = (
+        torch.load(saved, map_location="cpu", weights_only=False) if saved.exists() else Ended(error=f"the process died\n{_log(root)}")
+    )
     ended.seconds = time.monotonic() - begun
     return ended
 
@@ -176,14 +189,15 @@ def round_otherwise(module: torch.nn.Module, seed: int) -> None:
                 parameter.register_hook(rounded)
 
 
-def _train(member: Member, plan: str, root: Path, precision: str, rounding: int) -> Ended:
+def _train(devices: Devices, member: Member, plan: str, root: Path, precision: str, rounding: int) -> Ended:
     writes = root / "run"
     writes.mkdir()
     os.chdir(writes)
+    composed_attention()
     options = {
-        "strategy": "auto" if plan == PLAIN else strategy(plan)(),
-        "accelerator": "cpu",
-        "devices": 1 if plan == PLAIN else "auto",
+        "strategy": "auto" if plan == PLAIN else strategy(plan, devices)(),
+        "accelerator": devices.accelerator,
+        **({"devices": 1} if plan == PLAIN else {"devices": "auto", **devices.trainer(2)}),
         "precision": SINGLE if precision == "float64" else precision,
         "logger": FileLogger(writes / "rows.jsonl"),
         "callbacks": [Recorder(writes)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -12,6 +13,8 @@ from tests.packages.plans import PLANS, engine
 
 #: An engine rounds otherwise at every operation; plain Lightning's run was moved by one rounding of each initial weight and gradient.
 _SWINGS = 4.0
+#: What stub GPUs say of what they haven't got: cuDNN's recurrent layers, and operators of which the CPU has none.
+_MISSING = re.compile(r"CUDNN_STATUS_NOT_SUPPORTED|not on the stub GPU")
 
 
 @dataclass(kw_only=True)
@@ -52,6 +55,7 @@ class Finding(Verdict):
         beyond: the first values that differ by more than the bound.
         notes: what the report says of the plan.
         day: when it was run.
+        gpus: which GPUs it ran on; empty for CPU devices.
     """
 
     double: bool = False
@@ -61,6 +65,7 @@ class Finding(Verdict):
     beyond: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     day: str = field(default_factory=lambda: date.today().isoformat())
+    gpus: str = ""
 
     def in_double(self, other: Finding) -> Finding:
         """The finding of the same in float64, where that is parity: what differed was noise."""
@@ -103,6 +108,11 @@ class Finding(Verdict):
         if len(apart) < len(found.beyond) or not all(size <= _SWINGS * swings.get(name, 0.0) for name, size in apart.items()):
             return self
         return replace(self, outcome="parity", swing=swings[found.where], reason="")
+
+
+def missing_on_the_stub(error: str) -> str:
+    """What ends plain Lightning's run as the stub GPUs haven't got it; empty for any other error."""
+    return next((line for line in error.splitlines() if _MISSING.search(line)), "")
 
 
 def judge(plain: Run, ended: Ended, plan: str) -> Finding:

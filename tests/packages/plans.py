@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_autopar.plans import Plan
-from tests.conformance.devices import CPUS
+from tests.conformance.devices import CPUS, Devices
 from tests.conformance.verdict import autopar
 
 #: The columns: how many processes each has. What isn't pinned, the planner chooses, with that engine alone allowed.
@@ -27,11 +27,11 @@ class Cell:
         return f"{self.member}-{self.plan}"
 
 
-def strategy(plan: str) -> Callable[[], Any]:
+def strategy(plan: str, devices: Devices = CPUS) -> Callable[[], Any]:
     """Makes a column's strategy."""
     if pinned := _PINNED.get(plan):
-        return autopar(pinned.engine, plan=pinned, **CPUS.strategy(pinned.world_size))
-    return autopar(plan)
+        return autopar(pinned.engine, devices, plan=devices.place(pinned), **devices.strategy(pinned.world_size))
+    return autopar(plan, devices)
 
 
 def engine(plan: str) -> str:

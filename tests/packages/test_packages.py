@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -12,11 +11,12 @@ import torch
 
 from tests.conformance.harness import Run
 from tests.packages.cell import round_otherwise
-from tests.packages.judge import Ended, Finding, judge
+from tests.packages.judge import Ended, Finding, judge, missing_on_the_stub
 from tests.packages.plans import PLANS
-from tests.packages.render import PAGE, RESULTS, page
+from tests.packages.render import CUDA_RESULTS, PAGE, RESULTS, page, read
 from tests.packages.zoo import MEMBERS, PACKAGES
 
+NOT_THERE = "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
 NOTE = "the loss on parts of the batch differs from the whole batch's by 1e-02 of it"
 
 
@@ -46,6 +46,11 @@ OFF = {"w": torch.tensor([1.0, 1.0 + 2e-5])}
 def test_what_a_run_came_to(how: Ended, outcome: str, reason: str) -> None:
     finding = judge(left(processes=1), how, "ddp")
     assert (finding.outcome, finding.reason) == (outcome, reason)
+
+
+def test_only_what_the_stub_says_it_has_not_got_is_not_on_the_stub() -> None:
+    assert missing_on_the_stub(f"Traceback\n  File\n{NOT_THERE}\n") == NOT_THERE
+    assert missing_on_the_stub("Traceback\nRuntimeError: Expected all tensors to be on the same device\n") == ""
 
 
 def test_a_difference_counts_as_noise_only_where_float64_shows_none() -> None:
@@ -97,8 +102,7 @@ def test_the_matrix_has_three_models_of_each_of_ten_packages_and_more() -> None:
 
 
 def test_the_page_is_what_the_last_run_came_to() -> None:
-    findings = {name: Finding(**finding) for name, finding in json.loads(RESULTS.read_text(encoding="utf-8")).items()}
-    assert PAGE.read_text(encoding="utf-8") == page(findings), "run `python -m tests.packages.render`"
+    assert PAGE.read_text(encoding="utf-8") == page(read(RESULTS), read(CUDA_RESULTS)), "run `python -m tests.packages.render`"
 
 
 def test_defects_are_on_the_page() -> None:
@@ -110,11 +114,15 @@ def test_defects_are_on_the_page() -> None:
         f"{name}-ddp": Finding(outcome="differs", difference=0.5, beyond=("weights w: 2 where 1",)),
         f"{name}-fsdp": Finding(outcome="crashed", reason="lost"),
     }
-    text = page({**others, **bad})
-    assert "1 different, 1 crashed" in text
+    missing = Finding(outcome="not on the stub", reason=NOT_THERE, gpus="stub GPU")
+    text = page({**others, **bad}, {**others, f"{name}-single": missing, f"{name}-ddp": replace(bad[f"{name}-ddp"], gpus="stub GPU")})
+    assert text.count("1 different, 1 crashed") == 1
+    assert "1 different, 0 crashed, 1 not on the stub" in text
+    assert f"| **{name}** | not on the stub |" in text
+    assert f"{name}-ddp on GPUs: weights w: 2 where 1" in text
     assert f"{name}-ddp: weights w: 2 where 1" in text
     assert "differs: 5e-1" in text
     assert "crashed [1]" in text
     assert "1. lost" in text
-    assert "not run" not in page(others).replace("## Not run", "")
+    assert "not run" not in page(others, others).replace("## Not run", "")
     assert replace(others[f"{name}-ddp"], double=True, single=2e-5).double
