@@ -29,9 +29,9 @@ REASONS: Mapping[str, str] = {}
 HEAD = """## Their own tests
 
 What these packages test of themselves, run twice on one CPU device: as it is, and with `autopar` as the strategy of every Trainer
-that names none. A test that passes as it is and fails with `autopar` is a difference. Seconds are those of the tests that pass both ways; each
-run is planned for anew, as nothing is kept from run to run, and the tests' own runs mostly take less than a second. They were taken
-on a busy machine, one after the other.
+that names none. A test that passes as it is and fails with `autopar` is a difference. Seconds are those of the tests that pass both
+ways; each run is planned for anew, as nothing is kept from run to run, and the tests' own runs mostly take less than a second. They
+were taken on a busy machine, one after the other.
 """
 HOW = """Check out a package's repository at the version of the table, then run its tests by their files or folders:
 `python -m tests.packages.own NAME FOLDER TEST...` in the environment of `make packages`."""
