@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.conformance.render import in_words
 from tests.packages.judge import Finding
+from tests.packages.own import Suite, section, suites
 from tests.packages.plans import PLANS, Cell
 from tests.packages.zoo import MEMBERS, OTHER_LIGHTNING, PACKAGES
 
@@ -78,8 +79,13 @@ KINDS: Mapping[str, tuple[bool, str]] = {
 }
 
 
-def page(findings: Mapping[str, Finding]) -> str:
-    """The page's text, from what was found by the cells' ids; those may be missing that weren't run."""
+def page(findings: Mapping[str, Finding], own: Mapping[str, Suite] = {}) -> str:
+    """The page's text.
+
+    Args:
+        findings: what was found, by the cells' ids; those may be missing that weren't run.
+        own: what the packages' own tests came to.
+    """
     cells = [Cell(member=name, plan=plan) for name in MEMBERS for plan in PLANS]
     found = [findings[cell.id] for cell in cells if cell.id in findings]
     lines = [HEAD, _summary(found, len(cells)), ""]
@@ -102,6 +108,7 @@ def page(findings: Mapping[str, Finding]) -> str:
     if differing := [cell.id for cell in cells if cell.id in findings and findings[cell.id].outcome == "differs"]:
         lines += ["## What differs", ""] + [f"- {cell}: {_plain(_first(findings[cell]))}" for cell in differing] + [""]
     lines += [
+        *section(own),
         "## Not run",
         "",
         f"{' and '.join(OTHER_LIGHTNING)}: their modules belong to `pytorch_lightning`, and this matrix runs modules of"
@@ -169,7 +176,7 @@ def _normal(name: str) -> str:
 
 def write(results: Path = RESULTS, to: Path = PAGE) -> None:
     kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
-    to.write_text(page({name: Finding(**finding) for name, finding in kept.items()}), encoding="utf-8")
+    to.write_text(page({name: Finding(**finding) for name, finding in kept.items()}, suites()), encoding="utf-8")
 
 
 if __name__ == "__main__":
