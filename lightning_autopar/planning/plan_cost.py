@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
@@ -48,6 +48,7 @@ _LEAST_LOST = 2 << 20
 _MOST_QUESTIONS = 3
 #: Parts of a step that use links, between devices or to the host.
 _LINKS = ("communication", "offload")
+_Number = TypeVar("_Number", int, float)
 
 
 #: How many bytes a plan needs, by device id.
@@ -166,7 +167,7 @@ class Appraiser:
         def needed(size: DeviceBytes) -> int:
             return math.ceil((size.reserved - size.rounding + (lost if of_kind is None else max(size.rounding, of_kind))) * margin)
 
-        return _each(found.sizes, needed)
+        return of_each(found.sizes, needed)
 
     def learn(self, plan: Plan, lost_bytes: int, free_bytes: int, *, failed: bool) -> None:
         """From a plan's replay on, assume for all plans of its sort the loss of an allocator that gives nothing back; after a failed
@@ -195,7 +196,7 @@ class Appraiser:
             footprint = self.footprint_of(plan)
             raw = self.predict(footprint, plan, self.inventory)
             sizes, learned = self.constraints.residuals.corrected(plan, raw)
-            needs = _each(sizes, lambda size: math.ceil(size.reserved * (1 + footprint.margin)))
+            needs = of_each(sizes, lambda size: math.ceil(size.reserved * (1 + footprint.margin)))
             self._known_bytes[plan] = _Bytes(raw, sizes, learned, needs)
         return self._known_bytes[plan]
 
@@ -336,7 +337,7 @@ class Appraiser:
         return replayed.fits and not self.waits(replayed)
 
 
-def _each(sizes: Mapping[str, DeviceBytes], needed: Callable[[DeviceBytes], int]) -> dict[str, int]:
+def of_each(sizes: Mapping[str, DeviceBytes], needed: Callable[[DeviceBytes], _Number]) -> dict[str, _Number]:
     """The bytes needed of each device, by id; equal ranks share an object, which is computed once."""
     known = {key: needed(size) for key, size in _distinct(sizes).items()}
     return dict(zip(sizes, map(known.__getitem__, map(id, sizes.values())), strict=True))

@@ -21,7 +21,7 @@ from lightning_autopar.memory.cuda_overhead import workspaces
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.plan_bytes import replay
-from lightning_autopar.planning.plan_cost import kind_of
+from lightning_autopar.planning.plan_cost import kind_of, of_each
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.text import format_bytes, format_seconds
@@ -252,7 +252,8 @@ class Finalists:
     def room(self, candidate: Candidate) -> float:
         """The bytes that the allocator may lose on the device with least to spare, as a share of what is there for the step's tensors."""
         margin = 1 + self.footprint.margin
-        return min(1 - (size.reserved - size.rounding) * margin / max(1, self.budget[device]) for device, size in candidate.bytes.items())
+        held = of_each(candidate.bytes, lambda size: (size.reserved - size.rounding) * margin)
+        return min(1 - size / max(1, self.budget[device]) for device, size in held.items())
 
     def replayed(self, candidate: Candidate, rank: int, limit: int | None, *, beyond: bool = False) -> Replayed:
         """The replay of one of its ranks, limited to what the allocator may hold. One that fails may find what it holds without, too."""

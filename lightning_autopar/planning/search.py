@@ -283,7 +283,8 @@ class Search:
         """
         blocks = [block.fqn for block in recomputable(self.footprint)] if self.remedies.recompute else []
         roomiest: dict[tuple[object, ...], tuple[float, Plan]] = {}
-        for plan in (in_parts(one, parts) for one in options for parts in self.remedies.parts(one)):
+        near = (one for one in options if self._computing_seconds(one) < self.best_seconds)
+        for plan in (in_parts(one, parts) for one in near for parts in self.remedies.parts(one)):
             sort = self.appraiser.judged_by_others(plan)
             if sort is not None and self.appraiser.step_seconds(plan) < self.best_seconds:
                 whole = with_recompute(plan, self.footprint, blocks)

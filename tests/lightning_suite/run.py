@@ -9,13 +9,13 @@ of in README.md beside this, or where one that is told of there has gone.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from xml.etree import ElementTree
+
+from tests.lightning_suite.suite import cases, passing
 
 HERE = Path(__file__).parent
 #: What the suite's tests import beside the project's own environment.
@@ -33,41 +33,6 @@ PARTS = (
 _EXPLAINED = re.compile(r"^- `(?P<test>[^`]+)`", re.MULTILINE)
 
 
-def passed(folder: Path, extra: Path, only: str, *, everywhere: bool) -> set[str]:
-    """The names of the tests that pass.
-
-    Args:
-        folder: Lightning's ``tests``.
-        extra: where :data:`NEEDED` is installed.
-        only: for pytest's ``-k``.
-        everywhere: whether every Trainer gets ``autopar``.
-    """
-    paths = (str(HERE.parent.parent), str(folder), str(extra), os.environ.get("PYTHONPATH", ""))
-    environment = {"OMP_NUM_THREADS": "1", "AUTOPAR_DEVICES": "cpu:8GiB", "AUTOPAR_CACHE": "off", "PYTHONPATH": os.pathsep.join(paths)}
-    plugin = ("-p", "tests.lightning_suite.autopar_everywhere") if everywhere else ()
-    with tempfile.TemporaryDirectory() as written:
-        report = Path(written) / "report.xml"
-        options = (
-            "-o",
-            "addopts=--strict-markers",
-            "-q",
-            "--timeout",
-            "240",
-            "-p",
-            "no:cacheprovider",
-            f"--junit-xml={report}",
-            "-k",
-            only,
-        )
-        parts = [f"tests_pytorch/{part}" for part in PARTS]
-        subprocess.run(
-            [sys.executable, "-m", "pytest", *plugin, *options, *parts], cwd=folder, env={**os.environ, **environment}, check=False
-        )
-        cases = ElementTree.parse(report).getroot().iter("testcase")
-        # pytest's root, and so a class's name, is the repository's where FOLDER lies in one
-        return {f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}" for case in cases if not len(case)}
-
-
 def explained(text: str) -> set[str]:
     """The tests that a page names at the beginning of a list's entry."""
     return {found["test"] for found in _EXPLAINED.finditer(text)}
@@ -82,8 +47,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as extra:
         install = (sys.executable, "-m", "pip", "install", "--quiet", "--constraint", str(HERE.parent.parent / "constraints.txt"))
         subprocess.run([*install, "--target", extra, *NEEDED], check=True)
-        plain = passed(arguments.folder, Path(extra), arguments.only, everywhere=False)
-        ours = passed(arguments.folder, Path(extra), arguments.only, everywhere=True)
+        parts = [f"tests_pytorch/{part}" for part in PARTS]
+        options = ("-o", "addopts=--strict-markers", "-k", arguments.only)
+        plain, ours = (
+            passing(cases(arguments.folder, parts, everywhere=everywhere, options=options, paths=(Path(extra),)))
+            for everywhere in (False, True)
+        )
     found, known = plain - ours, explained((HERE / "README.md").read_text(encoding="utf-8"))
     print(f"{len(plain)} tests pass as they are, {len(plain & ours)} of them with autopar; {len(found)} differ")
     for test in sorted(found - known):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.conformance.render import in_words
 from tests.packages.judge import Finding
+from tests.packages.own import Suite, section, suites
 from tests.packages.plans import PLANS, Cell
 from tests.packages.zoo import MEMBERS, OTHER_LIGHTNING, PACKAGES
 
@@ -47,9 +48,9 @@ CUDA_HEAD = """## On two GPUs
 
 The same cells on two GPUs, against plain Lightning on one. **Not on the stub**: plain Lightning's own run fails there, as stub GPUs have no
 recurrent layers of cuDNN's, for one. **Not run**: without a result so far, or plain Lightning's run fails on any GPU (torch-uncertainty's
-SWAG adds numbers of the CPU to a GPU's). Neither is a pass. Attention is computed by its parts in both runs: a fused kernel draws dropout inside,
-which each rank of a split batch does by itself. On stub GPUs (tests/nullgpu) a cell shows that the run is right and comes to its end; of a
-GPU's own rounding and of time it says nothing. `make packages-cuda` renews these cells, and uses real GPUs where there are some.
+SWAG adds numbers of the CPU to a GPU's). Neither is a pass. Attention is computed by its parts in both runs: a fused kernel draws dropout
+inside, which each rank of a split batch does by itself. On stub GPUs (tests/nullgpu) a cell shows that the run is right and comes to its end;
+of a GPU's own rounding and of time it says nothing. `make packages-cuda` renews these cells, and uses real GPUs where there are some.
 """
 
 #: Kinds of refusals by their sentences, whether such a cell can't run by nature, and why.
@@ -89,8 +90,14 @@ KINDS: Mapping[str, tuple[bool, str]] = {
 }
 
 
-def page(findings: Mapping[str, Finding], on_gpus: Mapping[str, Finding]) -> str:
-    """The page's text, from what was found by the cells' ids, on CPU devices and on GPUs; those may be missing that weren't run."""
+def page(findings: Mapping[str, Finding], on_gpus: Mapping[str, Finding], own: Mapping[str, Suite] = {}) -> str:
+    """The page's text; cells may be missing that weren't run.
+
+    Args:
+        findings: what was found on CPU devices, by the cells' ids.
+        on_gpus: what was found on GPUs.
+        own: what the packages' own tests came to.
+    """
     cells = [Cell(member=name, plan=plan) for name in MEMBERS for plan in PLANS]
     found = [findings[cell.id] for cell in cells if cell.id in findings]
     lines = [HEAD, _summary(found, len(cells)), ""]
@@ -116,6 +123,7 @@ def page(findings: Mapping[str, Finding], on_gpus: Mapping[str, Finding]) -> str
         lines += ["## What differs", ""]
         lines += [f"- {cell}{' on GPUs' * bool(finding.gpus)}: {_plain(_first(finding))}" for cell, finding in differing] + [""]
     lines += [
+        *section(own),
         "## Not run",
         "",
         f"{' and '.join(OTHER_LIGHTNING)}: their modules belong to `pytorch_lightning`, and this matrix runs modules of"
@@ -199,7 +207,7 @@ def read(results: Path) -> dict[str, Finding]:
 
 
 def write() -> None:
-    PAGE.write_text(page(read(RESULTS), read(CUDA_RESULTS)), encoding="utf-8")
+    PAGE.write_text(page(read(RESULTS), read(CUDA_RESULTS), suites()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.conformance.harness import Run
+from tests.lightning_suite.suite import Case, cases, passing
 from tests.packages.cell import round_otherwise
 from tests.packages.judge import Ended, Finding, judge, missing_on_the_stub
+from tests.packages.own import compared, section, suites
 from tests.packages.plans import PLANS
 from tests.packages.render import CUDA_RESULTS, PAGE, RESULTS, page, read
 from tests.packages.zoo import MEMBERS, PACKAGES
@@ -102,7 +105,7 @@ def test_the_matrix_has_three_models_of_each_of_ten_packages_and_more() -> None:
 
 
 def test_the_page_is_what_the_last_run_came_to() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(read(RESULTS), read(CUDA_RESULTS)), "run `python -m tests.packages.render`"
+    assert PAGE.read_text(encoding="utf-8") == page(read(RESULTS), read(CUDA_RESULTS), suites()), "run `python -m tests.packages.render`"
 
 
 def test_defects_are_on_the_page() -> None:
@@ -126,3 +129,26 @@ def test_defects_are_on_the_page() -> None:
     assert "1. lost" in text
     assert "not run" not in page(others, others).replace("## Not run", "")
     assert replace(others[f"{name}-ddp"], double=True, single=2e-5).double
+
+
+def test_a_test_that_passes_as_it_is_and_not_with_autopar_differs() -> None:
+    good, bad, skipped = Case(True, False, 1.0), Case(False, False, 9.0), Case(False, True, 0.0)
+    plain = {"same": good, "differs": good, "fails": bad, "skipped": skipped, "lost": good}
+    found = compared(plain, {"same": Case(True, False, 3.0), "differs": bad, "fails": good, "skipped": skipped}, ["tests"], "1.0")
+    assert (found.plain, found.differing, found.failing, found.seconds) == (3, ["differs", "lost"], ["fails"], (1.0, 3.0))
+    text = "\n".join(section({"name": found}, {"name: lost": "It looks at the strategy."}))
+    assert "| name 1.0 | `tests` | 3 | 1 | 2 | 1 | 3 |" in text
+    assert "- `name: differs`: a defect" in text
+    assert "- `name: lost`: It looks at the strategy." in text
+    assert "1 of name" in text
+
+
+def test_another_projects_tests_run_from_its_folder_and_must_be_some(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    (tmp_path / "tests" / "test_them.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
+    found = cases(tmp_path, ["tests"], everywhere=False, options=("-o", "addopts="))
+    assert passing(found) == {"test_them::test_good"}
+    assert set(found) == {"test_them::test_good", "test_them::test_bad"}
+    with pytest.raises(RuntimeError, match="ran no test"):
+        cases(tmp_path, ["nothing"], everywhere=False)
