@@ -49,8 +49,8 @@ CUDA_HEAD = """## On two GPUs
 The same cells on two GPUs, against plain Lightning on one. **Not on the stub**: plain Lightning's own run fails there, as stub GPUs have no
 recurrent layers of cuDNN's, for one. **Not run**: without a result so far, or plain Lightning's run fails on any GPU (torch-uncertainty's
 SWAG adds numbers of the CPU to a GPU's). Neither is a pass. Attention is computed by its parts in both runs: a fused kernel draws dropout
-inside, which each rank of a split batch does by itself. On stub GPUs (tests/nullgpu) a cell shows that the run is right and comes to its end;
-of a GPU's own rounding and of time it says nothing. `make packages-cuda` renews these cells, and uses real GPUs where there are some.
+inside, which each rank of a split batch does by itself. On stub GPUs (tests/nullgpu) a cell shows that the run is right and comes to its
+end; of a GPU's own rounding and of time it says nothing. `make packages-cuda` renews these cells, and uses real GPUs where there are some.
 """
 
 #: Kinds of refusals by their sentences, whether such a cell can't run by nature, and why.
