@@ -180,7 +180,7 @@ def round_otherwise(module: torch.nn.Module, seed: int) -> None:
 
     def rounded(tensor: torch.Tensor) -> torch.Tensor:
         signs = torch.randint(0, 2, tensor.shape, generator=draw, dtype=torch.int8) * 2 - 1
-        return tensor * (1 + signs * torch.finfo(tensor.dtype).eps)
+        return tensor * (1 + signs.to(tensor.device) * torch.finfo(tensor.dtype).eps)
 
     for parameter in module.parameters():
         if parameter.is_floating_point() and not is_lazy(parameter):

@@ -93,6 +93,9 @@ def test_rounding_moves_weights_and_gradients_by_their_last_bits_and_no_other_dr
     assert torch.equal(untouched, torch.random.get_rng_state())
     assert 0 < float(((layer.weight.detach() - before) / before).abs().max()) <= 2 * torch.finfo(torch.float32).eps
     layer.bias.sum().backward()
+    elsewhere = torch.nn.Linear(2, 2, device="meta")  # as on a GPU: weights and gradients aren't where the signs are drawn
+    round_otherwise(elsewhere, 1)
+    elsewhere.bias.sum().backward()
     assert layer.bias.grad is not None
     assert 0 < float((layer.bias.grad - 1).abs().max()) <= torch.finfo(torch.float32).eps
 
