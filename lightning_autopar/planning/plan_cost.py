@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
@@ -48,7 +48,6 @@ _LEAST_LOST = 2 << 20
 _MOST_QUESTIONS = 3
 #: Parts of a step that use links, between devices or to the host.
 _LINKS = ("communication", "offload")
-_Number = TypeVar("_Number", int, float)
 
 
 #: How many bytes a plan needs, by device id.
@@ -337,7 +336,7 @@ class Appraiser:
         return replayed.fits and not self.waits(replayed)
 
 
-def of_each(sizes: Mapping[str, DeviceBytes], needed: Callable[[DeviceBytes], _Number]) -> dict[str, _Number]:
+def of_each(sizes: Mapping[str, DeviceBytes], needed: Callable[[DeviceBytes], int]) -> dict[str, int]:
     """The bytes needed of each device, by id; equal ranks share an object, which is computed once."""
     known = {key: needed(size) for key, size in _distinct(sizes).items()}
     return dict(zip(sizes, map(known.__getitem__, map(id, sizes.values())), strict=True))

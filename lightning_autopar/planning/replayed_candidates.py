@@ -252,8 +252,8 @@ class Finalists:
     def room(self, candidate: Candidate) -> float:
         """The bytes that the allocator may lose on the device with least to spare, as a share of what is there for the step's tensors."""
         margin = 1 + self.footprint.margin
-        held = of_each(candidate.bytes, lambda size: (size.reserved - size.rounding) * margin)
-        return min(1 - size / max(1, self.budget[device]) for device, size in held.items())
+        held = of_each(candidate.bytes, lambda size: size.reserved - size.rounding)
+        return min(1 - size * margin / max(1, self.budget[device]) for device, size in held.items())
 
     def replayed(self, candidate: Candidate, rank: int, limit: int | None, *, beyond: bool = False) -> Replayed:
         """The replay of one of its ranks, limited to what the allocator may hold. One that fails may find what it holds without, too."""

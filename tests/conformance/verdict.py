@@ -34,7 +34,7 @@ class Verdict:
     """What a cell came to.
 
     Args:
-        outcome: one of the three; where others' packages are tried, a defect is one more, and what stub GPUs haven't got.
+        outcome: one of the three; for others' packages also a defect, or that stub GPUs can't run the module.
         difference: the largest difference from plain Lightning's run; None where nothing ran.
         where: what differs most.
         reason: the refusing or warning sentence; empty for parity.

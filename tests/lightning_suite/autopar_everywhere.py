@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -19,6 +20,7 @@ def pytest_configure() -> None:
         if not args and options.get("strategy", "auto") == "auto" and one:
             one_device = {} if "PL_TRAINER_DEVICES" in os.environ else {"devices": 1}  # the variable counts where no argument is given
             options = {**one_device, **options, "strategy": "autopar", "accelerator": "cpu"}
+            Path(os.environ["AUTOPAR_EVERYWHERE_USED"]).touch()
         original(self, *args, **options)
 
     Trainer.__init__ = init  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Another project's tests, run by pytest in a process of its own: what passes, and how long that takes."""
+"""Runs another project's tests by pytest in a process of their own, and reads which of them pass and how long they take."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ HERE = Path(__file__).parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "AUTOPAR_DEVICES": "cpu:8GiB", "AUTOPAR_CACHE": "off", "AUTOPAR_LEDGER": "off"}
 
 
+#: The variable that names a file, which :mod:`autopar_everywhere` makes once a Trainer got ``autopar``.
+USED = "AUTOPAR_EVERYWHERE_USED"
+
+
 class Case(NamedTuple):
-    """What a test came to."""
+    """The outcome of one test."""
 
     passed: bool
     skipped: bool
@@ -27,7 +31,7 @@ class Case(NamedTuple):
 def cases(
     folder: Path, tests: Sequence[str], *, everywhere: bool, options: Sequence[str] = (), paths: Sequence[Path] = ()
 ) -> dict[str, Case]:
-    """What each test came to, by class and name.
+    """Run the tests; returns each one's outcome, by class and name.
 
     Args:
         folder: where pytest runs.
@@ -37,17 +41,19 @@ def cases(
         paths: where more packages are.
 
     Raises:
-        RuntimeError: pytest wrote no report, or collected no test.
+        RuntimeError: pytest wrote no report, collected no test, or no Trainer got ``autopar`` where each was to get it.
     """
     searched = (str(HERE), str(HERE.parents[1]), *(str(path) for path in paths), os.environ.get("PYTHONPATH", ""))
     # a top-level name: `tests` is the other project's own package
     plugin = ("-p", "autopar_everywhere") if everywhere else ()
     with tempfile.TemporaryDirectory() as written:
-        report = Path(written) / "report.xml"
+        report, used = Path(written) / "report.xml", Path(written) / "used"
         command = [sys.executable, "-m", "pytest", *plugin, "-q", "--timeout", "240", "-p", "no:cacheprovider", f"--junit-xml={report}"]
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, searched))}
+        environment = {**os.environ, **ENVIRONMENT, USED: str(used), "PYTHONPATH": os.pathsep.join(filter(None, searched))}
         ended = subprocess.run([*command, *options, *tests], cwd=folder, env=environment, check=False)
         found = read(report.read_text(encoding="utf-8")) if report.exists() else {}
+        if found and everywhere and not used.exists():
+            raise RuntimeError(f"no Trainer got autopar in the tests of {folder}, so they show nothing")
     if not found:
         raise RuntimeError(f"pytest ended with {ended.returncode} in {folder}, and ran no test")
     return found

@@ -58,7 +58,7 @@ def main(name: str, results: str, accelerator: str, *plans: str) -> None:
         keep(Cell(member=name, plan=plan).id, finding, Path(results))
 
 
-def findings(member: Member, plans: Sequence[str], devices: Devices = CPUS) -> Iterator[tuple[str, Finding]]:
+def findings(member: Member, plans: Sequence[str], devices: Devices) -> Iterator[tuple[str, Finding]]:
     """What the model comes to under each plan, told on the way.
 
     Raises:
@@ -193,7 +193,8 @@ def _train(devices: Devices, member: Member, plan: str, root: Path, precision: s
     writes = root / "run"
     writes.mkdir()
     os.chdir(writes)
-    composed_attention()
+    if devices is GPUS:
+        composed_attention()
     options = {
         "strategy": "auto" if plan == PLAIN else strategy(plan, devices)(),
         "accelerator": devices.accelerator,

@@ -13,7 +13,7 @@ from tests.packages.plans import PLANS, engine
 
 #: An engine rounds otherwise at every operation; plain Lightning's run was moved by one rounding of each initial weight and gradient.
 _SWINGS = 4.0
-#: What stub GPUs say of what they haven't got: cuDNN's recurrent layers, and operators of which the CPU has none.
+#: The stub's own errors: it lacks cuDNN's recurrent layers, and operators that torch doesn't have for CPUs.
 _MISSING = re.compile(r"CUDNN_STATUS_NOT_SUPPORTED|not on the stub GPU")
 
 
@@ -111,7 +111,7 @@ class Finding(Verdict):
 
 
 def missing_on_the_stub(error: str) -> str:
-    """What ends plain Lightning's run as the stub GPUs haven't got it; empty for any other error."""
+    """The line of an error in which the stub GPUs report that they lack something; empty where no line does."""
     return next((line for line in error.splitlines() if _MISSING.search(line)), "")
 
 

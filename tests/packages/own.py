@@ -1,10 +1,10 @@
-"""Run another package's own tests as they are and with ``autopar`` everywhere on one device; what passes without it and fails with it
-is a difference.
+"""Run another package's own tests as they are and with ``autopar`` everywhere on one device. A test that passes without it and fails
+with it is a difference.
 
     python -m tests.packages.own NAME FOLDER [TEST ...] [--at VERSION]
 
-NAME is the distribution, FOLDER a checkout of its repository at the version that is installed, and each TEST a file or folder in it. What
-they came to is written into ``own.json`` beside this, which `python -m tests.packages.render` shows in docs/packages.md. It ends with 1
+NAME is the distribution, FOLDER a checkout of its repository at the version that is installed, and each TEST a file or folder in it. The
+results are written into ``own.json`` beside this, and `python -m tests.packages.render` shows them in docs/packages.md. It ends with 1
 where a difference has no reason in :data:`REASONS`.
 """
 
@@ -21,25 +21,25 @@ from pathlib import Path
 
 from tests.lightning_suite.suite import Case, cases, passing
 
-#: What the suites came to, by distribution.
+#: The results of each package's tests, by the package's name.
 OWN = Path(__file__).parent / "own.json"
 #: Tests that look at something which autopar must change, by distribution and test, and why.
 REASONS: Mapping[str, str] = {}
 
 HEAD = """## Their own tests
 
-What these packages test of themselves, run twice on one CPU device: as it is, and with `autopar` as the strategy of every Trainer
-that names none. A test that passes as it is and fails with `autopar` is a difference. Seconds are those of the tests that pass both
-ways; each run is planned for anew, as nothing is kept from run to run, and the tests' own runs mostly take less than a second. They
-were taken on a busy machine, one after the other.
+These packages' own tests were run twice on one CPU device: as they are, and with `autopar` as the strategy of every Trainer that names
+none. A test that passes as it is and fails with `autopar` is a difference. Seconds are those of the tests that pass both ways. Nothing is
+kept from run to run, so each run is planned anew. The machine did other work at the same time.
 """
 HOW = """Check out a package's repository at the version of the table, then run its tests by their files or folders:
-`python -m tests.packages.own NAME FOLDER TEST...` in the environment of `make packages`."""
+`python -m tests.packages.own NAME FOLDER TEST...` in the environment of `make packages`. scvi-tools needs `PYTEST_PLUGINS=rich.pretty`
+beside it: its code uses that module without importing it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """What a package's tests came to."""
+    """The results of one package's own tests."""
 
     version: str
     """The checkout's version."""
@@ -59,7 +59,7 @@ class Suite:
 
 
 def compared(plain: Mapping[str, Case], ours: Mapping[str, Case], tests: Sequence[str], installed: str) -> Suite:
-    """Both runs of a suite beside each other."""
+    """The results of both runs of a package's tests."""
     both = passing(plain) & passing(ours)
     return Suite(
         version=installed,
@@ -74,7 +74,7 @@ def compared(plain: Mapping[str, Case], ours: Mapping[str, Case], tests: Sequenc
 
 
 def section(suites: Mapping[str, Suite], reasons: Mapping[str, str] = REASONS) -> Iterator[str]:
-    """The lines that the page has of them."""
+    """The lines of the page's section."""
     if not suites:
         return
     yield from (
@@ -102,13 +102,13 @@ def section(suites: Mapping[str, Suite], reasons: Mapping[str, str] = REASONS) -
 
 
 def suites(results: Path = OWN) -> dict[str, Suite]:
-    """What is written, by distribution."""
+    """The results as they were written, by the package's name."""
     kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
     return {name: Suite(**{**suite, "seconds": tuple(suite["seconds"])}) for name, suite in kept.items()}
 
 
 def main() -> int:
-    """Run both and write what they came to."""
+    """Run both, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name")
     parser.add_argument("folder", type=Path)

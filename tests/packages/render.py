@@ -23,6 +23,8 @@ CUDA_RESULTS = HERE / "results_cuda.json"
 PAGE = ROOT / "docs" / "packages.md"
 #: What the versions are told of, beside the packages.
 BELOW = ("torch", "lightning", "peft", "deepspeed")
+#: The first two lines of each table of cells.
+COLUMNS = ("| Model | " + " | ".join(PLANS) + " |", "|---|" + "---|" * len(PLANS))
 
 HEAD = """# Other people's packages
 
@@ -46,11 +48,12 @@ one engine allowed, whose plan the planner chooses. Each cell shows its last run
 
 CUDA_HEAD = """## On two GPUs
 
-The same cells on two GPUs, against plain Lightning on one. **Not on the stub**: plain Lightning's own run fails there, as stub GPUs have no
-recurrent layers of cuDNN's, for one. **Not run**: without a result so far, or plain Lightning's run fails on any GPU (torch-uncertainty's
-SWAG adds numbers of the CPU to a GPU's). Neither is a pass. Attention is computed by its parts in both runs: a fused kernel draws dropout
-inside, which each rank of a split batch does by itself. On stub GPUs (tests/nullgpu) a cell shows that the run is right and comes to its
-end; of a GPU's own rounding and of time it says nothing. `make packages-cuda` renews these cells, and uses real GPUs where there are some.
+The same cells on two stub GPUs (tests/nullgpu), against plain Lightning on one. **Not on the stub**: plain Lightning's own run fails
+there, since stub GPUs lack something that it needs, such as cuDNN's recurrent layers. **Not run**: the cell has no result yet, or plain
+Lightning's own run fails for another reason (torch-uncertainty's SWAG adds tensors on the CPU to tensors on a GPU). Neither counts as a
+pass. Attention is computed by its parts in both runs: a fused kernel draws the dropout inside, so each rank of a split batch would draw
+its own. A cell shows that the run is right and ends. It says nothing about a GPU's own rounding, nor about time. `make packages-cuda`
+renews these cells.
 """
 
 #: Kinds of refusals by their sentences, whether such a cell can't run by nature, and why.
@@ -90,7 +93,7 @@ KINDS: Mapping[str, tuple[bool, str]] = {
 }
 
 
-def page(findings: Mapping[str, Finding], on_gpus: Mapping[str, Finding], own: Mapping[str, Suite] = {}) -> str:
+def page(findings: Mapping[str, Finding], on_gpus: Mapping[str, Finding], own: Mapping[str, Suite]) -> str:
     """The page's text; cells may be missing that weren't run.
 
     Args:
@@ -106,8 +109,7 @@ def page(findings: Mapping[str, Finding], on_gpus: Mapping[str, Finding], own: M
         lines += [
             f"## {package} {_versions()[_normal(package)]}",
             "",
-            "| Model | " + " | ".join(PLANS) + " |",
-            "|---|" + "---|" * len(PLANS),
+            *COLUMNS,
         ]
         for member in MEMBERS.values():
             if member.package == package:
@@ -138,8 +140,7 @@ def _on_gpus(findings: Mapping[str, Finding], cells: list[Cell], footnotes: list
     """One table of all models."""
     found = [findings[cell.id] for cell in cells if cell.id in findings]
     gpus = ", ".join(sorted({finding.gpus for finding in found})) or "none"
-    lines = [CUDA_HEAD, f"{_summary(found, len(cells))} GPUs: {gpus}.", "", "| Model | " + " | ".join(PLANS) + " |"]
-    lines.append("|---|" + "---|" * len(PLANS))
+    lines = [CUDA_HEAD, f"{_summary(found, len(cells))} GPUs: {gpus}.", "", *COLUMNS]
     for name in MEMBERS:
         lines.append(f"| **{name}** | " + " | ".join(_words(findings.get(f"{name}-{plan}"), footnotes) for plan in PLANS) + " |")
     return [*lines, ""]
@@ -172,8 +173,10 @@ def _summary(found: list[Finding], asked: int) -> str:
 
 
 def _words(finding: Finding | None, footnotes: list[str]) -> str:
-    if finding is None or finding.outcome == "not on the stub":
-        return "not run" if finding is None else finding.outcome
+    if finding is None:
+        return "not run"
+    if finding.outcome == "not on the stub":
+        return finding.outcome
     words = in_words(finding.outcome, [finding], footnotes)
     if finding.single is not None:
         words += f" ({f'as {finding.like}' if finding.like else 'float64'}; {finding.single:.0e})".replace("e-0", "e-")

@@ -20,6 +20,14 @@ from tests.packages.render import CUDA_RESULTS, PAGE, RESULTS, page, read
 from tests.packages.zoo import MEMBERS, PACKAGES
 
 NOT_THERE = "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
+#: Another project's test, which passes where its Trainer got ``autopar``.
+TRAINS = """
+from lightning.pytorch import Trainer
+
+def test_strategy():
+    trainer = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    assert type(trainer.strategy).__module__.startswith("lightning_autopar")
+"""
 NOTE = "the loss on parts of the batch differs from the whole batch's by 1e-02 of it"
 
 
@@ -121,7 +129,8 @@ def test_defects_are_on_the_page() -> None:
         f"{name}-fsdp": Finding(outcome="crashed", reason="lost"),
     }
     missing = Finding(outcome="not on the stub", reason=NOT_THERE, gpus="stub GPU")
-    text = page({**others, **bad}, {**others, f"{name}-single": missing, f"{name}-ddp": replace(bad[f"{name}-ddp"], gpus="stub GPU")})
+    on_gpus = {**others, f"{name}-single": missing, f"{name}-ddp": replace(bad[f"{name}-ddp"], gpus="stub GPU")}
+    text = page({**others, **bad}, on_gpus, {})
     assert text.count("1 different, 1 crashed") == 1
     assert "1 different, 0 crashed, 1 not on the stub" in text
     assert f"| **{name}** | not on the stub |" in text
@@ -130,7 +139,7 @@ def test_defects_are_on_the_page() -> None:
     assert "differs: 5e-1" in text
     assert "crashed [1]" in text
     assert "1. lost" in text
-    assert "not run" not in page(others, others).replace("## Not run", "")
+    assert "not run" not in page(others, others, {}).replace("## Not run", "")
     assert replace(others[f"{name}-ddp"], double=True, single=2e-5).double
 
 
@@ -150,8 +159,11 @@ def test_another_projects_tests_run_from_its_folder_and_must_be_some(tmp_path: P
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     (tmp_path / "tests" / "test_them.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
-    found = cases(tmp_path, ["tests"], everywhere=False, options=("-o", "addopts="))
-    assert passing(found) == {"test_them::test_good"}
-    assert set(found) == {"test_them::test_good", "test_them::test_bad"}
+    (tmp_path / "tests" / "test_trainer.py").write_text(TRAINS)
+    found = cases(tmp_path, ["tests"], everywhere=True, options=("-o", "addopts="))
+    assert passing(found) == {"test_them::test_good", "test_trainer::test_strategy"}
+    assert set(found) == {*passing(found), "test_them::test_bad"}
+    with pytest.raises(RuntimeError, match="no Trainer got autopar"):
+        cases(tmp_path, ["tests/test_them.py"], everywhere=True)
     with pytest.raises(RuntimeError, match="ran no test"):
         cases(tmp_path, ["nothing"], everywhere=False)
