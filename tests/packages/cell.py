@@ -58,7 +58,7 @@ def main(name: str, results: str, accelerator: str, *plans: str) -> None:
         keep(Cell(member=name, plan=plan).id, finding, Path(results))
 
 
-def findings(member: Member, plans: Sequence[str], devices: Devices) -> Iterator[tuple[str, Finding]]:
+def findings(member: Member, plans: Sequence[str], devices: Devices = CPUS) -> Iterator[tuple[str, Finding]]:
     """What the model comes to under each plan, told on the way.
 
     Raises:
