@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lightning_autopar.memory.trace.first_batch import FirstBatch
@@ -169,3 +170,11 @@ def test_a_module_that_was_in_double_precision_says_its_own_type_again() -> None
     with in_double(module):
         assert module.dtype == torch.float64
     assert (module.dtype, module.layer.weight.dtype) == (torch.float32, torch.float32)
+
+
+def test_fake_parameters_that_nothing_wrote_to_are_not_compared() -> None:
+    with FakeTensorMode():
+        module = nn.Linear(2, 2)
+        with undone(module) as effects:  # to compare fake tensors without known values raises
+            module(torch.zeros(1, 2))
+    assert not effects.written
