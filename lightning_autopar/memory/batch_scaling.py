@@ -193,6 +193,7 @@ def _tape(tape: Tape, share: Fraction) -> Tape:
     """The same events with other sizes."""
     sizes, kinds = np.array(tape.sizes, dtype=np.int64), np.array(tape.kinds, dtype=np.int8)
     growing = np.isin(kinds, _GROWING)
-    sizes[growing] = -(-sizes[growing] * share.numerator // share.denominator)
+    whole, rest = np.divmod(sizes[growing], share.denominator)  # the products of all sizes may have too many digits
+    sizes[growing] = whole * share.numerator - (-rest * share.numerator // share.denominator)
     slopes = {storage: -(-slope * share.numerator // share.denominator) for storage, slope in tape.slopes.items()}
     return replace(tape, sizes=array("q", sizes.tobytes()), slopes=slopes)

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from lightning_autopar.memory.batch_scaling import scaled
+from lightning_autopar.memory.batch_scaling import longer, scaled
 from lightning_autopar.memory.footprint import LayerFootprint, Moment
 from lightning_autopar.memory.tape import Tape
 from tests.fakes.values import MIB, footprint
@@ -94,6 +94,8 @@ def test_a_tape_keeps_its_events() -> None:
     assert [event.size_bytes for event in half] == [100, 15, 0, 4, 10**12 // 2, 50, 0]
     assert [(event.action, event.storage, event.kind) for event in half] == [(event.action, event.storage, event.kind) for event in tape]
     assert scaled(step, 8).tape == tape
+    many = longer(step, 4000.0001).tape  # whose sizes times the fraction's numerator have more than 64 bits
+    assert many is not None and [event.size_bytes for event in many] == [100, 120_001, 0, 28_001, 4000 * 10**12 + 10**8, 50, 0]
     assert [event.size_bytes for event in tape][1] == 30
 
 

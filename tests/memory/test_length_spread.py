@@ -33,6 +33,11 @@ def test_bytes_grow_as_the_two_traced_batches_say(curve: object, times: tuple[fl
         assert lengths.growth_at(each) == pytest.approx(curve(400 * each) / curve(400), rel=1e-6)  # type: ignore[operator]
 
 
+def test_sizes_that_are_close_show_no_more_than_a_cube() -> None:
+    # What took a third as much had another cause than its size: by a power through both, 16 times the size took 10**131 times the bytes.
+    assert seen((396, 400), (100, 300)).growth_at(16) == 16**3
+
+
 def test_the_margin_covers_what_was_not_looked_at() -> None:
     chance, covered = random.Random(1), 0
     for _ in range(100):
