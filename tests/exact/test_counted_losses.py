@@ -372,7 +372,7 @@ class Places(Late):
         return self.ids[index], *([torch.tensor([begin, 6])] if self.column else [begin, 6])
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*is no mean, sum, maximum or minimum over the parts")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*is no mean, root mean square, sum")
 @pytest.mark.parametrize(("plan", "column", "words"), [("ddp", False, "0"), ("single in parts", True, "0 and 6")])
 def test_a_stream_whose_samples_begin_elsewhere_later_ends_the_run(plan: str, column: bool, words: str) -> None:
     """As long as all are alike, the loss is a mean over samples; and no count of a batch's entries is what it is a mean over."""

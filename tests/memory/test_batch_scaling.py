@@ -95,7 +95,8 @@ def test_a_tape_keeps_its_events() -> None:
     assert [(event.action, event.storage, event.kind) for event in half] == [(event.action, event.storage, event.kind) for event in tape]
     assert scaled(step, 8).tape == tape
     many = longer(step, 4000.0001).tape  # whose sizes times the fraction's numerator have more than 64 bits
-    assert many is not None and [event.size_bytes for event in many] == [100, 120_001, 0, 28_001, 4000 * 10**12 + 10**8, 50, 0]
+    assert many is not None
+    assert [event.size_bytes for event in many] == [100, 120_001, 0, 28_001, 4000 * 10**12 + 10**8, 50, 0]
     assert [event.size_bytes for event in tape][1] == 30
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_autopar._lightning import Trainer, rank_zero_warn
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.logs.log_rules import LogRules
+from lightning_autopar.exact.logs.log_rules import MEANS, LogRules
 
 #: Lightning's own reductions by their names, which other processes understand.
 REDUCTIONS: dict[Any, str] = {
@@ -182,7 +182,13 @@ class Combiner:
     def tell_partly(self, entry: Entry, rows: int, of: int) -> None:
         """Say, once, that a mean was logged for some of a batch's samples, as each of its parts decides by its own whether it logs."""
         key = entry.fx, entry.name
-        if not 0 < rows < of or entry.is_metric or entry.own or key in self._told or (self._rules.get(key) or entry.reduction) != "mean":
+        if (
+            not 0 < rows < of
+            or entry.is_metric
+            or entry.own
+            or key in self._told
+            or (self._rules.get(key) or entry.reduction) not in ("mean", *MEANS)
+        ):
             return
         self._told.add(key)
         rank_zero_warn(
@@ -242,6 +248,9 @@ def _reduce(kind: str, values: Tensor, weights: Tensor, counts: Tensor) -> Tenso
     if kind == "latest":
         place = torch.arange(len(values), device=values.device).unsqueeze(1)
         return values.gather(0, torch.where(counts, place, -1).amax(0, keepdim=True)).squeeze(0)
+    into, back = MEANS.get(kind, (None, None))
+    if into is not None and back is not None:
+        return back(_reduce("mean", into(values), weights, counts))
     return torch.where(counts, values * weights, 0.0).sum(0) / weights.sum(0)
 
 

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar.exact.data.counted_entries import Count, Rule
 
-#: Hook and name of a logged value → ``"mean"`` (over samples), ``"sum"``, ``"max"``, ``"min"``, or what it is a mean over. The loss of
-#: ``training_step`` has the name ``""``; without a rule it is a mean over samples.
+#: Other means over samples: how values go into the sum, and how the result comes back. A root-mean-square error is the first, a perplexity
+#: the second. Only logged values follow them: a loss that does has other gradients than the mean of its parts.
+MEANS: dict[Any, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "root mean square": (torch.square, torch.sqrt),
+    "geometric mean": (torch.log, torch.exp),
+}
+#: Hook and name of a logged value → ``"mean"`` (over samples), ``"sum"``, ``"max"``, ``"min"``, one of :data:`MEANS`, or what it is a mean
+#: over. The loss of ``training_step`` has the name ``""``; without a rule it is a mean over samples.
 LogRules = Mapping[tuple[str, str], Rule]
 
 #: Relative difference up to which a rule explains a value: the effect of single precision's rounding with terms that cancel.
@@ -70,7 +77,7 @@ class LogComparison:
 
     def _notes(self, *, steps: bool) -> tuple[str, ...]:
         return tuple(
-            f"the value {name!r} logged in {hook} is no mean, sum, maximum or minimum over the parts of "
+            f"the value {name!r} logged in {hook} is no mean, root mean square, sum, maximum or minimum over the parts of "
             + (f"a batch: split, it differs by {self.apart[hook, name]:.2g} of it" if (hook, name) in self.apart else "every batch")
             for (hook, name), rules in self.matching.items()
             if not rules and hook.endswith("_step") == steps
@@ -79,7 +86,9 @@ class LogComparison:
     @property
     def ambiguous(self) -> bool:
         """Whether other splits and batches may tell more: the sum and the maximum of a count and a zero are the same, say."""
-        return any(len(rules) > 1 and sum(isinstance(rule, str) for rule in rules) != 1 for rules in self.matching.values())
+        # Parts whose values are close to each other have nearly the same mean of any kind.
+        open_to = ([rule for rule in rules if "mean" not in rules or rule not in MEANS] for rules in self.matching.values())
+        return any(len(rules) > 1 and sum(isinstance(rule, str) for rule in rules) != 1 for rules in open_to)
 
     def narrowed(self, other: LogComparison) -> LogComparison:
         """This comparison without the rules that don't hold for another batch, or another split of it."""
@@ -177,6 +186,9 @@ def _distances(whole: float, values: Sequence[float], rows: Sequence[float], wei
     finite = [abs(value) for value in values if math.isfinite(value)]
     scale = max([abs(whole), *finite])
     simple: dict[Rule, float] = {"mean": weighted(values, rows), "sum": sum(values), "max": max(values), "min": min(values)}
+    if min(values) > 0:
+        parts, shares = torch.tensor(values, dtype=torch.float64), torch.tensor(rows, dtype=torch.float64)
+        simple |= {name: float(back((into(parts) * shares).sum())) for name, (into, back) in MEANS.items()}
     # One that isn't finite may come from a part that has nothing to count.
     found = {rule: _relative(value - whole, scale) if len(finite) == len(values) else math.inf for rule, value in simple.items()}
     return found | {count: _relative(weighted(values, shares) - whole, scale) for count, shares in weights.items()}

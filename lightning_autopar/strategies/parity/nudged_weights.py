@@ -327,7 +327,8 @@ class LaterSteps(KeptRuns):
         if found.difference:
             return found
         words = (
-            f"the value {key[1]!r} logged in {key[0]} is no mean, sum, maximum or minimum over the parts of a batch that has "
+            f"the value {key[1]!r} logged in {key[0]} is no mean, root mean square, sum, maximum or minimum over the parts of "
+            + "a batch that has "
             + " or ".join(count.left_out for count in counts)
             for key, counts in lost.items()
             if LOSS not in lost  # else such a batch ends the run

@@ -38,7 +38,7 @@ from lightning_autopar.exact.data.counted_entries import (
     value_at,
 )
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, share_of
-from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, shares_alike
+from lightning_autopar.exact.logs.log_rules import MEANS, LogComparison, Logged, compare_logs, shares_alike
 from lightning_autopar.exact.logs.logging_hooks import mentions
 from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.strategies.parity.draw_probe import Observation, everything
@@ -450,7 +450,7 @@ class Weighing:
         found = self._of_losses(observed, shares, double=double).matching
         rules = list(found.values()) or [()]
         return LogComparison(
-            matching={LOSS: tuple(rule for rule in rules[0] if all(rule in each for each in rules) and rule not in ("max", "min"))}
+            matching={LOSS: tuple(rule for rule in rules[0] if all(rule in each for each in rules) and rule not in ("max", "min", *MEANS))}
         )
 
     def _of_losses(self, observed: Observation, shares: Sequence[BatchShare], *, double: bool = False) -> LogComparison:

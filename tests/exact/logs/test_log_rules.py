@@ -26,6 +26,8 @@ def logged(*values: float, reduce_fx: str = "mean", hook: str = "training_step")
         (1.0, (1.0, 2.5), "min", "min"),
         (4.0, (4.0, 4.0), "sum", "mean"),  # a constant
         (0.0, (0.0, 0.0), "mean", "mean"),
+        (1.7606817, (1.0, 2.5), "mean", "root mean square"),  # ((3 × 1 + 2 × 2.5²) / 5) ** 0.5
+        (1.4426999, (1.0, 2.5), "mean", "geometric mean"),  # exp of (3 × log 1 + 2 × log 2.5) / 5: a perplexity
     ],
 )
 def test_the_rule_is_what_gives_the_whole_batchs_value(whole: float, parts: tuple[float, float], reduce_fx: str, rule: str) -> None:
@@ -55,7 +57,7 @@ def test_what_is_nearly_a_mean_is_told_from_one() -> None:
     assert "differs by 2.5e-05" in near.notes[0]
     parts = logged(1.0, 1.000004)
     largest = compare_logs(logged(1.000004)[0], parts, [1, 1])
-    assert largest.matching["training_step", "x"] == ("mean", "max", "min")
+    assert largest.matching["training_step", "x"] == ("mean", "max", "min", "root mean square", "geometric mean")
     largest = compare_logs(logged(1.000004)[0], parts, [1, 1], double=True)
     assert largest.rules == {("training_step", "x"): "max"}
 
@@ -64,8 +66,12 @@ def test_other_batches_decide_what_the_first_leaves_open() -> None:
     nothing = compare_logs(logged(0.0)[0], logged(0.0, 0.0), [1, 1])
     count = compare_logs(logged(3.0)[0], logged(1.0, 2.0), [1, 1])
     assert nothing.narrowed(count).rules == {("training_step", "x"): "sum"}
+    near = compare_logs(logged(1.0001)[0], logged(1.0, 1.0002), [1, 1])
+    assert near.matching["training_step", "x"] == ("mean", "root mean square", "geometric mean")
+    assert not near.ambiguous  # as that would take another batch for every loss whose parts are close
+    assert near.narrowed(compare_logs(logged(5**0.5)[0], logged(1.0, 3.0), [1, 1])).rules == {("training_step", "x"): "root mean square"}
     mean = compare_logs(logged(1.5)[0], logged(1.0, 2.0), [1, 1])
-    assert "'x' logged in training_step is no mean, sum, maximum or minimum" in mean.narrowed(count).notes[0]
+    assert "'x' logged in training_step is no mean, root mean square, sum, maximum or minimum" in mean.narrowed(count).notes[0]
 
 
 def test_recording_takes_every_way_to_log_and_is_undone() -> None:
@@ -94,6 +100,8 @@ class Verbose(pl.LightningModule):
         # None in any but the last batch of the loader without shuffle.
         self.log(f"{prefix}_far", (batch[0][:, 0] > 5).float().sum(), on_step=False, on_epoch=True)
         self.log(f"{prefix}_worst", error.max(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log(f"{prefix}_rmse", error.square().mean().sqrt(), on_step=False, on_epoch=True)
+        self.log(f"{prefix}_perplexity", error.mean().exp(), on_step=False, on_epoch=True)
         return error.mean()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
