@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 import traceback
 import unicodedata
+from types import FrameType
 
 from lightning_autopar._root import is_installed, is_users
 
@@ -167,3 +169,11 @@ def users_line(error: BaseException | None) -> str:
                 own = f", at {os.path.basename(file)}:{line}"
         error = error.__cause__ or error.__context__
     return own or installed
+
+
+def running_line() -> str:
+    """The innermost such line of the code that runs now, the user's own or a package's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (not is_users(frame) or frame.f_code.co_filename.startswith("<")):
+        frame = frame.f_back
+    return "" if frame is None else f", at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -31,6 +31,7 @@ from lightning_autopar.strategies.pipeline.stages.tainted_tensors import (
     updates_metric,
     written_by,
 )
+from lightning_autopar.text import running_line
 
 _DIFFERENTIATING = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 _END = 1 << 30
@@ -189,7 +190,8 @@ class StepRecorder:
             self._next_part()
         self.use((args, kwargs))
         if func in READING:
-            self._join(self._part, _END, f"code before it reads a value of the model's ({name}), which every later stage would need")
+            told = f"code before it reads a value of the model's ({name}{running_line()}), which every later stage would need"
+            self._join(self._part, _END, told)
             return func(*args, **kwargs)
         target = written_by(name, args, kwargs)
         shapes = self._without_values(func, name, args, kwargs)

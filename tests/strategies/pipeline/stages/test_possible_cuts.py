@@ -321,7 +321,7 @@ class Hoards(Stacked):
 @pytest.mark.parametrize(
     ("kind", "blocks", "words"),
     [
-        (Reads, {"blocks.2", "blocks.3"}, "reads a value of the model's"),
+        (Reads, {"blocks.2", "blocks.3"}, r"reads a value of the model's \(__bool__, at test_possible_cuts\.py:\d+\)"),
         (Shapes, {"blocks.2", "blocks.3"}, "__getitem__"),
         (Differentiates, ALL, "differentiates by itself"),
         (Moves, ALL, r"asks for a parameter's gradient, as module\.to\(\)"),
