@@ -61,7 +61,7 @@ def of_whole_batch(weight: Callable[[], float]) -> Callable[..., Any]:
     """
 
     def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first argument is the optimizer itself
+        closure: Any = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first argument is the optimizer itself
 
         def combined() -> Any:
             loss = closure()
