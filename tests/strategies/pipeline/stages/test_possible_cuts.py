@@ -146,6 +146,13 @@ class Differentiates(Stacked):
         return y + slope.pow(2).mean()
 
 
+class FromDistances(Stacked):
+    """Computes what its blocks get from an input whose gradients are the forces."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(x.requires_grad_().square())
+
+
 class Moves(Stacked):
     """Takes its blocks to the device where they are needed, which moves their gradients as well."""
 
@@ -324,6 +331,7 @@ class Hoards(Stacked):
         (Reads, {"blocks.2", "blocks.3"}, "reads a value of the model's"),
         (Shapes, {"blocks.2", "blocks.3"}, "__getitem__"),
         (Differentiates, ALL, "differentiates by itself"),
+        (FromDistances, ALL, r"asks for gradients of a tensor that isn't a parameter \(requires_grad_\)"),
         (Moves, ALL, r"asks for a parameter's gradient, as module\.to\(\)"),
         (Twice, {"blocks.2", "blocks.3"}, r"'blocks\.1' runs before it and again after it"),
         (SideChannel, {"blocks.2", "blocks.3"}, "without having been returned"),
