@@ -278,6 +278,9 @@ class StepRecorder:
                 self._join(2 * self._order.index(fqn) + 1, self._part, f"{fqn!r} runs before it and again after it")
                 self.use(list(self._blocks[fqn].parameters()))
                 return forward(*args, **kwargs)
+            if torch.is_inference_mode_enabled():  # torch doesn't count writes to tensors there
+                self.refuse(f"{fqn!r} runs under torch.inference_mode, in which stages can't hand tensors on; use torch.no_grad() there")
+                return forward(*args, **kwargs)
             self._begin(fqn)
             given = list(places((args, kwargs)))
             versions = [(leaf, leaf._version) for _, leaf in given if isinstance(leaf, Tensor)]
