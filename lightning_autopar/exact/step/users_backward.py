@@ -1,4 +1,5 @@
-"""Backward passes that the user's code begins itself (``loss.backward()``) in manual optimization, past Lightning's ``manual_backward``.
+"""Backward passes that the user's code begins itself (``loss.backward()``) in manual optimization, past Lightning's ``manual_backward``;
+and the closures that it gives to an optimizer there.
 
 Each loss counts by its rank's share of the batch. Where the engine leaves the gradients to this rank, they are averaged over all of them.
 Knows autograd and a process group; nothing of engines or trainers.
@@ -49,6 +50,32 @@ def noticed(weight: Callable[[], float], ours: Callable[[], bool], done: Done, h
 
     with patched(torch.autograd, "backward", backward):
         yield
+
+
+def of_whole_batch(weight: Callable[[], float]) -> Callable[..., Any]:
+    """A hook before an optimizer's step, after which the step's closure returns the whole batch's loss, the same on all ranks. Where an
+    optimizer looks at the loss (L-BFGS does), ranks would else take steps of different lengths, or call the closure more or less often.
+
+    Args:
+        weight: of this rank's loss now.
+    """
+
+    def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        closure: Any = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first argument is the optimizer itself
+
+        def combined() -> Any:
+            loss = closure()
+            if not isinstance(loss, (Tensor, float)):
+                return loss
+            whole = torch.as_tensor(loss).detach()
+            whole = whole.to(optimizer.param_groups[0]["params"][0].device) * weight() if weight() else torch.zeros_like(whole)
+            dist.all_reduce(whole)
+            whole /= dist.get_world_size()
+            return whole if isinstance(loss, Tensor) else whole.item()
+
+        return (args, kwargs) if closure is None else ((args[0], *args[2:]), {**kwargs, "closure": combined})
+
+    return before
 
 
 def weighed(loss: Tensor, weight: float) -> Tensor:

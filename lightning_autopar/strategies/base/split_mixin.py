@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from lightning_autopar._lightning import Trainer
+from lightning_autopar._lightning_compat import bare_optimizer
 from lightning_autopar._root import NOT_THE_USERS, is_users, package_of
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.logs.combined_values import already_global
@@ -24,7 +25,7 @@ from lightning_autopar.exact.logs.logging_hooks import overridden
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from lightning_autopar.exact.step.shared_network import SharedNetwork
-from lightning_autopar.exact.step.users_backward import average, noticed
+from lightning_autopar.exact.step.users_backward import average, noticed, of_whole_batch
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
 
@@ -66,6 +67,13 @@ class SplitMixin(EngineMixin):
             self._exit.enter_context(patched(loop._results, "log", _whole(loop._results.log)))
         for metric in metrics_of(module):
             self._exit.enter_context(patched(metric, "distributed_available_fn", _alone))
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """See :class:`.EngineMixin`."""
+        super().setup_optimizers(trainer)
+        if self.splits and not self.run_plan.shared and not trainer.lightning_module.automatic_optimization:
+            for optimizer in map(bare_optimizer, self.optimizers):
+                self._exit.callback(optimizer.register_step_pre_hook(of_whole_batch(self._weight)).remove)
 
     def _weight(self) -> float:
         return 1.0 if self._share is None else self._share.weight

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from types import MemberDescriptorType
@@ -99,6 +100,8 @@ def initialize(module: nn.Module, optimizer: Optimizer | None, config: dict[str,
     # It searches each module's output for parameters by ``vars``, which fails for numbers and objects with slots.
     parameter_offload.vars = _attributes
     partitioned_param_coordinator.get_all_parameters = _partitioned
+    hook = _ORIGINALS.setdefault("apply_to_tensors_only", parameter_offload.apply_to_tensors_only)
+    parameter_offload.apply_to_tensors_only = lambda function, *args, **kwargs: hook(partial(_as_plain, function), *args, **kwargs)
     copying = device_type == "cpu" and "offload_param" in config["zero_optimization"]
     for name in ("NoGatherHandle", "NoGatherCoalescedHandle"):
         original = _ORIGINALS.setdefault(name, getattr(partitioning, name))
@@ -149,6 +152,18 @@ def _attributes(value: Any) -> dict[str, Any]:
     """An object's attributes by ``vars`` and slots; empty for an object with neither."""
     slots = (name for kind in type(value).__mro__ for name in vars(kind) if isinstance(vars(kind)[name], MemberDescriptorType))
     return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
+
+
+def _as_plain(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What DeepSpeed's function gives for what a module takes or returns, as a tensor of the user's own class with the same attributes. Its
+    functions detach a tensor; of such a class that makes a view, and torch refuses operations in place on a view that a function has made.
+    """
+    kind: Any = type(tensor)
+    if kind in (Tensor, nn.Parameter) or kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        return function(tensor)
+    result: Tensor = function(tensor.as_subclass(Tensor)).as_subclass(kind)
+    vars(result).update(vars(tensor))
+    return result
 
 
 def _partitioned(module: Any, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:

@@ -47,6 +47,39 @@ class ByHand(Fitted):
         self.manual_backward(loss)
 
 
+class ByLoss(torch.optim.SGD):
+    """Takes longer steps where the loss that its closure returns is large."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for group in self.param_groups:
+            group["lr"] = 0.01 * float(loss)
+        super().step()
+        return loss
+
+
+class ByHandByLoss(Fitted):
+    """Gives such an optimizer a closure, past Lightning's wrapper in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=batch_idx % 2 == 0)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss.detach() if batch_idx % 3 else loss.item()
+
+        self.log("loss", optimizer.step(closure))
+
+    def configure_optimizers(self) -> Any:
+        return ByLoss(self.parameters(), 0.01)
+
+
 class Hooked(Fitted):
     """Has hooks on its own forward, which some of its steps call."""
 
@@ -66,6 +99,10 @@ class Hooked(Fitted):
 @pytest.mark.parametrize("make", [Fitted, Skipping, Hooked])
 def test_training_is_plain_lightnings(make: Any, options: dict[str, Any]) -> None:
     assert_same(make, numbers(), plan("ddp"), **options)
+
+
+def test_a_closure_of_manual_optimization_returns_the_whole_batch_s_loss() -> None:
+    assert_same(ByHandByLoss, numbers(26), plan("ddp", shares=(1, 3)))
 
 
 @pytest.mark.parametrize("make", [Fitted, ByHand])

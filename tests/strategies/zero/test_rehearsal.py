@@ -68,14 +68,15 @@ class Labelled(Tensor):
 
 
 class Labelling(Fitted):
-    """Looks at what its rows are, and has a function of its own in the place of ``forward``."""
+    """Looks at what its rows are, changes them in place, and has a function of its own in the place of ``forward``."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.bent = nn.LeakyReLU(inplace=True)
         self.forward = self.labelled  # type: ignore[method-assign]
 
     def labelled(self, rows: Tensor) -> Tensor:
-        found: Tensor = self.net(rows.as_subclass(Labelled))
+        found: Tensor = self.bent(self.net(rows.as_subclass(Labelled)))
         scaled = found @ self.net[4].weight  # the rows come first, the parameter second
         if {type(found), type(scaled)} != {Labelled}:
             raise TypeError(f"the rows' class is lost: {type(found)}, {type(scaled)}")

@@ -53,7 +53,7 @@ class RunningStep:
 
 def explain(engine: Any, error: BaseException) -> None:
     """If memory ran out, add to the exception where, what was promised and predicted of a GPU, and what to do; to an error of CUDA's
-    what is wrong with the GPU, if the driver knows.
+    what is wrong with the GPU, if the driver knows; and that other ranks run the user's code, to one of a file that is there already.
 
     Args:
         engine: an :class:`.EngineMixin`, on whose rank it was raised.
@@ -61,6 +61,11 @@ def explain(engine: Any, error: BaseException) -> None:
     device = engine.run_plan.devices[engine._rank]
     if isinstance(error, torch.AcceleratorError) and (said := of_its_gpu(device)):
         error.add_note(f"autopar: this is rank {engine._rank} on {device.id}{said}")
+    if isinstance(error, FileExistsError) and (ranks := engine.run_plan.plan.world_size) > 1:
+        error.add_note(
+            f"autopar: this is rank {engine._rank} of {ranks}, and all of them run this code: another one may have made {error.filename!r} "
+            "first. Let it be there (exist_ok=True), or make it where trainer.is_global_zero is true"
+        )
     if not out_of_memory(error) or WHERE in vars(error):  # it may be asked of a rank that couldn't leave its step
         return
     trainer, running = engine._trainer, engine.running

@@ -118,6 +118,8 @@ class Together:
         #: The optimizer whose step runs, after its closure; and of how many steps: torch calls the hooks for its base class's step as well.
         self._stepping: Any = None
         self._depth = 0
+        #: What went wrong in hooks of later steps and epochs, other than that a value is another stage's.
+        self.failed: dict[str, None] = {}
         #: Runs the optimizers' step of the last batch once more, with its hooks, on a stage.
         self._step_again: Callable[[Stage], None] | None = None
         self._precision = precision or Precision()
@@ -240,7 +242,8 @@ class Together:
 
     def end_epoch(self) -> str | None:
         """Run the hooks around an epoch's steps that may look at parameters or call a part of the module, on each stage, as those of later
-        epochs too where they ask for that; a sentence if one needs another stage's, or keeps a copy of them.
+        epochs too where they ask for that; a sentence if one needs another stage's, or keeps a copy of them. Other errors are noted in
+        :attr:`failed`: whether the whole module's hooks fail likewise is for the caller to try.
         """
         module = self.stages[0].module
         words = {*_PARAMETERS, *(name for name, child in module.named_children() if next(child.parameters(), None) is not None)}
@@ -260,8 +263,8 @@ class Together:
                         stage.rehearsal._hook(name, *[saved] * (name == _SAVING))
                         if index == 0:  # it alone writes the file
                             stage.rehearsal._called(name, _read, saved)
-                    if found := next((note for note in stage.rehearsal.notes if MissingValue.__name__ in note), None):
-                        return of_hook(found)
+                    if found := self._missing(stage):
+                        return found
                     if kept := names_of_absent(stage.module) - before:
                         return f"in stages {name} keeps a copy of weights in {min(kept)!r}, and each stage holds a part of them"
         return self._later_steps(words)
@@ -278,9 +281,14 @@ class Together:
             stage.rehearsal.give_number(number)
             with no_effects():
                 self._step_again(stage)
-            if found := next((note for note in stage.rehearsal.notes if MissingValue.__name__ in note), None):
-                return of_hook(found)
+            if found := self._missing(stage):
+                return found
         return None
+
+    def _missing(self, stage: Stage) -> str | None:
+        """The sentence about a hook that has just read what another stage has; what else went wrong is added to :attr:`failed`."""
+        self.failed.update(stage.rehearsal.notes)
+        return next((of_hook(note) for note in stage.rehearsal.notes if MissingValue.__name__ in note), None)
 
     def _taken(self, stage: Stage) -> dict[str, Tensor]:
         """Take the gradients of a stage's parameters, which are then set to None."""

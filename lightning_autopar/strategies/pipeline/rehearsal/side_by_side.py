@@ -35,6 +35,7 @@ from lightning_autopar.strategies.pipeline.rehearsal.difference import (
     Step,
     difference,
     leftovers_apart,
+    of_hook,
     tensor_distance,
 )
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision, Together, rehearse
@@ -109,6 +110,8 @@ class Trial:
         self.counted: tuple[str, ...] = ()
         #: Lists to which a step appends what only the last stage has.
         self.appended: dict[str, None] = {}
+        #: What went wrong in hooks of later steps and epochs of the whole module.
+        self._failed: dict[str, None] = {}
         self._double: Trial | None = None
 
     def run_whole(self) -> str | None:
@@ -271,6 +274,12 @@ class Trial:
         self.appended.update(dict.fromkeys(left))
         if self._fn == "fit" and (sentence := together.end_epoch()) is not None:
             return sentence
+        if not cuts:
+            self._failed = together.failed
+        elif together.failed:  # such hooks may fail because it's a trial, whole as well
+            whole = self._stages(())
+            apart = [note for note in together.failed if note not in self._failed]
+            return whole if isinstance(whole, str) else of_hook(apart[0]) if apart else found
         return found
 
     def _collect(self, step: Step, together: Together, before: Sequence[Mapping[str, Tensor]], theirs: Step) -> None:

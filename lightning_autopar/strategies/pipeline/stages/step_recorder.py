@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_autopar.exact.absent.absent_tensor import AbsentMode, MissingValue, absent_like
 from lightning_autopar.exact.absent.rules import READING
+from lightning_autopar.exact.step.users_backward import parameters_behind
 from lightning_autopar.memory.work.operations import operation
 from lightning_autopar.strategies.pipeline.stages.block_outputs import EscapedOutputs, describe, flattened, places
 from lightning_autopar.strategies.pipeline.stages.block_router import computed_from_shapes, find_block, opaque_methods
@@ -156,7 +157,9 @@ class StepRecorder:
             if made is not None and made < self._part:
                 self._use_extra(tensor, made)
             elif made is None and self._running is None and tensor.requires_grad and not tensor.is_leaf and not is_marked(tensor):
-                self.refuse("the step uses parameters in code that torch doesn't show, such as TorchScript")
+                own = "asks for gradients of a tensor that isn't a parameter (requires_grad_), to which every stage would add a part"
+                hidden = "uses parameters in code that torch doesn't show, such as TorchScript"
+                self.refuse(f"the step {hidden if parameters_behind([tensor.grad_fn]) else own}")
 
     def _use_extra(self, tensor: Tensor, made: int) -> None:
         """A tensor is used that a block made and didn't return: it can cross cuts if a hook or an attribute gave it out."""
@@ -276,6 +279,9 @@ class StepRecorder:
             if fqn in self._order and not self._again:
                 self._join(2 * self._order.index(fqn) + 1, self._part, f"{fqn!r} runs before it and again after it")
                 self.use(list(self._blocks[fqn].parameters()))
+                return forward(*args, **kwargs)
+            if torch.is_inference_mode_enabled():  # torch doesn't count writes to tensors there
+                self.refuse(f"{fqn!r} runs under torch.inference_mode, in which stages can't hand tensors on; use torch.no_grad() there")
                 return forward(*args, **kwargs)
             self._begin(fqn)
             given = list(places((args, kwargs)))

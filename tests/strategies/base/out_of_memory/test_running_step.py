@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.strategies.base.out_of_memory import running_step
 from lightning_autopar.strategies.base.worker_exception import WHERE
 from tests.strategies.base.out_of_memory.test_rerun import allocate
-from tests.strategies.fitted import QUIET, Fitted, numbers
+from tests.strategies.fitted import QUIET, Fitted, fit, numbers, plan
 
 
 class _Short(torch.optim.SGD):
@@ -78,3 +79,20 @@ def test_an_error_of_cudas_gets_what_the_driver_says_of_the_gpu(tmp_path: Path, 
     with pytest.raises(torch.AcceleratorError) as raised:
         trainer.fit(Fitted(), *(DataLoader(numbers(), batch_size=8) for _ in range(2)))
     assert raised.value.__notes__[0] == "autopar: this is rank 0 on cpu:0; of its GPU: cpu:0 is lost"
+
+
+class MakesAFolder(Fitted):
+    """As one process may, without asking whether it is there."""
+
+    folder = Path()
+
+    def on_train_epoch_end(self) -> None:
+        self.folder.mkdir()
+
+
+def test_a_folder_that_another_rank_has_made_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MakesAFolder, "folder", tmp_path / "pictures")
+    with pytest.raises(FileExistsError) as raised:
+        fit(MakesAFolder, numbers(8), plan("ddp"), max_epochs=1)
+    words = r"this is rank [01] of 2, and all of them run this code: another one may have made '.*pictures' first\. Let it be there"
+    assert re.search(words, "".join(raised.value.__notes__))

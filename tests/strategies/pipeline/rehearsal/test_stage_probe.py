@@ -443,6 +443,30 @@ def test_a_hook_that_looks_at_parameters_in_later_steps() -> None:
     )
 
 
+class ReadsMomentsLater(Tells):
+    """From the third step on, reads what the optimizer keeps of each parameter: a stage's optimizer keeps nothing of other stages'."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step > 2:
+            state = self.optimizers().state  # type: ignore[union-attr]
+            self.numbers = [state[parameter]["step"] for parameter in self.parameters()]
+
+
+class FailsAnyway(Tells):
+    """From the third step on, fails on the whole module as well."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step > 2:
+            raise KeyError(sum(parameter.numel() for parameter in self.parameters()))
+
+
+def test_a_hook_that_fails_in_later_steps_on_stages_alone() -> None:
+    refusal = probed(ReadsMomentsLater()).value.refusal
+    assert refusal is not None
+    assert re.search(r"in stages on_train_batch_end fails \(KeyError: 'step', at \w+.py:\d+\)", refusal)
+    assert probed(FailsAnyway()).value.refusal is None
+
+
 class Careless(torch.optim.SGD):
     """Takes it for granted that each parameter has a gradient."""
 

@@ -146,6 +146,22 @@ class Differentiates(Stacked):
         return y + slope.pow(2).mean()
 
 
+class FromDistances(Stacked):
+    """Computes what its blocks get from an input whose gradients are the forces."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(x.requires_grad_().square())
+
+
+class Inferred(Stacked):
+    """Has a first block as a frozen teacher's features."""
+
+    def run(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            taught = self.blocks[0](torch.ones(1, 8))
+        return super().run(x) + taught.mean()
+
+
 class Moves(Stacked):
     """Takes its blocks to the device where they are needed, which moves their gradients as well."""
 
@@ -324,6 +340,8 @@ class Hoards(Stacked):
         (Reads, {"blocks.2", "blocks.3"}, r"reads a value of the model's \(__bool__, at test_possible_cuts\.py:\d+\)"),
         (Shapes, {"blocks.2", "blocks.3"}, "__getitem__"),
         (Differentiates, ALL, "differentiates by itself"),
+        (FromDistances, ALL, r"asks for gradients of a tensor that isn't a parameter \(requires_grad_\)"),
+        (Inferred, ALL, r"runs under torch\.inference_mode, .* use torch\.no_grad\(\) there"),
         (Moves, ALL, r"asks for a parameter's gradient, as module\.to\(\)"),
         (Twice, {"blocks.2", "blocks.3"}, r"'blocks\.1' runs before it and again after it"),
         (SideChannel, {"blocks.2", "blocks.3"}, "without having been returned"),
