@@ -16,6 +16,8 @@ from lightning_autopar.memory.work.work import Work, flops, moved_bytes
 
 #: The kinds of a tape that grow with the batch.
 _GROWING = tuple(KINDS.index(kind) for kind in ("input", "activations", "temporary"))
+#: No device has room for a batch that grew so many times.
+_MOST_GROWTH = 10**6
 
 
 def scaled(footprint: Footprint, batch_size: int) -> Footprint:
@@ -31,8 +33,12 @@ def scaled(footprint: Footprint, batch_size: int) -> Footprint:
 
 
 def longer(footprint: Footprint, growth: float) -> Footprint:
-    """The footprint of a batch of as many samples with so many times the bytes of what grows with it, and with the same work."""
-    return _with_work(_times(footprint, Fraction(growth).limit_denominator(10_000)), footprint)
+    """The footprint of a batch of as many samples with so many times the bytes of what grows with it, and with the same work.
+
+    At most :data:`_MOST_GROWTH` times, and above a thousand a whole number: a tape's bytes by the numerator must stay within 64 bits.
+    """
+    share = Fraction(growth).limit_denominator(10_000) if growth < 1_000 else Fraction(math.ceil(min(growth, _MOST_GROWTH)))
+    return _with_work(_times(footprint, share), footprint)
 
 
 def at_lengths(first: Footprint, usual: Footprint, longest: Footprint) -> Footprint:

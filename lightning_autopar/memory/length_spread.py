@@ -87,7 +87,8 @@ class Lengths:
         """How many times as many bytes grow with a batch so many times as large as the longest that was seen.
 
         With a linear and a square part, as attention has: the curve goes through both batches that were traced, and through none at all.
-        Where bytes grow slower than in proportion it is a straight line, and where they grow faster than with the square a power.
+        Where bytes grow slower than in proportion it is a straight line, and where they grow faster than with the square a power. Where
+        that would be above the cube, a part of the size is of what has one size (an image beside its boxes): the cube of the rest.
         """
         sizes = [math.prod(shape[index] for index in self._varying) for shape in (self.usual, self.longest)]
         ratio, bytes_ratio = sizes[0] / max(1, sizes[1]), self.usual_bytes / max(1, self.longest_bytes)
@@ -95,7 +96,8 @@ class Lengths:
             return times
         square = (1 - bytes_ratio / ratio) / (1 - ratio)
         if square > 1:
-            return float(times ** (math.log(bytes_ratio) / math.log(ratio)))
+            power = math.log(bytes_ratio) / math.log(ratio)
+            return float(times**power if power <= 3 else (1 + (times - 1) * (1 - bytes_ratio ** (1 / 3)) / (1 - ratio)) ** 3)
         if square < 0:
             return 1 + (1 - bytes_ratio) / (1 - ratio) * (times - 1)
         return (1 - square) * times + square * times**2

@@ -6,7 +6,10 @@ import random
 
 import pytest
 
+from lightning_autopar.memory.batch_scaling import longer
 from lightning_autopar.memory.length_spread import Lengths, reach_of
+from lightning_autopar.memory.tape import Tape
+from tests.fakes.values import footprint
 
 
 def seen(of: tuple[int, int], taken: tuple[int, int], **more: object) -> Lengths:
@@ -31,6 +34,22 @@ def test_bytes_grow_as_the_two_traced_batches_say(curve: object, times: tuple[fl
     assert lengths.growth_at(1) == pytest.approx(1)
     for each in times:
         assert lengths.growth_at(each) == pytest.approx(curve(400 * each) / curve(400), rel=1e-6)  # type: ignore[operator]
+
+
+def test_where_most_of_a_size_does_not_vary_bytes_grow_as_the_rest_does() -> None:
+    """Images with boxes: 2,000,000 numbers are pixels in each batch, and nearly all of a step's bytes come from the few boxes."""
+    lengths = seen((2_000_020, 2_000_040), (20**3, 40**3))
+    assert lengths.growth_at(1) == pytest.approx(1)
+    assert lengths.growth_at(2_000_080 / 2_000_040) == pytest.approx(8, rel=1e-3)
+    assert lengths.growth_at(16) < 1e19, "a power that goes through both has 16 times the size take 16 ** 208_000 times the bytes"
+
+
+def test_a_footprint_may_grow_beyond_what_fits_anywhere() -> None:
+    tape = Tape()
+    tape.add("allocate", 0, 10**10, "activations")
+    for growth in (12_345.6, 1e18, 1e40):
+        found = longer(footprint(tape=tape), growth)
+        assert found.tape is not None and found.tape.sizes[0] > 1.2e14, growth
 
 
 def test_the_margin_covers_what_was_not_looked_at() -> None:
