@@ -237,9 +237,9 @@ def _bare(value: Any) -> Any:
 
 
 def _optimizers(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """What every optimizer has of every parameter."""
+    """What every optimizer has of every parameter; of none, Lightning has one without a state."""
     for index, optimizer in enumerate(trainer.optimizers):
-        for parameter, state in optimizer.state_dict()["state"].items():
+        for parameter, state in optimizer.state_dict().get("state", {}).items():
             yield from ((f"optimizer.{index}.{parameter}.{key}", value) for key, value in state.items())
 
 

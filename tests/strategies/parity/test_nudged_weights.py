@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_autopar.strategies.parity import nudged_weights
 from lightning_autopar.strategies.parity.nudged_weights import nudged
 from lightning_autopar.strategies.parity.split_probe import probe_split
 from tests.strategies.parity.test_split_probe import Base, first_of, samples
@@ -78,3 +81,21 @@ def test_a_step_that_only_its_own_weights_fit_is_tried_with_them() -> None:
         finding, _ = probe_split(module, None, first_of(samples()))
         assert finding.probed
         assert finding.difference <= 1e-5
+
+
+class Solves(Base):
+    """Halves its step until the error is small; of NaN it never is. It gives up long after the test has ended."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        for halved in itertools.count() if x.isnan().any() else range(40):
+            if halved > 10_000_000 or (x * 0.5**halved).square().mean() < 1e-3:
+                break
+        return self.layer(x).square().mean()
+
+
+def test_a_solver_that_never_ends_with_an_entry_that_was_put_into_the_batch_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nudged_weights, "_LEAST_LIMIT", 0.1)
+    finding, _ = probe_split(Solves(), None, first_of(samples()))
+    assert finding.probed
+    assert finding.difference <= 1e-5
+    assert any("with other entries (a mask's zeros, NaN, other labels)" in note for note in finding.notes), finding.notes
