@@ -283,7 +283,7 @@ class _Ask:
 
     def _decided(self, asked: Question, appraiser: Appraiser, found: list[Candidate]) -> list[Candidate]:
         """The candidates, the best first; those that may be the best are replayed where possible."""
-        finalists = Finalists(asked.footprint, asked.inventory, asked.constraints, appraiser.budget)
+        finalists = Finalists(appraiser)
         return finalists.decide(found, appraiser.order, appraiser.shortage, appraiser.preferred)
 
 

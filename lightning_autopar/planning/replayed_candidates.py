@@ -13,15 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_autopar import engines
-from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.allocator.tape_parts import script_of
 from lightning_autopar.memory.cuda_overhead import workspaces
 from lightning_autopar.memory.device_bytes import DeviceBytes
-from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.plan_bytes import replay
-from lightning_autopar.planning.plan_cost import kind_of, of_each
+from lightning_autopar.planning.plan_cost import Appraiser, kind_of, of_each
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.text import format_bytes, format_seconds
@@ -35,6 +32,9 @@ _MORE_ALLOCATIONS = 40_000
 _LAST_ALLOCATIONS = 300_000
 #: A replay's preparation takes as long as this many of its allocations.
 _ALLOCATIONS_A_REPLAY = 500
+
+#: So many of the last replays of a question are kept for the next one.
+_MOST_KNOWN = 32
 
 #: The time to give one segment back to the driver by ``cudaFree``, which waits for the device, and to take one by ``cudaMalloc``. Published
 #: figures are 0.05 to 1.2 ms a call, more for larger segments; not measured here.
@@ -57,18 +57,11 @@ Preferred = Callable[[Sequence[Candidate]], Candidate]
 
 
 class Finalists:
-    """Replays for one search, each configuration once.
+    """Replays for one search, each configuration once. Those that an earlier search has shown count as many allocations as then."""
 
-    Args:
-        constraints: with the allocator's settings.
-        budget: bytes that a plan may use, by device.
-    """
-
-    def __init__(self, footprint: Footprint, inventory: Inventory, constraints: Constraints, budget: Mapping[str, int]) -> None:
-        self.footprint = footprint
-        self.inventory = inventory
-        self.constraints = constraints
-        self.budget = budget
+    def __init__(self, appraiser: Appraiser) -> None:
+        self.footprint, self.inventory, self.constraints = appraiser.footprint, appraiser.inventory, appraiser.constraints
+        self.budget, self._known = appraiser.budget, appraiser.known_replays
         self._played: dict[tuple[object, ...], Replayed] = {}
         #: By replayed plan, the candidate as the moments predict it.
         self._predicted: dict[Plan, Candidate] = {}
@@ -275,18 +268,22 @@ class Finalists:
     def _play(self, candidate: Candidate, rank: int, limit: int | None, key: tuple[object, ...], beyond: bool) -> Replayed:
         if key not in self._played:
             assert self.footprint.tape is not None, "asked before"
-            played = self._played[key] = replay(
-                self.footprint,
-                candidate.plan,
-                rank,
-                limit_bytes=limit,
-                options=self.constraints.allocator,
-                rows=None if self.constraints.split_batch else self.footprint.batch_size,
-                workspaces=workspaces(self.footprint, self.inventory.device(candidate.plan.devices[rank]).name),
-                script=script_of(self.footprint.tape),
-                first_look=True,
-                beyond=beyond,
-            )
+            if (*key, beyond) not in self._known:
+                while len(self._known) >= _MOST_KNOWN:
+                    del self._known[next(iter(self._known))]
+                self._known[*key, beyond] = replay(
+                    self.footprint,
+                    candidate.plan,
+                    rank,
+                    limit_bytes=limit,
+                    options=self.constraints.allocator,
+                    rows=None if self.constraints.split_batch else self.footprint.batch_size,
+                    workspaces=workspaces(self.footprint, self.inventory.device(candidate.plan.devices[rank]).name),
+                    script=script_of(self.footprint.tape),
+                    first_look=True,
+                    beyond=beyond,
+                )
+            played = self._played[key] = self._known[*key, beyond]
             self._left -= sum(_ALLOCATIONS_A_REPLAY + one.allocations for one in (played, played.beyond) if one is not None)
         if (go_on := self._played[key].go_on) is not None and candidate.plan in self.lasting:
             self._played[key] = go_on()

@@ -96,7 +96,7 @@ class Search:
         self.constraints = constraints
         self.rates = rates
         self.appraiser = Appraiser(footprint, inventory, constraints, predict, rates, predictions)
-        self.finalists = Finalists(footprint, inventory, constraints, self.appraiser.budget)
+        self.finalists = Finalists(self.appraiser)
         self.appraiser.replays = self.finalists.replays
         self.best_seconds = math.inf
         self._found: list[Candidate] = []
