@@ -139,8 +139,8 @@ class Appraiser:
         """A plan's prediction, and whether it fits and can be run."""
         found = self._bytes(plan)
         seconds, raw_seconds, told = self._seconds(plan)
-        host = self._host_need(plan)
         needs = found.needs if self.hopeful else self.needs(plan)
+        host = self._host_need(plan, needs)
         reason = self.shortage(needs) or self._host_shortage(host)
         missing = cannot_run(plan, allow=self.constraints.allow, pinned=self.constraints.pinned is not None)
         if reason is None and missing is not None:
@@ -196,6 +196,10 @@ class Appraiser:
         rows = -(-max(plan.rows(self.footprint.batch_size), default=1) // plan.micro_batches)
         return (*kind_of(plan), plan.devices_per_replica, plan.micro_batches > 1, rows)
 
+    def bytes_of(self, plan: Plan) -> Mapping[str, DeviceBytes]:
+        """A plan's predicted bytes, by device id."""
+        return self._bytes(plan).sizes
+
     def _bytes(self, plan: Plan) -> _Bytes:
         """A plan's predicted bytes, computed once."""
         if plan not in self._known_bytes:
@@ -217,7 +221,7 @@ class Appraiser:
     def holds(self, plan: Plan) -> bool:
         """Whether a plan fits into memory."""
         needs = self.needs(plan)
-        return self.lack(needs) <= 0 and self.shortage(needs) is None and self._host_shortage(self._host_need(plan)) is None
+        return self.lack(needs) <= 0 and self.shortage(needs) is None and self._host_shortage(self._host_need(plan, needs)) is None
 
     def never_holds(self, candidate: Candidate) -> bool:
         """Whether a device lacks memory for what a plan keeps even with all micro-batches and all recomputation."""
@@ -271,12 +275,10 @@ class Appraiser:
             return host_refusal(most, host)
         return None
 
-    def _host_need(self, plan: Plan) -> HostNeed | None:
+    def _host_need(self, plan: Plan, needs: Mapping[str, int]) -> HostNeed | None:
         """What a plan takes of a host's memory; None where it offloads nothing."""
-        if not plan.offload:
-            return None
         precision, margin = self.constraints.precision, self.constraints.memory_margin
-        return host_need(self.footprint_of(plan), plan, self.inventory, self.needs(plan), precision=precision, margin=margin)
+        return host_need(self.footprint_of(plan), plan, self.inventory, needs, precision=precision, margin=margin)
 
     def _host_shortage(self, need: HostNeed | None) -> str | None:
         """Why a host's memory is too small for it; None where it is large enough."""

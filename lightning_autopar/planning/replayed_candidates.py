@@ -70,6 +70,8 @@ class Finalists:
         self._left = _MOST_ALLOCATIONS
         #: Kinds of plans whose allocator would hold much more than there is, if it gave nothing back.
         self._scattering: set[tuple[object, ...]] = set()
+        #: What :meth:`room` has said, by the identity of the bytes, which are kept.
+        self._rooms: dict[int, tuple[float, Mapping[str, DeviceBytes]]] = {}
         #: Whether a plan may be taken for one that fits as long as its tensors do.
         self.hopeful = True
         #: By replayed plan, what the allocator holds beyond its tensors on the tightest device (a lower bound if the replay failed), and
@@ -88,7 +90,9 @@ class Finalists:
             preferred: chooses the best of those that fit.
         """
         decided = list(candidates)
-        hopeful = {number: replace(one, fits=True, reason=None) for number, one in enumerate(decided) if self.may_fit(one)}
+        hopeful = {
+            number: one if one.fits else replace(one, fits=True, reason=None) for number, one in enumerate(decided) if self.may_fit(one)
+        }
         chosen: Candidate | None = None
         while hopeful:
             best = preferred(list(hopeful.values()))
@@ -240,13 +244,15 @@ class Finalists:
         if candidate.fits or candidate.replayed or not self.hopeful:
             return candidate.fits
         hosted = candidate.host is None or candidate.host.fits
-        return hosted and candidate.runnable and self.can_replay(candidate) and self.room(candidate) >= 0
+        return hosted and candidate.runnable and self.can_replay(candidate) and self.room(candidate.bytes) >= 0
 
-    def room(self, candidate: Candidate) -> float:
+    def room(self, sizes: Mapping[str, DeviceBytes]) -> float:
         """The bytes that the allocator may lose on the device with least to spare, as a share of what is there for the step's tensors."""
-        margin = 1 + self.footprint.margin
-        held = of_each(candidate.bytes, lambda size: size.reserved - size.rounding)
-        return min(1 - size * margin / max(1, self.budget[device]) for device, size in held.items())
+        if id(sizes) not in self._rooms:
+            margin = 1 + self.footprint.margin
+            held = of_each(sizes, lambda size: size.reserved - size.rounding)
+            self._rooms[id(sizes)] = min(1 - size * margin / max(1, self.budget[device]) for device, size in held.items()), sizes
+        return self._rooms[id(sizes)][0]
 
     def replayed(self, candidate: Candidate, rank: int, limit: int | None, *, beyond: bool = False) -> Replayed:
         """The replay of one of its ranks, limited to what the allocator may hold. One that fails may find what it holds without, too."""
