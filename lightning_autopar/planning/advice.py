@@ -334,7 +334,9 @@ class _Adviser:
             nearest = sorted(filter(_lacks_devices_alone, self.candidates), key=lambda one: sum(self._lack(one).values()))[:_MOST_TRIED]
         while low < most:
             plans = [best.plan, *(one.plan for one in nearest)]
-            guess = (low + most) // 2 if change.searched else min(most - 1, self._first_that_fits(plans, change, asked, low, most))
+            # Moments by which no plan fits even at a size that does say nothing about smaller ones.
+            first = most + 1 if change.searched else self._first_that_fits(plans, change, asked, low, most + 1)
+            guess = min(most - 1, first) if first <= most else (low + most) // 2
             made = change.made(asked, change.sizes[guess])
             then = self._best(made)
             if then is None and self.is_cut_short:  # that no search may begin says nothing about the size; plans that are known do

@@ -168,7 +168,7 @@ def make_report(
     elif plans is not None:
         candidates = ask.order(asked, plans)
     else:
-        candidates = Search(footprint, inventory, constraints, predict, rates).all()
+        candidates = Search(ask.appraiser(asked)).all()
     best = 0 if candidates and candidates[0].fits else None
     lengths = "" if best is None else _lengths_that_fit(asked, candidates[best], ask, reruns=plans is None)
     if best is not None and constraints.pinned is None:
@@ -205,7 +205,7 @@ def best_candidate(footprint: Footprint, inventory: Inventory, constraints: Cons
     if not inventory.devices:
         return None
     if constraints.pinned is None:
-        first = Search(footprint, inventory, constraints, None, rates).first()
+        first = Search(Appraiser(footprint, inventory, constraints, rates=rates)).first()
         return first if first is not None and first.fits else None
     asked = Question(footprint=footprint, inventory=inventory, constraints=constraints)
     found = _pinned(asked, constraints.pinned, _Ask(None, rates))
@@ -265,26 +265,29 @@ class _Ask:
     def __init__(self, predict: Predict | None, rates: Rates | None, predictions: Predictions | None = None) -> None:
         self.predict, self.rates, self.predictions = predict, rates, predictions
 
+    def appraiser(self, asked: Question) -> Appraiser:
+        """What predicts plans for a question."""
+        return Appraiser(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates, self.predictions)
+
     def best(self, asked: Question) -> Candidate | None:
         """The best candidate, or where nothing fits the one that lacks least; None where there is none at all."""
-        return Search(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates, self.predictions).first()
+        return Search(self.appraiser(asked)).first()
 
     def evaluate(self, asked: Question, plan: Plan, *, confirm: bool = False) -> Candidate:
         """One plan's prediction; with ``confirm`` its allocations are replayed where possible."""
-        appraiser = Appraiser(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates, self.predictions)
-        return self._decided(asked, appraiser, [appraiser.candidate(plan)])[0] if confirm else appraiser.candidate(plan)
+        appraiser = self.appraiser(asked)
+        return self._decided(appraiser, [appraiser.candidate(plan)])[0] if confirm else appraiser.candidate(plan)
 
     def order(self, asked: Question, plans: Sequence[Plan]) -> list[Candidate]:
         """The best of these plans, then the best of each configuration; and what is ruled out."""
-        appraiser = Appraiser(asked.footprint, asked.inventory, asked.constraints, self.predict, self.rates, self.predictions)
-        decided = self._decided(asked, appraiser, [appraiser.candidate(plan) for plan in plans])
+        appraiser = self.appraiser(asked)
+        decided = self._decided(appraiser, [appraiser.candidate(plan) for plan in plans])
         refused = [Candidate(plan=one.plan, fits=False, reason=one.rejection, notes=one.notes) for one in ruled_out(asked)]
         return list(first_of_each_configuration(decided).values()) + refused
 
-    def _decided(self, asked: Question, appraiser: Appraiser, found: list[Candidate]) -> list[Candidate]:
+    def _decided(self, appraiser: Appraiser, found: list[Candidate]) -> list[Candidate]:
         """The candidates, the best first; those that may be the best are replayed where possible."""
-        finalists = Finalists(asked.footprint, asked.inventory, asked.constraints, appraiser.budget)
-        return finalists.decide(found, appraiser.order, appraiser.shortage, appraiser.preferred)
+        return Finalists(appraiser).decide(found, appraiser.order, appraiser.shortage, appraiser.preferred)
 
 
 def check_pinned(plan: Plan, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> None:

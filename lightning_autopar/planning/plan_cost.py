@@ -16,6 +16,7 @@ from lightning_autopar import engines
 from lightning_autopar.constraints import Constraints
 from lightning_autopar.devices.inventory import Inventory, busy_share
 from lightning_autopar.engines import Question
+from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.batch_scaling import for_rank, scaled
 from lightning_autopar.memory.device_bytes import DeviceBytes, HostNeed
 from lightning_autopar.memory.footprint import Footprint
@@ -67,24 +68,30 @@ class _Bytes(NamedTuple):
 _Timed = tuple[Seconds, Seconds, tuple[str, ...]]
 
 
+#: Replays by what decides them.
+Replays = dict[tuple[object, ...], Replayed]
+
+
 class Predictions:
     """Predictions that several questions share, as long as they are about one step on the same devices. How much memory is free there
     changes none of them, nor does what plans are allowed.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[dict[Plan, _Bytes], dict[Plan, _Timed], tuple[object, ...]]] = {}
+        self._known: dict[tuple[object, ...], tuple[dict[Plan, _Bytes], dict[Plan, _Timed], Replays, tuple[object, ...]]] = {}
 
-    def of(self, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> tuple[dict[Plan, _Bytes], dict[Plan, _Timed]]:
-        """The bytes and the seconds of plans that are known for such a question; what is added to them is known from then on."""
+    def of(
+        self, footprint: Footprint, inventory: Inventory, constraints: Constraints
+    ) -> tuple[dict[Plan, _Bytes], dict[Plan, _Timed], Replays]:
+        """The bytes and the seconds of plans, and the replays, that are known for such a question; what is added is known from then on."""
         devices = tuple(replace(device, free_bytes=0, processes=()) for device in inventory.devices)
         kept = footprint, inventory.links, constraints.residuals  # alive, so that no other object gets their identities
-        key = (*map(id, kept), devices, constraints.precision, constraints.split_batch)
+        key = (*map(id, kept), devices, constraints.precision, constraints.split_batch, constraints.allocator)
         if key not in self._known:
             while len(self._known) >= _MOST_QUESTIONS:
                 del self._known[next(iter(self._known))]
-            self._known[key] = {}, {}, kept
-        return self._known[key][:2]
+            self._known[key] = {}, {}, {}, kept
+        return self._known[key][:3]
 
 
 class Appraiser:
@@ -119,7 +126,7 @@ class Appraiser:
         self._on_cpu = any(device.kind == "cpu" for device in inventory.devices)
         self._scaled: dict[int, Footprint] = {}
         self._in_parts: dict[int, Footprint] = {}
-        self._known_bytes, self._known_seconds = (predictions or Predictions()).of(footprint, inventory, constraints)
+        self._known_bytes, self._known_seconds, self.known_replays = (predictions or Predictions()).of(footprint, inventory, constraints)
         #: The plans whose allocations can be replayed. For them the search assumes the loss of the allocator that replays of plans of their
         #: sort have shown. Before the first replay it assumes none, or, no longer ``hopeful``, the rule of thumb, or what failed replays of
         #: plans of their kind have shown, if that is more.
@@ -132,8 +139,8 @@ class Appraiser:
         """A plan's prediction, and whether it fits and can be run."""
         found = self._bytes(plan)
         seconds, raw_seconds, told = self._seconds(plan)
-        host = self._host_need(plan)
         needs = found.needs if self.hopeful else self.needs(plan)
+        host = self._host_need(plan, needs)
         reason = self.shortage(needs) or self._host_shortage(host)
         missing = cannot_run(plan, allow=self.constraints.allow, pinned=self.constraints.pinned is not None)
         if reason is None and missing is not None:
@@ -189,6 +196,10 @@ class Appraiser:
         rows = -(-max(plan.rows(self.footprint.batch_size), default=1) // plan.micro_batches)
         return (*kind_of(plan), plan.devices_per_replica, plan.micro_batches > 1, rows)
 
+    def bytes_of(self, plan: Plan) -> Mapping[str, DeviceBytes]:
+        """A plan's predicted bytes, by device id."""
+        return self._bytes(plan).sizes
+
     def _bytes(self, plan: Plan) -> _Bytes:
         """A plan's predicted bytes, computed once."""
         if plan not in self._known_bytes:
@@ -210,7 +221,7 @@ class Appraiser:
     def holds(self, plan: Plan) -> bool:
         """Whether a plan fits into memory."""
         needs = self.needs(plan)
-        return self.lack(needs) <= 0 and self.shortage(needs) is None and self._host_shortage(self._host_need(plan)) is None
+        return self.lack(needs) <= 0 and self.shortage(needs) is None and self._host_shortage(self._host_need(plan, needs)) is None
 
     def never_holds(self, candidate: Candidate) -> bool:
         """Whether a device lacks memory for what a plan keeps even with all micro-batches and all recomputation."""
@@ -264,12 +275,10 @@ class Appraiser:
             return host_refusal(most, host)
         return None
 
-    def _host_need(self, plan: Plan) -> HostNeed | None:
+    def _host_need(self, plan: Plan, needs: Mapping[str, int]) -> HostNeed | None:
         """What a plan takes of a host's memory; None where it offloads nothing."""
-        if not plan.offload:
-            return None
         precision, margin = self.constraints.precision, self.constraints.memory_margin
-        return host_need(self.footprint_of(plan), plan, self.inventory, self.needs(plan), precision=precision, margin=margin)
+        return host_need(self.footprint_of(plan), plan, self.inventory, needs, precision=precision, margin=margin)
 
     def _host_shortage(self, need: HostNeed | None) -> str | None:
         """Why a host's memory is too small for it; None where it is large enough."""

@@ -13,15 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_autopar import engines
-from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.inventory import Inventory
 from lightning_autopar.memory.allocator.replay import Replayed
 from lightning_autopar.memory.allocator.tape_parts import script_of
 from lightning_autopar.memory.cuda_overhead import workspaces
 from lightning_autopar.memory.device_bytes import DeviceBytes
-from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.plan_bytes import replay
-from lightning_autopar.planning.plan_cost import kind_of, of_each
+from lightning_autopar.planning.plan_cost import Appraiser, kind_of, of_each
 from lightning_autopar.plans import Plan
 from lightning_autopar.report.report import Candidate
 from lightning_autopar.text import format_bytes, format_seconds
@@ -35,6 +32,9 @@ _MORE_ALLOCATIONS = 40_000
 _LAST_ALLOCATIONS = 300_000
 #: A replay's preparation takes as long as this many of its allocations.
 _ALLOCATIONS_A_REPLAY = 500
+
+#: So many of the last replays of a question are kept for the next one.
+_MOST_KNOWN = 32
 
 #: The time to give one segment back to the driver by ``cudaFree``, which waits for the device, and to take one by ``cudaMalloc``. Published
 #: figures are 0.05 to 1.2 ms a call, more for larger segments; not measured here.
@@ -57,18 +57,11 @@ Preferred = Callable[[Sequence[Candidate]], Candidate]
 
 
 class Finalists:
-    """Replays for one search, each configuration once.
+    """Replays for one search, each configuration once. Those that an earlier search has shown count as many allocations as then."""
 
-    Args:
-        constraints: with the allocator's settings.
-        budget: bytes that a plan may use, by device.
-    """
-
-    def __init__(self, footprint: Footprint, inventory: Inventory, constraints: Constraints, budget: Mapping[str, int]) -> None:
-        self.footprint = footprint
-        self.inventory = inventory
-        self.constraints = constraints
-        self.budget = budget
+    def __init__(self, appraiser: Appraiser) -> None:
+        self.footprint, self.inventory, self.constraints = appraiser.footprint, appraiser.inventory, appraiser.constraints
+        self.budget, self._known = appraiser.budget, appraiser.known_replays
         self._played: dict[tuple[object, ...], Replayed] = {}
         #: By replayed plan, the candidate as the moments predict it.
         self._predicted: dict[Plan, Candidate] = {}
@@ -77,6 +70,8 @@ class Finalists:
         self._left = _MOST_ALLOCATIONS
         #: Kinds of plans whose allocator would hold much more than there is, if it gave nothing back.
         self._scattering: set[tuple[object, ...]] = set()
+        #: What :meth:`room` has said, by the identity of the bytes, which are kept.
+        self._rooms: dict[int, tuple[float, Mapping[str, DeviceBytes]]] = {}
         #: Whether a plan may be taken for one that fits as long as its tensors do.
         self.hopeful = True
         #: By replayed plan, what the allocator holds beyond its tensors on the tightest device (a lower bound if the replay failed), and
@@ -95,7 +90,9 @@ class Finalists:
             preferred: chooses the best of those that fit.
         """
         decided = list(candidates)
-        hopeful = {number: replace(one, fits=True, reason=None) for number, one in enumerate(decided) if self.may_fit(one)}
+        hopeful = {
+            number: one if one.fits else replace(one, fits=True, reason=None) for number, one in enumerate(decided) if self.may_fit(one)
+        }
         chosen: Candidate | None = None
         while hopeful:
             best = preferred(list(hopeful.values()))
@@ -247,13 +244,15 @@ class Finalists:
         if candidate.fits or candidate.replayed or not self.hopeful:
             return candidate.fits
         hosted = candidate.host is None or candidate.host.fits
-        return hosted and candidate.runnable and self.can_replay(candidate) and self.room(candidate) >= 0
+        return hosted and candidate.runnable and self.can_replay(candidate) and self.room(candidate.bytes) >= 0
 
-    def room(self, candidate: Candidate) -> float:
+    def room(self, sizes: Mapping[str, DeviceBytes]) -> float:
         """The bytes that the allocator may lose on the device with least to spare, as a share of what is there for the step's tensors."""
-        margin = 1 + self.footprint.margin
-        held = of_each(candidate.bytes, lambda size: size.reserved - size.rounding)
-        return min(1 - size * margin / max(1, self.budget[device]) for device, size in held.items())
+        if id(sizes) not in self._rooms:
+            margin = 1 + self.footprint.margin
+            held = of_each(sizes, lambda size: size.reserved - size.rounding)
+            self._rooms[id(sizes)] = min(1 - size * margin / max(1, self.budget[device]) for device, size in held.items()), sizes
+        return self._rooms[id(sizes)][0]
 
     def replayed(self, candidate: Candidate, rank: int, limit: int | None, *, beyond: bool = False) -> Replayed:
         """The replay of one of its ranks, limited to what the allocator may hold. One that fails may find what it holds without, too."""
@@ -275,18 +274,22 @@ class Finalists:
     def _play(self, candidate: Candidate, rank: int, limit: int | None, key: tuple[object, ...], beyond: bool) -> Replayed:
         if key not in self._played:
             assert self.footprint.tape is not None, "asked before"
-            played = self._played[key] = replay(
-                self.footprint,
-                candidate.plan,
-                rank,
-                limit_bytes=limit,
-                options=self.constraints.allocator,
-                rows=None if self.constraints.split_batch else self.footprint.batch_size,
-                workspaces=workspaces(self.footprint, self.inventory.device(candidate.plan.devices[rank]).name),
-                script=script_of(self.footprint.tape),
-                first_look=True,
-                beyond=beyond,
-            )
+            if (*key, beyond) not in self._known:
+                while len(self._known) >= _MOST_KNOWN:
+                    del self._known[next(iter(self._known))]
+                self._known[*key, beyond] = replay(
+                    self.footprint,
+                    candidate.plan,
+                    rank,
+                    limit_bytes=limit,
+                    options=self.constraints.allocator,
+                    rows=None if self.constraints.split_batch else self.footprint.batch_size,
+                    workspaces=workspaces(self.footprint, self.inventory.device(candidate.plan.devices[rank]).name),
+                    script=script_of(self.footprint.tape),
+                    first_look=True,
+                    beyond=beyond,
+                )
+            played = self._played[key] = self._known[*key, beyond]
             self._left -= sum(_ALLOCATIONS_A_REPLAY + one.allocations for one in (played, played.beyond) if one is not None)
         if (go_on := self._played[key].go_on) is not None and candidate.plan in self.lasting:
             self._played[key] = go_on()

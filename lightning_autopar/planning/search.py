@@ -18,10 +18,8 @@ from itertools import count, islice
 from typing import Literal
 
 from lightning_autopar import engines
-from lightning_autopar.constraints import Constraints
-from lightning_autopar.devices.inventory import Device, Inventory, busy_share
+from lightning_autopar.devices.inventory import Device, busy_share
 from lightning_autopar.engines import Engine, Searching
-from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.planning.block_units import recomputable, with_recompute
 from lightning_autopar.planning.device_sets import device_sets, largest_size, single_sets, sizes_between
 from lightning_autopar.planning.enumerate_plans import enumerate_candidates, ruled_out
@@ -30,8 +28,6 @@ from lightning_autopar.planning.plan_cost import (
     WORTH_DISTURBING,
     WORTHWHILE,
     Appraiser,
-    Predict,
-    Predictions,
     configuration,
     first_of_each_configuration,
     sort_of,
@@ -41,7 +37,6 @@ from lightning_autopar.planning.refusals import engine_refusal, engine_runs
 from lightning_autopar.planning.replayed_candidates import Finalists
 from lightning_autopar.plans import Plan, all_engines
 from lightning_autopar.report.report import Candidate
-from lightning_autopar.timing.rates import Rates
 
 #: How many of each engine's plans that can't be the best are still predicted, for the report.
 _MOST_SHOWN = 12
@@ -80,24 +75,14 @@ def _family(plan: Plan) -> tuple[object, ...]:
 
 
 class Search:
-    """The search for one question: this footprint, these devices, these constraints. The arguments are an :class:`Appraiser`'s."""
+    """The search for the best plan that answers the question of an :class:`Appraiser`."""
 
-    def __init__(
-        self,
-        footprint: Footprint,
-        inventory: Inventory,
-        constraints: Constraints,
-        predict: Predict | None = None,
-        rates: Rates | None = None,
-        predictions: Predictions | None = None,
-    ) -> None:
-        self.footprint = footprint
-        self.inventory = inventory
-        self.constraints = constraints
-        self.rates = rates
-        self.appraiser = Appraiser(footprint, inventory, constraints, predict, rates, predictions)
-        self.finalists = Finalists(footprint, inventory, constraints, self.appraiser.budget)
-        self.appraiser.replays = self.finalists.replays
+    def __init__(self, appraiser: Appraiser) -> None:
+        self.appraiser = appraiser
+        self.footprint, self.inventory, self.constraints = appraiser.footprint, appraiser.inventory, appraiser.constraints
+        self.rates = appraiser.rates
+        self.finalists = Finalists(appraiser)
+        appraiser.replays = self.finalists.replays
         self.best_seconds = math.inf
         self._found: list[Candidate] = []
         self._seen: dict[Plan, Candidate] = {}
@@ -288,7 +273,7 @@ class Search:
             sort = self.appraiser.judged_by_others(plan)
             if sort is not None and self.appraiser.step_seconds(plan) < self.best_seconds:
                 whole = with_recompute(plan, self.footprint, blocks)
-                room = self.finalists.room(self.appraiser.candidate(whole))
+                room = self.finalists.room(self.appraiser.bytes_of(whole))
                 roomiest[sort] = max(roomiest.get(sort, (0.0, whole)), (room, whole), key=operator.itemgetter(0))
         ordered = (plan for room, plan in sorted(roomiest.values(), key=lambda one: -one[0]) if room > 0)
         for plan in islice(filter(self._is_faster, ordered), _REPLAYS_A_LOOK):
@@ -549,7 +534,7 @@ class Search:
             self._add(engines.of(plan).polished(self._lent(self._limit), plan))
 
     def _best_fitting(self) -> Candidate | None:
-        hopeful = [(one, replace(one, fits=True, reason=None)) for one in self._found if self.finalists.may_fit(one)]
+        hopeful = [(one, one if one.fits else replace(one, fits=True, reason=None)) for one in self._found if self.finalists.may_fit(one)]
         if not hopeful:
             return None
         best = self.appraiser.preferred([other for _, other in hopeful])

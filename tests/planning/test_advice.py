@@ -407,6 +407,30 @@ def test_advice_that_is_cut_short_asks_for_no_more_than_the_plan_needs_that_it_f
     assert refused.value.report.advice[0].change == {"host_bytes": 121 * GIB}
 
 
+def test_a_size_is_found_by_halves_where_the_moments_of_no_plan_fit_though_a_replay_shows_that_one_does() -> None:
+    with pytest.raises(NothingFits) as refused:
+        make_report(SEVEN, parse_spec("RTX4090@32GiB"), Constraints(allow=("fsdp",)))
+    arguments, asked = refused.value.report.adviser.args, []  # type: ignore[union-attr]
+
+    class Blind:
+        """Without ``confirm`` it says that nothing fits."""
+
+        def __init__(self) -> None:
+            self.ask = arguments[-1]()
+
+        def best(self, question: Any) -> Any:
+            asked.append(question)
+            return self.ask.best(question)
+
+        def evaluate(self, question: Any, plan: Plan, *, confirm: bool = False) -> Any:
+            found = self.ask.evaluate(question, plan, confirm=confirm)
+            return found if confirm else replace(found, fits=False, reason="its moments take more")
+
+    advise: Any = subject.advise
+    assert advise(*arguments[:-1], Blind)[0].change == {"host_bytes": 121 * GIB}
+    assert len(asked) < 30
+
+
 def test_an_engine_that_is_asked_for_by_name_is_advised_only_where_it_helps() -> None:
     two = inventory(cpu(0, 8 * GIB), cpu(1, 8 * GIB))
     assert not [one for one in made(HEAVY, two).advice if "zero" in one.text]

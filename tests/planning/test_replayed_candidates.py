@@ -24,7 +24,7 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning import replayed_candidates
 from lightning_autopar.planning.make_report import make_report
 from lightning_autopar.planning.plan_bytes import predict, replay
-from lightning_autopar.planning.plan_cost import Appraiser
+from lightning_autopar.planning.plan_cost import Appraiser, Predictions
 from lightning_autopar.planning.replayed_candidates import Finalists
 from lightning_autopar.plans import OFFLOADS, Plan
 from lightning_autopar.report.report import Candidate, NothingFits, Report
@@ -299,7 +299,7 @@ def test_what_is_missing_is_measured_on_the_rank_that_was_played(gpt: Footprint)
     constraints = Constraints(memory_margin=0)
     candidate = Appraiser(gpt, here, constraints).candidate(plan)
     limit = candidate.bytes["cuda:1"].allocated - candidate.bytes["cuda:1"].context - 8 * MIB  # type: ignore[attr-defined]
-    played = Finalists(gpt, here, constraints, {}).replayed(candidate, 1, limit)
+    played = Finalists(Appraiser(gpt, here, constraints)).replayed(candidate, 1, limit)
     assert not played.fits
     assert played.missing_bytes < candidate.bytes["cuda:0"].allocated - limit
 
@@ -322,13 +322,38 @@ def test_plans_that_differ_have_replays_of_their_own(gpt: Footprint) -> None:
     """A plan that offloads holds less on its device than the same without, whichever is replayed first; other devices, other libraries."""
     here = inventory(count=2)
     constraints = Constraints(memory_margin=0)
-    finalists = Finalists(gpt, here, constraints, {})
+    finalists = Finalists(Appraiser(gpt, here, constraints))
     whole = Plan(engine="fsdp", devices=("cuda:0", "cuda:1"), reshard_after_forward=True, shard=("net.blocks.0",))
     appraiser = Appraiser(gpt, here, constraints)
     less, more = (finalists.replayed(appraiser.candidate(plan), 0, 80 * GIB) for plan in (replace(whole, offload=OFFLOADS), whole))
     assert less.allocated_peak_bytes < more.allocated_peak_bytes
     others = replace(here, devices=tuple(replace(device, name="L4" if device.id == "cuda:1" else device.name) for device in here.devices))
-    both = Finalists(gpt, others, constraints, {})
+    both = Finalists(Appraiser(gpt, others, constraints))
     for device in ("cuda:0", "cuda:1"):
         both.replayed(Appraiser(gpt, others, constraints).candidate(replace(ONE, devices=(device,))), 0, 80 * GIB)
     assert len(both._played) == 2
+
+
+def test_questions_that_share_predictions_share_replays(gpt: Footprint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much memory is free changes nothing in them. Each search counts those that it asks for, and goes on by itself."""
+    made: list[Any] = []
+    monkeypatch.setattr(replayed_candidates, "replay", lambda *given, **named: made.append(named) or replay(*given, **named))
+    shared, residuals, left = Predictions(), Constraints().residuals, []
+
+    def played(lasting: bool, **constraints: Any) -> Any:
+        appraiser = Appraiser(gpt, inventory(), Constraints(residuals=residuals, **constraints), predictions=shared)
+        finalists, candidate = Finalists(appraiser), appraiser.candidate(ONE)
+        finalists.lasting |= {ONE} if lasting else set()
+        found = finalists.replayed(candidate, 0, 80 * GIB)
+        left.append(finalists._left)
+        return found
+
+    first, last, again = played(False), played(True, memory_margin=0.5), played(True)
+    assert len(made) == 1
+    assert first.go_on is not None
+    assert last == again
+    assert last.allocations > first.allocations
+    assert played(False).allocations == first.allocations
+    assert len(set(left)) == 1
+    played(False, allocator=AllocatorOptions(memory_fraction=0.9))
+    assert len(made) == 2, "other settings of the allocator are another question"

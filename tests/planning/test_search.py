@@ -29,6 +29,7 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import with_recompute
 from lightning_autopar.planning.fit_to_memory import in_parts, without_recompute
 from lightning_autopar.planning.make_report import make_report
+from lightning_autopar.planning.plan_cost import Appraiser
 from lightning_autopar.planning.plan_seconds import predict_seconds
 from lightning_autopar.planning.search import Search, _Prospect
 from lightning_autopar.plans import SCHEDULES, Plan, Schedule
@@ -93,7 +94,7 @@ def test_a_batch_in_more_parts_is_never_faster_with_nothing_else_changed(devices
 
 def test_even_parts_are_looked_at_where_fewer_uneven_ones_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     here = parse_spec("1xRTX3090")
-    search = Search(scaled(step_of(1024, 12), 32), here, Constraints(precision=PRECISION))
+    search = Search(Appraiser(scaled(step_of(1024, 12), 32), here, Constraints(precision=PRECISION)))
     search.best_seconds = 3.9
     monkeypatch.setattr(search.appraiser, "step_seconds", lambda plan: {5: 4.0, 6: 4.0, 8: 3.7, 16: 3.8}[plan.micro_batches])
     plan = Plan(engine="single", devices=(here.devices[0].id,))
@@ -104,7 +105,7 @@ def test_even_parts_are_looked_at_where_fewer_uneven_ones_take_too_long(monkeypa
 def test_many_ranks_have_numbers_of_parts_between_the_powers_of_two() -> None:
     """Four may not fit where eight take too long."""
     here = parse_spec("5x8xA100-40GB")
-    search = Search(scaled(step_of(1024, 12), 36 * 29), here, Constraints(precision=PRECISION))
+    search = Search(Appraiser(scaled(step_of(1024, 12), 36 * 29), here, Constraints(precision=PRECISION)))
     plan = Plan(engine="ddp", devices=tuple(device.id for device in here.devices[:36]))
     assert search.remedies.parts(plan) == [1, 2, 3, 4, 6, 8, 15, 29]
     assert search.remedies.parts(replace(plan, engine="zero", zero_stage=2)) == [1], "DeepSpeed's gradients are those of the last part"
@@ -112,7 +113,7 @@ def test_many_ranks_have_numbers_of_parts_between_the_powers_of_two() -> None:
 
 def test_replicas_are_looked_at_where_islands_of_a_node_are_of_different_sizes() -> None:
     """Four GPUs with NVLink and four without: nothing but the gradients' shards goes from the ones to the others."""
-    search = Search(scaled(step_of(1024, 12), 35), parse_spec("4xRTX3090,4xV100-32GB"), Constraints(precision=PRECISION))
+    search = Search(Appraiser(scaled(step_of(1024, 12), 35), parse_spec("4xRTX3090,4xV100-32GB"), Constraints(precision=PRECISION)))
     assert {2, 4} <= {plan.replicas for plan in search._options() if plan.engine == "fsdp" and plan.world_size == 8}
 
 
@@ -158,7 +159,7 @@ def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_sav
     """
     step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",))
     here = Referee(step, parse_spec("1xRTX4090"), constraints).cut_to(0.5, samples=60)
-    search = Search(step, here, constraints)
+    search = Search(Appraiser(step, here, constraints))
     monkeypatch.setattr(search.finalists, "replayed", lambda candidate, rank, limit, beyond=False: played(candidate.plan, limit))
 
     def played(plan: Plan, limit: int | None) -> Replayed:
@@ -181,7 +182,7 @@ def test_a_plan_that_gives_memory_back_in_each_step_is_taken_only_where_that_pay
     """With less than nine recomputed blocks the allocator gives so many segments back in each step."""
     whole = {"micro_batches": "the batch stays whole"}
     step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",), excluded=whole)
-    search = Search(step, parse_spec("1xRTX4090"), constraints)
+    search = Search(Appraiser(step, parse_spec("1xRTX4090"), constraints))
 
     def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
         narrow = len(candidate.plan.recompute) < blocks or released == 1
@@ -201,7 +202,7 @@ def test_other_blocks_are_recomputed_where_the_first_ones_let_a_plan_wait_for_th
     """Here the allocator gives memory back in each step of every plan that recomputes the first block."""
     whole = {"micro_batches": "the batch stays whole"}
     step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",), excluded=whole)
-    search = Search(step, Referee(step, parse_spec("1xRTX4090"), constraints).cut_to(0.5, samples=60), constraints)
+    search = Search(Appraiser(step, Referee(step, parse_spec("1xRTX4090"), constraints).cut_to(0.5, samples=60), constraints))
 
     def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
         waits = limit is not None and step.blocks[0].fqn in candidate.plan.recompute
@@ -220,7 +221,7 @@ def test_stages_that_wait_for_the_allocator_or_lack_memory_are_replayed_with_mor
 ) -> None:
     """Here the last rank needs two recomputed blocks, and the search, which learns what was lost without them, would need many more."""
     constraints = Constraints(precision=PRECISION, allow=("pipeline",))
-    search = Search(scaled(step_of(1024, 12), 8), parse_spec("2xRTX4090"), constraints)
+    search = Search(Appraiser(scaled(step_of(1024, 12), 8), parse_spec("2xRTX4090"), constraints))
 
     def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
         plan = candidate.plan
@@ -243,7 +244,7 @@ def test_stages_that_wait_for_the_allocator_or_lack_memory_are_replayed_with_mor
 def test_parts_as_large_as_those_that_failed_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 samples five parts have four at most, as four parts have; here five go through, and four don't."""
     step, constraints = scaled(step_of(1024, 12), 16), Constraints(precision=PRECISION, allow=("fsdp",))
-    search = Search(step, parse_spec("1xRTX4090"), constraints)
+    search = Search(Appraiser(step, parse_spec("1xRTX4090"), constraints))
 
     def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
         missing = 0 if candidate.plan.micro_batches >= 5 else 4 << 30
@@ -260,7 +261,7 @@ def test_a_chosen_plan_has_been_replayed_however_much_the_allocator_loses(monkey
     """Where replays refute one plan after the other, what they lost is assumed for all of their kind, until one fits."""
     step, constraints = scaled(step_of(1024, 12), 64), Constraints(precision=PRECISION, allow=("fsdp",))
     here = Referee(step, parse_spec("8xA100-40GB"), constraints).cut_to(0.3, samples=60)
-    search = Search(step, here, constraints)
+    search = Search(Appraiser(step, here, constraints))
     asked: list[Plan] = []
 
     def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
@@ -285,7 +286,7 @@ def test_a_plan_whose_kind_loses_more_than_it_does_is_replayed_before_it_is_left
     """All lose 2 GB to the allocator but those in six parts with all blocks recomputed, which are faster than the first that fits."""
     step = scaled(step_of(1024, 12), 64)
     constraints = Constraints(precision=PRECISION, allow=("fsdp",), excluded={"shares": "the batch is shared out evenly"})
-    search = Search(step, Referee(step, parse_spec("4xA100-40GB"), constraints).cut_to(0.3, samples=60), constraints)
+    search = Search(Appraiser(step, Referee(step, parse_spec("4xA100-40GB"), constraints).cut_to(0.3, samples=60), constraints))
 
     def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
         search.finalists._left -= 30_000
@@ -313,7 +314,7 @@ def test_pipelines_that_are_hardly_slower_are_improved_like_the_best(monkeypatch
         return polished(self, search, plan)
 
     monkeypatch.setattr(type(engine), "polished", noting)
-    search = Search(scaled(step_of(1024, 12), 8), parse_spec("8xRTX4090"), Constraints(precision=PRECISION, allow=("pipeline",)))
+    search = Search(Appraiser(scaled(step_of(1024, 12), 8), parse_spec("8xRTX4090"), Constraints(precision=PRECISION, allow=("pipeline",))))
     best = search.first()
     assert best is not None
     seconds = [search.appraiser.step_seconds(plan) for plan in {replace(plan, reasons=()) for plan in asked}]
@@ -329,7 +330,7 @@ def test_a_pipeline_is_found_below_any_limit_that_it_meets(devices: str, batch: 
     """A limit hides only what is slower."""
     step, constraints = scaled(step_of(1024, 12), batch), Constraints(precision=PRECISION)
     here = Referee(step, parse_spec(devices), constraints).cut_to(tight, samples=60)
-    search = Search(step, here, constraints)
+    search = Search(Appraiser(step, here, constraints))
 
     def seconds(limit: float) -> float:
         plan = PipelineMaker(search.appraiser, here.devices, search.speed, None).best(schedule, lambda: limit)
@@ -342,7 +343,7 @@ def test_a_pipeline_is_found_below_any_limit_that_it_meets(devices: str, batch: 
 def test_moved_cuts_recompute_no_more_than_they_have_to() -> None:
     step, constraints = scaled(step_of(1024, 12), 16), Constraints(precision=PRECISION)
     here = Referee(step, parse_spec("2xL40S"), constraints).cut_to(0.4, samples=60)
-    search = Search(step, here, constraints)
+    search = Search(Appraiser(step, here, constraints))
     plan = PipelineMaker(search.appraiser, here.devices, search.speed, None).best("interleaved_1f1b", lambda: inf)
     assert plan is not None
     assert plan.recompute
@@ -353,7 +354,7 @@ def test_moved_cuts_recompute_no_more_than_they_have_to() -> None:
 def test_the_cuts_of_a_batch_that_stays_whole_are_moved() -> None:
     """Stages that run one after the other take equally long wherever they are cut; the update of the largest one decides."""
     step, here = scaled(step_of(1024, 12), 1), parse_spec("4xRTX3090")
-    search = Search(step, here, Constraints(precision=PRECISION))
+    search = Search(Appraiser(step, here, Constraints(precision=PRECISION)))
     plan = PipelineMaker(search.appraiser, here.devices, search.speed, None).best("gpipe", lambda: inf)
     assert plan is not None
     assert search.appraiser.step_seconds(plan) <= 1.001 * min(seconds_of_cuts(plan, step, here))
@@ -365,7 +366,7 @@ def test_no_pipeline_is_faster_than_the_bound_by_which_it_may_be_left(devices: s
     sample keeps the hosts busier than the GPUs; all ranks' hosts issue at once.
     """
     step, here = scaled(step_of(1024, 12), batch), parse_spec(devices)
-    search = Search(step, here, Constraints(precision=PRECISION))
+    search = Search(Appraiser(step, here, Constraints(precision=PRECISION)))
     maker = PipelineMaker(search.appraiser, here.devices, search.speed, None)
     told = 0
     for schedule in SCHEDULES:
@@ -385,7 +386,7 @@ def test_parts_that_lack_memory_are_the_same_as_if_each_were_asked_about(free_gi
     step, here = scaled(step_of(1024, 12), 48), parse_spec("2xL4,2xA10G")
     free = [int(free_gib * 2**30) * (2 + index) // 2 for index in range(4)]
     here = replace(here, devices=tuple(replace(one, free_bytes=size) for one, size in zip(here.devices, free, strict=True)))
-    search = Search(step, here, Constraints(precision=PRECISION))
+    search = Search(Appraiser(step, here, Constraints(precision=PRECISION)))
     remedies = search.remedies
     plain = next(plan for plan in search._options() if plan.engine == "fsdp" and plan.world_size == 4)
     blocks = remedies.order(plain)
@@ -423,6 +424,6 @@ def test_plans_whose_devices_compute_too_long_are_left_without_predicting_them()
     here, draw = parse_spec("16x8xA100-40GB"), random.Random(0)
     devices = tuple(replace(one, free_bytes=int(draw.uniform(3, 14) * 2**30)) for one in here.devices)
     constraints = Constraints(precision=PRECISION, allow=("fsdp",), excluded={"shares": "the batch is shared out evenly"})
-    search = Search(scaled(step_of(2048, 24), 512), replace(here, devices=devices), constraints)
+    search = Search(Appraiser(scaled(step_of(2048, 24), 512), replace(here, devices=devices), constraints))
     assert search.first() is not None
     assert len(search.appraiser._known_seconds) < 1000

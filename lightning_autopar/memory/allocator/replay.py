@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 
 from lightning_autopar.memory.allocator.caching_allocator import CachingAllocator, Category, OutOfDeviceMemory
@@ -119,6 +120,7 @@ def played(
         if (layout := machine.layout()) is not None and (first := found.setdefault(layout, steps)) < steps:
             repeats, released = True, max(given_back[first:])
 
+    @cache  # searches that share a first look may each go on from it
     def last() -> Replayed:
         machine.forks = False
         try:

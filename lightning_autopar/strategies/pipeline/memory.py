@@ -33,7 +33,7 @@ from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerF
 from lightning_autopar.memory.fullest_moments import RNG_STATE_BYTES, drawn_bytes, part_draws
 from lightning_autopar.memory.step_parts import StepPart, parts_of
 from lightning_autopar.plans import INTERLEAVED, Plan
-from lightning_autopar.strategies.pipeline.schedules import rank_actions
+from lightning_autopar.strategies.pipeline.schedules import played_micro_batches, rank_actions
 
 #: From this size on, replicas average a gradient alone, without a copy (``strategies/pipeline/run/replicas.py``).
 AVERAGED_ALONE_BYTES = 1024**2
@@ -352,7 +352,8 @@ def _states(plan: Plan, stages: dict[int, _Stage]) -> dict[str, int]:
 def _run(plan: Plan, position: int, stages: dict[int, _Stage], on_cpu: bool) -> dict[str, int]:
     """The fullest moment of the schedule, by category."""
     assert plan.schedule is not None
-    actions = rank_actions(plan.schedule, position, plan.devices_per_replica, plan.stages, plan.micro_batches)
+    parts = played_micro_batches(plan.schedule, plan.stages, plan.micro_batches)
+    actions = rank_actions(plan.schedule, position, plan.devices_per_replica, plan.stages, parts)
     several = plan.schedule in INTERLEAVED
     most = gradients = activations = communication = lingering = 0
     seen: set[int] = set()
@@ -373,7 +374,7 @@ def _run(plan: Plan, position: int, stages: dict[int, _Stage], on_cpu: bool) -> 
             activations -= own
             if not several and plan.schedule == "1f1b":
                 ahead = plan.stages - number
-                lingers = ahead > 1 and ahead - 2 <= micro_batch < plan.micro_batches - ahead
+                lingers = ahead > 1 and ahead - 2 <= micro_batch < parts - ahead
                 communication, lingering = stage.received + (stage.output if lingers else 0), stage.sent
             else:
                 communication += stage.received + (stage.output if several or on_cpu else 0)

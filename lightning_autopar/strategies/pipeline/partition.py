@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
 from lightning_autopar.memory.step_parts import StepPart, parts_of
 from lightning_autopar.plans import INTERLEAVED, Schedule
 
@@ -239,7 +239,7 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
     blocks = len(footprint.blocks)
     parts = parts_of(footprint.tape, blocks)
     layers = [(footprint.blocks[number // 2] if number % 2 else footprint.outer[number // 2]) for number in range(len(parts))]
-    kept, running = _part_bytes(parts, layers, share, recompute)
+    kept, running = _COLUMNS.get(footprint, (share, recompute), lambda: _part_bytes(parts, layers, share, recompute))
     also = np.zeros((3, len(parts)))
     for use in footprint.also_uses:
         also[:, 2 * use[0]] += use[2:5]
@@ -268,6 +268,10 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
         sent=np.broadcast_to(received, (blocks + 1, blocks + 1)),
         whole=footprint.partless_buffer_bytes + round(footprint.input_bytes * rows_share),
     )
+
+
+#: Pipelines on other numbers of devices have micro-batches of the same sizes.
+_COLUMNS: FootprintCache[tuple[Column, Column]] = FootprintCache(2048)
 
 
 def _part_bytes(parts: Sequence[StepPart], layers: Sequence[LayerFootprint], share: float, recompute: bool) -> tuple[Column, Column]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +21,7 @@ from lightning_autopar.memory.step_parts import Size, parts_of
 from lightning_autopar.memory.tape import Tape
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.plans import Plan
+from lightning_autopar.strategies.pipeline import memory
 from lightning_autopar.strategies.pipeline.memory import pipeline_bytes
 from lightning_autopar.strategies.pipeline.partition import stage_tables
 from tests.memory.stages import MODELS, ROWS, footprint_of
@@ -307,6 +309,25 @@ def test_cuts_must_be_in_running_order_and_the_step_traced() -> None:
         pipeline_bytes(traced("narrow"), replace(plan, cuts=plan.cuts[::-1]), 0)
     with pytest.raises(ValueError, match="wasn't traced"):
         pipeline_bytes(replace(traced("narrow"), tape=None), plan, 0)
+
+
+def test_the_fullest_moment_of_few_micro_batches_is_that_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under 1F1B most of them repeat what those before do: whatever the stage holds, as many are played as show all."""
+    draw, names = random.Random(0), [field.name for field in fields(memory._Stage)]
+    cases = []
+    for _ in range(300):
+        count, parts = draw.randint(2, 7), draw.randint(1, 60)
+        plan = replace(make_plan("1f1b", count, max(count, parts), 8), cuts=tuple(f"blocks.{number}" for number in range(1, count)))
+        number = draw.randrange(count)
+        stage = memory._Stage(**{name: draw.choice((0, 1, draw.randrange(100))) for name in names})
+        cases.append((plan, number, {number: stage}, draw.random() < 0.5))
+    actions = memory.rank_actions
+    played = []
+    monkeypatch.setattr(memory, "rank_actions", lambda *given: played.append(given[-1]) or actions(*given))
+    few = [memory._run(*case) for case in cases]
+    assert max(played) < 24
+    monkeypatch.setattr(memory, "played_micro_batches", lambda schedule, stages, micro_batches: micro_batches)
+    assert few == [memory._run(*case) for case in cases]
 
 
 def test_a_hundred_blocks_take_a_few_calls_each() -> None:
