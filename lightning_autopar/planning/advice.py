@@ -158,10 +158,8 @@ class _Adviser:
             then = self.ask.evaluate(smaller, target.plan, confirm=True)
             if not then.fits or (speedup := self._speedup(then, batch)) < _LEAST_SPEEDUP:
                 continue
-            text = (
-                f"a batch of {batch} instead of {whole}: {target.plan.title()} would fit, {_times(speedup)} faster a sample than "
-                f"{self._now_title()}"
-            )
+            gain = f"{_times(speedup)} faster a sample than {self._now_title()}"
+            text = f"a batch of {batch} instead of {whole}: {target.plan.title()} would fit, {gain}"
             found.append(Advice(kind="batch_size", text=text, change={"batch_size": batch}, plan=target.plan, **self._gains(then, batch)))
         return sorted(found, key=lambda advice: -(advice.speedup or 0))[:1]
 
@@ -514,10 +512,7 @@ def _batch_of(whole: int, sizes: Sequence[int]) -> _Change:
     keeps = "accumulate_grad_batches keeps the effective size"
     return _Change(
         kind="batch_size",
-        said=lambda batch, _: (
-            f"a batch of {batch} instead of {whole} ({keeps})",
-            {"batch_size": batch},
-        ),
+        said=lambda batch, _: (f"a batch of {batch} instead of {whole} ({keeps})", {"batch_size": batch}),
         made=lambda asked, batch: replace(asked, footprint=scaled(asked.footprint, batch)),
         sizes=sizes,
     )

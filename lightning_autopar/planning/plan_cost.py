@@ -68,8 +68,8 @@ class _Bytes(NamedTuple):
 _Timed = tuple[Seconds, Seconds, tuple[str, ...]]
 
 
-#: Replays by what decides them.
-Replays = dict[tuple[object, ...], Replayed]
+#: Bytes and seconds by plan, and replays by what decides them.
+_Known = tuple[dict[Plan, _Bytes], dict[Plan, _Timed], dict[tuple[object, ...], Replayed]]
 
 
 class Predictions:
@@ -78,11 +78,9 @@ class Predictions:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[dict[Plan, _Bytes], dict[Plan, _Timed], Replays, tuple[object, ...]]] = {}
+        self._known: dict[tuple[object, ...], tuple[_Known, tuple[object, ...]]] = {}
 
-    def of(
-        self, footprint: Footprint, inventory: Inventory, constraints: Constraints
-    ) -> tuple[dict[Plan, _Bytes], dict[Plan, _Timed], Replays]:
+    def of(self, footprint: Footprint, inventory: Inventory, constraints: Constraints) -> _Known:
         """The bytes and the seconds of plans, and the replays, that are known for such a question; what is added is known from then on."""
         devices = tuple(replace(device, free_bytes=0, processes=()) for device in inventory.devices)
         kept = footprint, inventory.links, constraints.residuals  # alive, so that no other object gets their identities
@@ -90,8 +88,8 @@ class Predictions:
         if key not in self._known:
             while len(self._known) >= _MOST_QUESTIONS:
                 del self._known[next(iter(self._known))]
-            self._known[key] = {}, {}, {}, kept
-        return self._known[key][:3]
+            self._known[key] = ({}, {}, {}), kept
+        return self._known[key][0]
 
 
 class Appraiser:
@@ -137,7 +135,7 @@ class Appraiser:
 
     def candidate(self, plan: Plan) -> Candidate:
         """A plan's prediction, and whether it fits and can be run."""
-        found = self._bytes(plan)
+        found = self.bytes_of(plan)
         seconds, raw_seconds, told = self._seconds(plan)
         needs = found.needs if self.hopeful else self.needs(plan)
         host = self._host_need(plan, needs)
@@ -162,7 +160,7 @@ class Appraiser:
 
     def needs(self, plan: Plan) -> Mapping[str, int]:
         """The bytes that must be there for a plan, by device id."""
-        found = self._bytes(plan)
+        found = self.bytes_of(plan)
         if not self.replays(plan):
             return found.needs
         sort = self._sort(plan)
@@ -196,11 +194,7 @@ class Appraiser:
         rows = -(-max(plan.rows(self.footprint.batch_size), default=1) // plan.micro_batches)
         return (*kind_of(plan), plan.devices_per_replica, plan.micro_batches > 1, rows)
 
-    def bytes_of(self, plan: Plan) -> Mapping[str, DeviceBytes]:
-        """A plan's predicted bytes, by device id."""
-        return self._bytes(plan).sizes
-
-    def _bytes(self, plan: Plan) -> _Bytes:
+    def bytes_of(self, plan: Plan) -> _Bytes:
         """A plan's predicted bytes, computed once."""
         if plan not in self._known_bytes:
             footprint = self.footprint_of(plan)

@@ -273,7 +273,7 @@ class Search:
             sort = self.appraiser.judged_by_others(plan)
             if sort is not None and self.appraiser.step_seconds(plan) < self.best_seconds:
                 whole = with_recompute(plan, self.footprint, blocks)
-                room = self.finalists.room(self.appraiser.bytes_of(whole))
+                room = self.finalists.room(self.appraiser.bytes_of(whole).sizes)
                 roomiest[sort] = max(roomiest.get(sort, (0.0, whole)), (room, whole), key=operator.itemgetter(0))
         ordered = (plan for room, plan in sorted(roomiest.values(), key=lambda one: -one[0]) if room > 0)
         for plan in islice(filter(self._is_faster, ordered), _REPLAYS_A_LOOK):
