@@ -61,7 +61,7 @@ _LATER_STEPS = 12
 _AHEAD = (720_720_000_000, 720_719_999_999)
 #: How long a step and its parts may take on a batch that was changed: so many seconds, and so many times what the batch itself takes. A
 #: solver whose steps shrink until an error is small goes on for ever where the error is NaN.
-_LEAST_LIMIT, _TIMES_AS_LONG = 5.0, 20.0
+LEAST_LIMIT, _TIMES_AS_LONG = 5.0, 20.0
 
 
 @contextmanager
@@ -352,7 +352,7 @@ class LaterSteps(KeptRuns):
                 return compare(shares)
 
         logs, doubled, double, unended = self.logs[:], list[bool](), ExitStack(), list[int]()
-        limit = _LEAST_LIMIT + _TIMES_AS_LONG * self.seconds
+        limit = LEAST_LIMIT + _TIMES_AS_LONG * self.seconds
         with self.numbered():
             told = self.weighing.told
             values = sorted({*told.ignored, *told.weighed})

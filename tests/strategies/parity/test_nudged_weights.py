@@ -94,7 +94,7 @@ class Solves(Base):
 
 
 def test_a_solver_that_never_ends_with_an_entry_that_was_put_into_the_batch_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nudged_weights, "_LEAST_LIMIT", 0.1)
+    monkeypatch.setattr(nudged_weights, "LEAST_LIMIT", 0.1)
     finding, _ = probe_split(Solves(), None, first_of(samples()))
     assert finding.probed
     assert finding.difference <= 1e-5
