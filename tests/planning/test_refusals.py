@@ -87,8 +87,8 @@ def test_a_loss_that_changes_is_a_note_unless_the_run_must_be_exact() -> None:
         == notes["fsdp"]
         == ("the split batch's loss differs from the whole batch's by 0.001 of it; exact=True rules such plans out",)
     )
-    assert not any(option.notes for option in options(split=SplitFinding(difference=9e-6), exact=True))
-    assert taken(options(split=SplitFinding(difference=9e-6), exact=True)) == {"single", "ddp", "fsdp"}
+    assert not any(option.notes for option in options(split=SplitFinding(difference=9e-7), exact=True))
+    assert taken(options(split=SplitFinding(difference=9e-7), exact=True)) == {"single", "ddp", "fsdp"}
     assert all(
         "is not known" in option.notes[0]
         for option in options(split=SplitFinding(probed=False, reason="it took too long"))

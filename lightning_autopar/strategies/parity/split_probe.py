@@ -49,6 +49,7 @@ _LOG = logging.getLogger(__name__)
 _UNCOMPARED = "not checked: whether the gradients of a batch's parts make those of the whole batch (comparing them failed)"
 _SECONDS = 60.0  # how long a probe may take
 _ALONE = 4  # samples of which each is run alone, to see which submodules it calls
+_ROUNDING = 1e-5  # up to which a difference may be rounding, where double precision can't tell
 _ORDERS = 4  # how often a step that shuffles samples at random is compared again
 
 
@@ -447,7 +448,7 @@ class _Probe(LaterSteps):
             return SplitFinding(splittable=False, reason=reason), DrawPlan()
         again = partial(self._compare, size, groups_first=groups_first_of(observed))
         if EQUAL < difference < math.inf:  # this may still be rounding, where large terms cancel
-            difference = min(difference, self._without_rounding(lambda: again()[0]))
+            difference = self._unrounded(difference, lambda: again()[0])
         if difference <= EQUAL and not observed.draws.seeded:
             difference, failed = self.weighing.among_few(size, partial(self._observed, self.losses), self._in_double)
             if failed:
@@ -484,6 +485,13 @@ class _Probe(LaterSteps):
         notes = (_UNCOMPARED,) * (not math.isfinite(by))
         return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason, notes=notes), draws
 
+    def _unrounded(self, difference: float, compare: Callable[[], float]) -> float:
+        """A difference without single precision's rounding. For a step that only runs in that, one that may be rounding is none."""
+        in_double = self._without_rounding(compare)
+        if in_double < math.inf:
+            return min(difference, in_double)
+        return difference if difference > _ROUNDING else 0.0
+
     def _gradients_differ(self, size: int, compare: Callable[[], tuple[float, Observation]]) -> float:
         """By how much gradients differ where the loss doesn't, as with advantages centred over the batch; not finite if that failed."""
         if self.metrics.trained or not self.module.automatic_optimization:
@@ -493,7 +501,7 @@ class _Probe(LaterSteps):
             with self._with_gradients():
                 by, _ = compare()
                 self.find_late(earlier, self.losses, size)
-                return by if by <= EQUAL else min(by, self._without_rounding(lambda: compare()[0]))  # as of the loss
+                return by if by <= EQUAL else self._unrounded(by, lambda: compare()[0])  # as of the loss
         except Exception:  # the forward ran
             _LOG.debug("the gradient can't be compared", exc_info=True)
             return math.inf

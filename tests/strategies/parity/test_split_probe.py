@@ -209,6 +209,24 @@ class Cancelling(Base):
         return (y + 1e-3 * x).mean() - y.mean()
 
 
+class NearlyCancelling(Base):
+    """The same with less that cancels, in single precision alone: a difference of some millionths may be rounding."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        if self.layer.weight.dtype == torch.float64:
+            raise TypeError("not in double precision")
+        y = self.layer(x) + 8
+        return (y + x.square()).mean() - y.mean()
+
+
+class Adaptive(Base):
+    """Takes steps whose length the whole batch decides, as an adaptive solver: its error, and so its loss, hardly depends on that."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return F.mse_loss(y, x) * (1 + 2e-5 * y.detach().std())
+
+
 class Returns(Base):
     """A dictionary, and no batch index asked for."""
 
@@ -674,6 +692,7 @@ def test_a_draw_for_each_sample_is_named_though_it_changed_nothing() -> None:
         GAN,
         Views,
         Cancelling,
+        NearlyCancelling,
         Returns,
         Skips,
         Scalar,
@@ -687,6 +706,13 @@ def test_means_over_samples_survive(make: Callable[[], Base], count: int) -> Non
     assert finding.reason is None
     assert finding.difference == 0.0
     assert not plan.seeded
+
+
+def test_a_difference_that_double_precision_shows_is_none_of_rounding_however_small() -> None:
+    finding, _ = probe_split(Adaptive(), None, first_of(samples()))
+    assert 1e-6 < finding.difference < 1e-5
+    assert finding.differs
+    assert "no mean over the samples" in str(finding.reason)
 
 
 class Apart(Base):
