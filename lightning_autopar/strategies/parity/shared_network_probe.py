@@ -381,7 +381,9 @@ class _Trial(SharingSteps):
 
     def call(self, name: str, child: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output as ranks would put it together; the submodule's own where it can't be shared."""
-        if name in self.excluded:
+        if torch._C._current_graph_task_id() != -1:  # a function's own backward calls it (an adjoint solver's), as checkpoints don't here
+            self.bypassed.add(name)
+        if name in self.excluded | self.bypassed:
             return own(*args, **kwargs)
         known: SharedModule | None = self._names[name] if isinstance(self._names, Mapping) else None
         if known is not None and Call(name, known, (args, kwargs)).rows == 1:  # nothing to take apart

@@ -208,6 +208,34 @@ def test_where_gradients_come_in_batches_nothing_is_shared() -> None:
     assert probe_sharing(Jacobian(Net()), None, batch())[1] == {}
 
 
+class _Adjoint(torch.autograd.Function):
+    """Runs a network anew in its backward, as an adjoint solver does."""
+
+    @staticmethod
+    def forward(ctx: Any, net: Any, x: Tensor, mask: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.net, ctx.mask = net, mask
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            rows: Tensor = net(x, mask=mask)["rows"]
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            rows = ctx.net(ctx.saved_tensors[0], mask=ctx.mask)["rows"]
+        return None, None, None, *torch.autograd.grad(rows, list(ctx.net.linear.parameters()), gradient)
+
+
+class Solved(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = F.normalize(_Adjoint.apply(self.net, batch, torch.ones(6), *self.net.linear.parameters()), dim=1)  # type: ignore[no-untyped-call]
+        return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def test_what_a_functions_own_backward_calls_is_not_shared() -> None:
+    assert probe_sharing(Solved(Net()), None, batch())[1] == {}
+
+
 class Bayesian(nn.Linear):
     """Draws its weights, which are the same for all rows."""
 
