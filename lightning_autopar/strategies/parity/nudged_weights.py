@@ -59,6 +59,8 @@ _LATER_STEPS = 12
 #: Where counters are set, divisible by the numbers up to 16 and by a million, for what is done every so often; and one less, as some steps
 #: count first.
 _AHEAD = (720_720_000_000, 720_719_999_999)
+#: Up to which a difference may be rounding, where double precision can't tell.
+_ROUNDING = 1e-5
 #: How long a step and its parts may take on a batch that was changed: so many seconds, and so many times what the batch itself takes. A
 #: solver whose steps shrink until an error is small goes on for ever where the error is NaN.
 LEAST_SECONDS, _TIMES_AS_LONG = 5.0, 20.0
@@ -304,6 +306,13 @@ class LaterSteps(KeptRuns):
         except Exception:
             _LOG.debug("the step can't be run in double precision", exc_info=True)
             return math.inf
+
+    def _unrounded(self, difference: float, compare: Callable[[], float]) -> float:
+        """A difference without single precision's rounding. For a step that only runs in that, one that may be rounding is none."""
+        in_double = self._without_rounding(compare)
+        if in_double < math.inf:
+            return min(difference, in_double)
+        return difference if difference > _ROUNDING else 0.0
 
     @contextmanager
     def _in_double(self) -> Iterator[None]:

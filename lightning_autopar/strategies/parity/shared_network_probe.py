@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -296,7 +297,7 @@ class _SharingProbe(_Probe):
         more often than what ranks run.
         """
         stack = ExitStack()
-        for name, instead in (("_checkpoint_without_reentrant_generator", _without_hooks), ("CheckpointFunction", _Called)):
+        for name, instead in (("_checkpoint_without_reentrant_generator", _without_hooks), ("CheckpointFunction", _CALLED)):
             if hasattr(torch.utils.checkpoint, name):
                 stack.enter_context(patched(torch.utils.checkpoint, name, instead))
         for name in ("get_rank", "get_world_size"):
@@ -512,12 +513,8 @@ def _without_hooks(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 
-class _Called:
-    """Replaces the reentrant checkpoint."""
-
-    @staticmethod
-    def apply(function: Any, preserve: bool, *args: Any) -> Any:
-        return function(*args)
+#: Replaces the reentrant checkpoint.
+_CALLED = SimpleNamespace(apply=lambda function, preserve, *args: function(*args))
 
 
 class _Flops(TorchDispatchMode):

@@ -49,7 +49,6 @@ _LOG = logging.getLogger(__name__)
 _UNCOMPARED = "not checked: whether the gradients of a batch's parts make those of the whole batch (comparing them failed)"
 _SECONDS = 60.0  # how long a probe may take
 _ALONE = 4  # samples of which each is run alone, to see which submodules it calls
-_ROUNDING = 1e-5  # up to which a difference may be rounding, where double precision can't tell
 _ORDERS = 4  # how often a step that shuffles samples at random is compared again
 
 
@@ -484,13 +483,6 @@ class _Probe(LaterSteps):
         draws = replace(draws, seeded=draws.seeded or uneven)
         notes = (_UNCOMPARED,) * (not math.isfinite(by))
         return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason, notes=notes), draws
-
-    def _unrounded(self, difference: float, compare: Callable[[], float]) -> float:
-        """A difference without single precision's rounding. For a step that only runs in that, one that may be rounding is none."""
-        in_double = self._without_rounding(compare)
-        if in_double < math.inf:
-            return min(difference, in_double)
-        return difference if difference > _ROUNDING else 0.0
 
     def _gradients_differ(self, size: int, compare: Callable[[], tuple[float, Observation]]) -> float:
         """By how much gradients differ where the loss doesn't, as with advantages centred over the batch; not finite if that failed."""
