@@ -457,6 +457,7 @@ class _Probe(LaterSteps):
         if self.weighing.explains(difference, observed, self.weighing.shares(size), run, self._in_double):
             return self._split(size)
         uneven = self.batches.uneven(self.weighing.shares(size))
+        drawn = f"each part makes its own draws of {', '.join(self.drawn_apart)}" if self.drawn_apart else ""
         if difference <= EQUAL and apart is not None:
             return SplitFinding(splittable=False, reason=apart), DrawPlan()
         if difference <= EQUAL:
@@ -471,15 +472,15 @@ class _Probe(LaterSteps):
             reason = "a part's samples are collated into other shapes than in the whole batch, as where they are padded to the longest one"
         elif draws.seeded:
             reason = "the shapes of its random draws depend on the data"
-        elif self.drawn_apart:
-            reason = f"each part makes its own draws of {', '.join(self.drawn_apart)}"
+        elif drawn:
+            reason = drawn
         else:
             reason = f"it {'' if self.module.automatic_optimization else 'or its gradient '}is no mean over the samples"
         by = 0.0 if at_once or reason is not None or draws.seeded else self._gradients_differ(size, again)
         if self.backwards.missed[0] > difference:
             difference, reason = self.backwards.missed
         elif EQUAL < by < math.inf:
-            difference, reason = by, "its gradient is no mean over the samples, though its value is"
+            difference, reason = by, "its gradient is no mean over the samples, though its value is" + (drawn and f": {drawn}")
         draws = replace(draws, seeded=draws.seeded or uneven)
         notes = (_UNCOMPARED,) * (not math.isfinite(by))
         return SplitFinding(difference=difference, reason=reason, part_reason=self.part_reason, notes=notes), draws

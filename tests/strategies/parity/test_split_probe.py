@@ -623,6 +623,20 @@ class SeldomTurned(Base):
         return F.mse_loss(self.layer(x), torch.stack([-row if random.random() < 1e-12 else row for row in x]))
 
 
+class Turned(Base):
+    """A draw of Python's for each sample, which changes its gradient alone."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return F.mse_loss(y + torch.stack([(row - row.detach()) * random.random() for row in y]), x)
+
+
+def test_a_gradient_that_draws_change_is_told_with_them() -> None:
+    finding, _ = probe_split(Turned(), None, first_of(samples()))
+    words = "its gradient is no mean over the samples, though its value is: each part makes its own draws of Python's random"
+    assert (finding.reason, finding.drawn_apart) == (words, ("Python's random",))
+
+
 @pytest.mark.parametrize("make", [RedrawnAfterAThousand, RedrawnByABuffer])
 def test_a_draw_that_only_later_steps_make_is_known(make: type[Base]) -> None:
     finding, plan = probe_split(module := make(), None, first_of(samples()))
