@@ -17,13 +17,15 @@ from torch._subclasses.fake_tensor import is_fake
 
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.logs.logging_hooks import overridden
 from lightning_autopar.memory.trace.bare_step import STEPS, BareStep
-from lightning_autopar.memory.trace.first_batch import copied
+from lightning_autopar.memory.trace.first_batch import copied, tensors_of
 from lightning_autopar.strategies.parity.undo import undone
 from lightning_autopar.strategies.pipeline.stages.block_router import unseen
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import StepRecording
 from lightning_autopar.strategies.pipeline.stages.module_state import ModuleState, attributes, changes, counters
 from lightning_autopar.strategies.pipeline.stages.step_recorder import StepRecorder
+from lightning_autopar.strategies.pipeline.stages.tainted_tensors import is_marked
 
 _HOOKS = frozenset(f"_forward_{kind}{suffix}" for kind in ("hooks", "pre_hooks") for suffix in ("", "_with_kwargs", "_always_called"))
 
@@ -76,6 +78,10 @@ def record(
         fakes = any(is_fake(parameter) for parameter in module.parameters())
         sources = ModuleState(module, written | frozenset(changed.state) | frozenset(() if fakes else effects.written))
 
+    ended = f"on_{'train' if grad else hook.removesuffix('_step')}_batch_end"
+    own = None if trainer is None else next(overridden(trainer, [ended]), None)
+    reader = None if own is None else f"{type(own[0]).__name__}.{ended}"
+
     def recorded(*, again: bool) -> tuple[StepRecording, bool]:
         """The recording of one run, and whether blocks ran again in it."""
         with _left_as_it_was(module), undone(module):
@@ -86,10 +92,12 @@ def record(
                 with recorder.recording():
                     for each in kept:
                         each.put()
-                    recorder.finish(call(copied(batch)))
+                    recorder.finish(call(given := copied(batch)))
                 for each in kept:
                     if each.name in recorder.kept and each.is_new():
                         recorder.refuse(f"the step keeps {each.name!r} for the next one, which only some of the stages would have")
+                if reader is not None and any(map(is_marked, tensors_of(given))):
+                    recorder.refuse(f"the step puts what it computes into its batch, where {reader} wouldn't find it")
         rng.restore(state, {})
         found = recorder.recorded(rows=rows, autocast=autocast, changes_batch=changed.batch, counters=tuple(counted))
         return found, recorder.ran_again

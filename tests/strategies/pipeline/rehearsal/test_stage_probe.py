@@ -790,3 +790,33 @@ def test_hooks_around_a_validation_are_tried_in_later_epochs(every: int) -> None
     assert refused(keeps=True, every=every).startswith(keeps)
     assert "in stages on_validation_start fails ('__float__' reads the values of the parameter" in refused(keeps=False, every=every)
     assert not refused(keeps=True, every=5)
+
+
+class Fills(Stack):
+    """Puts its logits into its batch, as anomalib's models do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        words = batch["words"]
+        batch["logits"] = self(words[:, :-1])
+        return nn.functional.cross_entropy(batch["logits"].transpose(1, 2), words[:, 1:])
+
+
+class ReadsLogits(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        batch["logits"].mean()
+
+
+@pytest.mark.parametrize("callbacks", [[ReadsLogits()], []])
+def test_what_a_step_puts_into_its_batch_is_missed_by_callbacks_alone(callbacks: list[pl.Callback]) -> None:
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **quiet)
+    words = batch().batch
+    first = FirstBatch(
+        batch={"words": words},
+        samples=list(words),
+        collate=lambda rows: {"words": torch.stack(rows)},
+        batch_size=8,
+    )
+    refusal = probe_stages(Fills(), trainer, {"training_step": first}, "fit").value.refusal or ""
+    assert ("ReadsLogits.on_train_batch_end wouldn't find it" in refusal) is bool(callbacks)
+    assert callbacks or not refusal
