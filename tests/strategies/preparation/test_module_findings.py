@@ -297,7 +297,7 @@ class ByLoader(Net):
             self.log("count", float(len(found)))
             self.log("mean", found.mean())
         else:
-            self.log("root", found.square().mean().sqrt())
+            self.log("spread", found.std())
             self.log("masked", found[batch[1]].mean())
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -311,7 +311,7 @@ def test_each_loader_of_a_validation_is_tried(tmp_path: Path, monkeypatch: pytes
     rules = {name: rules[:1] for (hook, name), rules in found.log_rules.items() if "validation" in hook}
     assert rules == {"mean": ("mean",), "count": ("sum",), "sum": ("sum",)}
     assert [note.partition(" is ")[0] for note in found.notes] == [
-        f"the value {name!r} logged in validation_step" for name in ("root", "masked")
+        f"the value {name!r} logged in validation_step" for name in ("spread", "masked")
     ]
     assert "which the first loader's batches lack" in found.notes[1]
 
