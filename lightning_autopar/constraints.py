@@ -25,8 +25,8 @@ _LEAST_MEMORY = 1 << 20
 Objective = Literal["speed", "memory"]
 #: Refusals that a user may overrule: such plans run, but break the promise of the same run.
 REFUSALS = ("batch_norm", "buffers", "kept", "later_entries")
-#: A relative difference of losses up to this is floating-point reassociation. A larger one was found in double precision as well, where
-#: the step runs in it, and grows in a run: an adaptive solver's, which chooses its steps by the whole batch.
+#: A relative difference of losses up to this is floating-point reassociation. A larger one isn't: the step shows it in double precision as
+#: well, if it runs in that. An adaptive solver has such a difference, as it chooses its steps by the whole batch; it grows in a run.
 SPLIT_TOLERANCE = 1e-6
 _BESIDES = ("micro_batches", "pipeline_parts", "pipeline_replicas", "rerun", "shares", "replicas", "recompute", "offload")
 

@@ -56,8 +56,17 @@ Shortage = Callable[[Mapping[str, int]], str | None]
 Preferred = Callable[[Sequence[Candidate]], Candidate]
 
 
+def as_fitting(candidate: Candidate) -> Candidate:
+    """The candidate as it is if its plan fits."""
+    return candidate if candidate.fits else replace(candidate, fits=True, reason=None)
+
+
 class Finalists:
-    """Replays for one search, each configuration once. Those that an earlier search has shown count as many allocations as then."""
+    """Replays for one search, each configuration once.
+
+    A replay that an earlier search has made isn't made again. It uses up as many of this search's allocations as if it were: so what a
+    search finds doesn't depend on the searches before it.
+    """
 
     def __init__(self, appraiser: Appraiser) -> None:
         self.footprint, self.inventory, self.constraints = appraiser.footprint, appraiser.inventory, appraiser.constraints
@@ -90,9 +99,7 @@ class Finalists:
             preferred: chooses the best of those that fit.
         """
         decided = list(candidates)
-        hopeful = {
-            number: one if one.fits else replace(one, fits=True, reason=None) for number, one in enumerate(decided) if self.may_fit(one)
-        }
+        hopeful = {number: as_fitting(one) for number, one in enumerate(decided) if self.may_fit(one)}
         chosen: Candidate | None = None
         while hopeful:
             best = preferred(list(hopeful.values()))

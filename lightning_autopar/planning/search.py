@@ -34,7 +34,7 @@ from lightning_autopar.planning.plan_cost import (
 )
 from lightning_autopar.planning.plan_seconds import block_seconds, busy_seconds, by_sort, device_speeds
 from lightning_autopar.planning.refusals import engine_refusal, engine_runs
-from lightning_autopar.planning.replayed_candidates import Finalists
+from lightning_autopar.planning.replayed_candidates import Finalists, as_fitting
 from lightning_autopar.plans import Plan, all_engines
 from lightning_autopar.report.report import Candidate
 
@@ -534,7 +534,7 @@ class Search:
             self._add(engines.of(plan).polished(self._lent(self._limit), plan))
 
     def _best_fitting(self) -> Candidate | None:
-        hopeful = [(one, one if one.fits else replace(one, fits=True, reason=None)) for one in self._found if self.finalists.may_fit(one)]
+        hopeful = [(one, as_fitting(one)) for one in self._found if self.finalists.may_fit(one)]
         if not hopeful:
             return None
         best = self.appraiser.preferred([other for _, other in hopeful])

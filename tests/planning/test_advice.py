@@ -410,7 +410,7 @@ def test_advice_that_is_cut_short_asks_for_no_more_than_the_plan_needs_that_it_f
 def test_a_size_is_found_by_halves_where_the_moments_of_no_plan_fit_though_a_replay_shows_that_one_does() -> None:
     with pytest.raises(NothingFits) as refused:
         make_report(SEVEN, parse_spec("RTX4090@32GiB"), Constraints(allow=("fsdp",)))
-    arguments, asked = refused.value.report.adviser.args, []  # type: ignore[union-attr]
+    arguments, asked = refused.value.report.adviser.args, []  # type: ignore[union-attr]  # it is a partial
 
     class Blind:
         """Without ``confirm`` it says that nothing fits."""

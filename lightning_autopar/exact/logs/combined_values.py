@@ -182,13 +182,8 @@ class Combiner:
     def tell_partly(self, entry: Entry, rows: int, of: int) -> None:
         """Say, once, that a mean was logged for some of a batch's samples, as each of its parts decides by its own whether it logs."""
         key = entry.fx, entry.name
-        if (
-            not 0 < rows < of
-            or entry.is_metric
-            or entry.own
-            or key in self._told
-            or (self._rules.get(key) or entry.reduction) not in ("mean", *MEANS)
-        ):
+        is_mean = (self._rules.get(key) or entry.reduction) in ("mean", *MEANS)
+        if not is_mean or not 0 < rows < of or entry.is_metric or entry.own or key in self._told:
             return
         self._told.add(key)
         rank_zero_warn(
@@ -248,8 +243,8 @@ def _reduce(kind: str, values: Tensor, weights: Tensor, counts: Tensor) -> Tenso
     if kind == "latest":
         place = torch.arange(len(values), device=values.device).unsqueeze(1)
         return values.gather(0, torch.where(counts, place, -1).amax(0, keepdim=True)).squeeze(0)
-    into, back = MEANS.get(kind, (None, None))
-    if into is not None and back is not None:
+    if kind in MEANS:
+        into, back = MEANS[kind]
         return back(_reduce("mean", into(values), weights, counts))
     return torch.where(counts, values * weights, 0.0).sum(0) / weights.sum(0)
 

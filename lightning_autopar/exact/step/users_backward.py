@@ -68,7 +68,9 @@ def of_whole_batch(weight: Callable[[], float]) -> Callable[..., Any]:
             if not isinstance(loss, (Tensor, float)):
                 return loss
             whole = torch.as_tensor(loss).detach()
-            whole = whole.to(optimizer.param_groups[0]["params"][0].device) * weight() if weight() else torch.zeros_like(whole)
+            # A number goes where the process group's collectives run.
+            device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+            whole = whole.to(device) * weight() if weight() else torch.zeros_like(whole, device=device)
             dist.all_reduce(whole)
             whole /= dist.get_world_size()
             return whole if isinstance(loss, Tensor) else whole.item()

@@ -82,7 +82,7 @@ def undone(module: nn.Module, writes: Collection[str] | None = None, outside: Ma
     size_bytes = sum(parameter.nbytes for parameter in parameters.values() if not is_fake(parameter))
     check_room(size_bytes, "a copy of parameters, to see whether the step writes to them,")
     copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    versions = {name: parameter._version for name, parameter in parameters.items()}
+    versions = {name: parameter._version for name, parameter in parameters.items() if is_fake(parameter)}
     modules = list(module.named_modules())
     attributes = [(child, dict(child.__dict__), dict(child._buffers)) for _, child in modules]
     values = {name: space.get(key, MISSING) for name, (space, key) in (outside or {}).items()}
@@ -126,8 +126,8 @@ def undone(module: nn.Module, writes: Collection[str] | None = None, outside: Ma
             effects.kept = tuple(dict.fromkeys([*replaced, *(name for name, undo in put_back if undo())]))
             for name, copy in copies.items():
                 parameter = parameters[name]
-                # To compare fake ones takes six operations each, and can't show what was written where values aren't known.
-                unwritten = is_fake(parameter) and parameter._version == versions[name]
+                # A comparison of fake ones is six operations, and can't show what was written where values aren't known.
+                unwritten = name in versions and parameter._version == versions[name]
                 if parameter.shape == copy.shape and not unwritten and not same_values(parameter.detach(), copy):
                     effects.written[name] = parameter.detach().clone()
                     parameter.data.copy_(copy)

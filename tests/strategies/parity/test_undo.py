@@ -178,3 +178,12 @@ def test_fake_parameters_that_nothing_wrote_to_are_not_compared() -> None:
         with undone(module) as effects:  # to compare fake tensors without known values raises
             module(torch.zeros(1, 2))
     assert not effects.written
+
+
+def test_parameters_that_torch_counts_no_writes_of_are_compared() -> None:
+    with torch.inference_mode():  # as a teacher's that were loaded under it
+        teacher = nn.Linear(2, 2)
+    module = nn.ModuleList([teacher, nn.Linear(2, 2)])
+    with undone(module) as effects, torch.no_grad():
+        module[1].weight.add_(1)
+    assert [*effects.written] == ["1.weight"]

@@ -118,7 +118,7 @@ class Together:
         #: The optimizer whose step runs, after its closure; and of how many steps: torch calls the hooks for its base class's step as well.
         self._stepping: Any = None
         self._depth = 0
-        #: What went wrong in hooks of later steps and epochs, other than that a value is another stage's.
+        #: Notes of hooks that failed on a stage at an epoch's end or in a later step. One that reads another stage's value ends the trial.
         self.failed: dict[str, None] = {}
         #: Runs the optimizers' step of the last batch once more, with its hooks, on a stage.
         self._step_again: Callable[[Stage], None] | None = None

@@ -110,7 +110,7 @@ class Trial:
         self.counted: tuple[str, ...] = ()
         #: Lists to which a step appends what only the last stage has.
         self.appended: dict[str, None] = {}
-        #: What went wrong in hooks of later steps and epochs of the whole module.
+        #: Notes of hooks that failed there when the whole module was tried as one stage.
         self._failed: dict[str, None] = {}
         self._double: Trial | None = None
 

@@ -448,7 +448,7 @@ class ReadsMomentsLater(Tells):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.global_step > 2:
-            state = self.optimizers().state  # type: ignore[union-attr]
+            state = self.optimizers().state  # type: ignore[union-attr]  # no list: it has one
             self.numbers = [state[parameter]["step"] for parameter in self.parameters()]
 
 
