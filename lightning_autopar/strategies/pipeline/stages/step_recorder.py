@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_autopar.exact.absent.absent_tensor import AbsentMode, MissingValue, absent_like
+from lightning_autopar.exact.absent.absent_tensor import AbsentMode, AbsentTensor, MissingValue, absent_like
 from lightning_autopar.exact.absent.rules import READING
 from lightning_autopar.exact.step.users_backward import parameters_behind
 from lightning_autopar.memory.work.operations import operation
@@ -106,6 +106,9 @@ class StepRecorder:
         #: Ranges of parts, each with a reason: no stage begins with a block whose part is above the first and at most the second.
         self._joined: list[tuple[int, int, str]] = []
         self._running: str | None = None
+        #: The function outside of blocks that runs, and of each block that such a function ran, why no stage can begin with it.
+        self._calling: str | None = None
+        self._called: dict[str, str] = {}
         #: Attributes with a tensor of the previous step that this step uses.
         self.kept: set[str] = set()
         #: What leaves a block without being returned: what hooks within it catch, and attributes.
@@ -197,8 +200,12 @@ class StepRecorder:
             self._join(self._part, _END, told)
             return func(*args, **kwargs)
         target = written_by(name, args, kwargs)
-        shapes = self._without_values(func, name, args, kwargs)
-        result = func(*args, **kwargs)
+        self._calling = name
+        try:
+            shapes = self._without_values(func, name, args, kwargs)
+            result = func(*args, **kwargs)
+        finally:
+            self._calling = None
         if shapes is not None and shapes != _shapes(result):
             self._join(self._part, _END, f"code before it gives tensors whose shapes depend on values ({name})")
         self._number(name, results_of(name, result, target, args, self._watch.tainted), target)
@@ -271,6 +278,12 @@ class StepRecorder:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch._C._current_graph_task_id() != -1:  # recomputation
+                return forward(*args, **kwargs)
+            if self._calling is not None:
+                self._called[fqn] = f"{self._calling} runs {fqn!r} within itself"
+                if any(isinstance(tensor, AbsentTensor) for tensor in tensors((args, kwargs))):
+                    raise MissingValue(f"it runs {fqn!r}")
+                self.use(list(self._blocks[fqn].parameters()))
                 return forward(*args, **kwargs)
             if self._running is not None:
                 self._join(self._part - 1, self._part, f"it runs while {self._running!r} does")
@@ -395,7 +408,7 @@ class StepRecorder:
         self, *, rows: int, autocast: torch.dtype | None, changes_batch: bool, counters: tuple[tuple[str, str], ...]
     ) -> StepRecording:
         """The finished recording."""
-        crossings, uncuttable = {}, {}
+        crossings, uncuttable = {}, dict(self._called)
         outputs = self._outputs
         if self._extras:
             outputs = [

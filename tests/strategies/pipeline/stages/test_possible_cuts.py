@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -334,9 +335,35 @@ class Hoards(Stacked):
         return self.head(x)
 
 
+class Reversed(torch.autograd.Function):
+    """Runs blocks, and keeps what they return in an object that it is given, as a cache is."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor, blocks: Any, cache: Any) -> Tensor:
+        """All blocks' results, of which the first makes two."""
+        for block in blocks:
+            cache.kept.append(x := block(x))
+        return torch.stack(cache.kept).sum(0)
+
+    @staticmethod
+    def backward(_: Any, gradient: Any) -> Any:
+        """Not what differentiation would give, and it needn't be."""
+        return gradient, None, None
+
+
+class RunsBlocks(Stacked):
+    """A function with a backward of its own runs the middle blocks, as reversible layers do."""
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.stem(x))
+        x = Reversed.apply(x, self.blocks[1:3], SimpleNamespace(kept=[]))
+        return self.head(self.blocks[3](x))
+
+
 @pytest.mark.parametrize(
     ("kind", "blocks", "words"),
     [
+        (RunsBlocks, {"blocks.1", "blocks.2", "blocks.3"}, r"Reversed\.apply( \(it)? runs 'blocks\.1'( within itself|\))"),
         (Reads, {"blocks.2", "blocks.3"}, r"reads a value of the model's \(__bool__, at test_possible_cuts\.py:\d+\)"),
         (Shapes, {"blocks.2", "blocks.3"}, "__getitem__"),
         (Differentiates, ALL, "differentiates by itself"),
