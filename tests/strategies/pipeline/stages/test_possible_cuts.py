@@ -363,7 +363,7 @@ class RunsBlocks(Stacked):
 @pytest.mark.parametrize(
     ("kind", "blocks", "words"),
     [
-        (RunsBlocks, {"blocks.1", "blocks.2", "blocks.3"}, r"Reversed\.apply( \(it)? runs 'blocks\.1'( within itself|\))"),
+        (RunsBlocks, {"blocks.1", "blocks.2", "blocks.3"}, r"Reversed\.apply( \(it)? runs 'blocks\.[12]'( within itself|\))"),
         (Reads, {"blocks.2", "blocks.3"}, r"reads a value of the model's \(__bool__, at test_possible_cuts\.py:\d+\)"),
         (Shapes, {"blocks.2", "blocks.3"}, "__getitem__"),
         (Differentiates, ALL, "differentiates by itself"),
