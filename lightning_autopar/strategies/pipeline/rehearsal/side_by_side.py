@@ -127,14 +127,23 @@ class Trial:
             raise CannotTry(where + error_line(error)) from error
 
     def record(self) -> dict[str, StepRecording]:
-        """Record each hook."""
+        """Record each hook.
+
+        Raises:
+            CannotTry: if an evaluation fails that comes before any training.
+        """
 
         def one(hook: str, written: frozenset[str]) -> StepRecording:
             copy: LightningModule = fake_copy(self._module, None, None)
             rng.restore(self._start, {})
             batch, rows = self._scripts[hook].batches[0](), self._scripts[hook].rows
             context = self._precision.context
-            return record(copy, self._trainer, hook, batch, self._blocks, rows=rows, context=context, written=written)
+            try:
+                return record(copy, self._trainer, hook, batch, self._blocks, rows=rows, context=context, written=written)
+            except Exception as error:
+                if hook == "training_step":
+                    raise
+                raise CannotTry(f"a pipeline's cuts are recorded before any training, where {hook} fails: {error_line(error)}") from error
 
         found = recorded_together(list(self._scripts), one)
         self._staging = Staging(hooks=found)

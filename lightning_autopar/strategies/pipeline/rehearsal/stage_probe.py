@@ -145,7 +145,10 @@ def confirm_stages(
         return refused(not_made(trial).reason)
     if several is not None:
         return refused(several)
-    recordings = trial.record()
+    try:
+        recordings = trial.record()
+    except CannotTry as error:
+        return refused(str(error))
     words = trial.compare(tuple(cuts))
     if words is None and trial.appended:  # found out too late to tell the run of it
         words = f"the step appends values to the module's {next(iter(trial.appended))!r} that only the last stage would have"
@@ -258,7 +261,10 @@ def _try(
         return trial
     if several is not None:
         return refused(several)
-    recordings = trial.record()
+    try:
+        recordings = trial.record()
+    except CannotTry as error:
+        return refused(str(error))
     uncuttable = merged(recordings)
     refusal = nowhere(recordings, uncuttable) or trial.narrow(next(iter(recordings.values())).blocks, uncuttable)
     refusal = refusal or nowhere(recordings, uncuttable)

@@ -122,6 +122,30 @@ def test_a_validation_that_fails_is_named() -> None:
     assert "can't be run on the CPU (in validation_step: IndexError: beyond, at test_stage_probe.py:" in (found.value.refusal or "")
 
 
+class Fitted(Stack):
+    """Its evaluations use what its training has collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen = [*self.seen, batch]
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch[:, :-1]) + torch.cat(self.seen).float().mean())
+
+
+@pytest.mark.parametrize("confirmed", [False, True])
+def test_an_evaluation_that_needs_training_before_it_is_named(confirmed: bool) -> None:
+    hooks = dict.fromkeys(("training_step", "validation_step"), batch())
+    found = confirm_stages(Fitted(), None, hooks, "fit", ("blocks.2",)) if confirmed else probed(Fitted(), *hooks)
+    told = "a pipeline's cuts are recorded before any training, where validation_step fails: "
+    assert (found.value.refusal or "").startswith(told), found.value.refusal
+    assert "at test_stage_probe.py:" in found.value.refusal
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_precisions(precision: str) -> None:
     finding = probed(Stack(dropout=0.1), precision=precision_of(precision))
