@@ -5,6 +5,7 @@ Knows an engine and its step's state; neither the other ranks, nor who asks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from traceback import walk_tb
@@ -25,6 +26,8 @@ FORWARD, BACKWARD, BOTH, OPTIMIZER = (
 )  # fmt: skip
 #: Of these, what a batch that is run again runs anew.
 _IN_STEP = FORWARD, BACKWARD, BOTH
+#: What an error says that code raises where it finds itself in one process of several.
+_SEVERAL = re.compile(r"\b(ddp|fsdp|deepspeed|distributed\w*|multi-?(gpu|process|device)\w*|world.?size)\b", re.IGNORECASE)
 
 
 @dataclass(kw_only=True)
@@ -53,7 +56,8 @@ class RunningStep:
 
 def explain(engine: Any, error: BaseException) -> None:
     """If memory ran out, add to the exception where, what was promised and predicted of a GPU, and what to do; to an error of CUDA's
-    what is wrong with the GPU, if the driver knows; and that other ranks run the user's code, to one of a file that is there already.
+    what is wrong with the GPU, if the driver knows; and that other ranks run the user's code, to one of a file that is there already, or
+    that speaks of several processes before the first batch.
 
     Args:
         engine: an :class:`.EngineMixin`, on whose rank it was raised.
@@ -61,10 +65,16 @@ def explain(engine: Any, error: BaseException) -> None:
     device = engine.run_plan.devices[engine._rank]
     if isinstance(error, torch.AcceleratorError) and (said := of_its_gpu(device)):
         error.add_note(f"autopar: this is rank {engine._rank} on {device.id}{said}")
-    if isinstance(error, FileExistsError) and (ranks := engine.run_plan.plan.world_size) > 1:
+    ranks = engine.run_plan.plan.world_size
+    if isinstance(error, FileExistsError) and ranks > 1:
         error.add_note(
             f"autopar: this is rank {engine._rank} of {ranks}, and all of them run this code: another one may have made {error.filename!r} "
             "first. Let it be there (exist_ok=True), or make it where trainer.is_global_zero is true"
+        )
+    if ranks > 1 and not engine.running.begun and _SEVERAL.search(str(error)):
+        error.add_note(
+            f"autopar: this is rank {engine._rank} of {ranks}, under the plan {engine.run_plan.plan.title()!r}. If the code that raised "
+            "this can't run in several processes, AutoParallelStrategy(allow=['single']) plans for one"
         )
     if not out_of_memory(error) or WHERE in vars(error):  # it may be asked of a rank that couldn't leave its step
         return
