@@ -25,7 +25,10 @@ def drawn(seed: int) -> torch.Generator:
 
 
 class Tokens(pl.LightningModule):
-    """Logs the loss, beside a mean over samples."""
+    """Logs the loss, its exponential, and a mean over samples."""
+
+    #: Whether the loss is a mean, so that it has a perplexity.
+    is_mean = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,6 +48,8 @@ class Tokens(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
+        if self.is_mean:
+            self.log("perplexity", loss.exp(), on_step=True, on_epoch=True)
         self.log("first", self._first(batch))
         return loss
 
@@ -52,7 +57,10 @@ class Tokens(pl.LightningModule):
         return batch[0][:, 0].float().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
+        loss = self.loss(batch)
+        self.log("val_loss", loss)
+        if self.is_mean:
+            self.log("val_perplexity", loss.exp())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 1e-2)
@@ -95,6 +103,8 @@ class Scarce(Tokens):
 
 class Summed(Tokens):
     """A sum over samples, as those of many variational autoencoders."""
+
+    is_mean = False
 
     def loss(self, batch: Any) -> Tensor:
         return F.cross_entropy(self(batch[0]).flatten(0, 1), (batch[0].flatten() + 1) % 20, reduction="sum") / 100

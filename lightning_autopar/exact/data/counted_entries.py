@@ -69,6 +69,7 @@ class Count:
         also: of ``"differs"``: further values of entries that don't count; of ``"alike"``: a sample's further numbers.
         within: further comparisons, each with its number, all of which hold for entries that count.
         alike: further counts that planning couldn't tell from this one. They must agree in every batch.
+        mean: what kind of mean a logged value is over the entries: one of ``log_rules.MEANS``; empty for the usual one.
     """
 
     path: Path
@@ -78,6 +79,7 @@ class Count:
     also: tuple[float, ...] = ()
     within: tuple[tuple[str, float], ...] = ()
     alike: tuple[Count, ...] = ()
+    mean: str = ""
 
     @property
     def _place(self) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_autopar._lightning import Trainer, rank_zero_warn
-from lightning_autopar.exact.data.counted_entries import Count
+from lightning_autopar.exact.data.counted_entries import Count, Rule
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.log_rules import MEANS, LogRules
 
@@ -32,6 +32,8 @@ REDUCTIONS: dict[Any, str] = {
 }
 #: The collection in the entry of the step's loss, which nobody logged.
 LOSS = -1
+#: How a value goes into a sum that is the usual mean, and how it comes back.
+_AS_IT_IS: Any = (lambda value: value,) * 2
 OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "add_dataloader_idx", "metric_attribute")
 
 
@@ -126,11 +128,13 @@ class Combiner:
         if not isinstance(rule, Count) or share is None:  # a hook, of a batch that isn't split
             return value
         weight = share.fraction(rule)
-        return value.double() * weight if weight else torch.zeros_like(value, dtype=torch.float64)
+        into, back = MEANS.get(rule.mean, _AS_IT_IS)
+        part: Tensor = back(into(value.double()) * weight if weight else torch.zeros_like(value, dtype=torch.float64))
+        return part
 
-    def _simple(self, entry: Entry) -> str:
+    def _simple(self, entry: Entry) -> Rule:
         rule = self._rules.get((entry.fx, entry.name)) or entry.reduction
-        return "sum" if isinstance(rule, Count) else rule
+        return "sum" if isinstance(rule, Count) and not rule.mean else rule
 
     def combine(
         self, entries: Sequence[Entry], values: Tensor, rows: Tensor, batch_sizes: list[list[float]], *, last: Collection[str] = ()
@@ -147,7 +151,7 @@ class Combiner:
         row_lists = rows.tolist()
         weights = rows.to(values.device, non_blocking=True)
         counts = weights > 0
-        combined: dict[str, Tensor] = {}
+        combined: dict[Rule, Tensor] = {}
         found: list[tuple[Entry, Tensor | None, int]] = []
         for column, entry in enumerate(entries):
             if entry.is_metric and not entry.valued:
@@ -230,7 +234,7 @@ class Combiner:
         return first
 
 
-def _reduce(kind: str, values: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+def _reduce(kind: Rule, values: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Reduce over the parts that count; the value of another part may be anything, NaN included."""
     if kind == "max":
         return torch.where(counts, values, -torch.inf).amax(0)
@@ -243,9 +247,10 @@ def _reduce(kind: str, values: Tensor, weights: Tensor, counts: Tensor) -> Tenso
     if kind == "latest":
         place = torch.arange(len(values), device=values.device).unsqueeze(1)
         return values.gather(0, torch.where(counts, place, -1).amax(0, keepdim=True)).squeeze(0)
-    if kind in MEANS:
-        into, back = MEANS[kind]
-        return back(_reduce("mean", into(values), weights, counts))
+    if isinstance(kind, Count) or kind in MEANS:
+        name, how = (kind.mean, "sum") if isinstance(kind, Count) else (kind, "mean")
+        into, back = MEANS[name]
+        return back(_reduce(how, into(values), weights, counts))
     return torch.where(counts, values * weights, 0.0).sum(0) / weights.sum(0)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar.exact.data.counted_entries import Count, Rule
 
-#: Other means over samples: how values go into the sum, and how the result comes back. A root-mean-square error is the first, a perplexity
-#: the second. Only logged values follow them: a loss that does has other gradients than the mean of its parts.
+#: Other means: how values go into the sum, and how the result comes back. A root-mean-square error is the first, a perplexity the
+#: second. Only logged values follow them: a loss that does has other gradients than the mean of its parts.
 MEANS: dict[Any, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "root mean square": (torch.square, torch.sqrt),
     "geometric mean": (torch.log, torch.exp),
@@ -33,6 +33,8 @@ LogRules = Mapping[tuple[str, str], Rule]
 _EQUAL = 1e-5
 #: The same in double precision: a rule that is further off is dropped if another isn't, as similar sums of parts may look alike.
 _EXACT = 1e-10
+#: What single precision's rounding changes where no terms cancel.
+_ROUNDING = 1e-6
 #: So much nearer than a mean over samples must a mean over something else come, which may be near by chance.
 _TELLING = 1e-2
 _SIGNATURE = inspect.signature(LightningModule.log)
@@ -87,7 +89,7 @@ class LogComparison:
     def ambiguous(self) -> bool:
         """Whether other splits and batches may tell more: the sum and the maximum of a count and a zero are the same, say."""
         # Parts whose values are close to each other have nearly the same mean of any kind.
-        open_to = ([rule for rule in rules if "mean" not in rules or rule not in MEANS] for rules in self.matching.values())
+        open_to = ([rule for rule in rules if not _is_nearly_another(rule, rules)] for rules in self.matching.values())
         return any(len(rules) > 1 and sum(isinstance(rule, str) for rule in rules) != 1 for rules in open_to)
 
     def narrowed(self, other: LogComparison) -> LogComparison:
@@ -168,9 +170,9 @@ def compare_logs(
         preferred = logged.reduce_fx if logged.reduce_fx in ("mean", "sum", "max", "min") else "mean"
         equal = _EXACT if double and min(distance.values()) <= _EXACT else _EQUAL
         # Where the mean over samples fails, a count that is hardly nearer is near by chance. Where it holds, no other mean is told from it.
-        near = equal if distance["mean"] <= equal else min(equal, _TELLING * distance["mean"])
-        fit = (rule for rule in (preferred, *distance) if distance[rule] <= (equal if isinstance(rule, str) else near))
-        matching[key] = tuple(dict.fromkeys(fit))
+        near = {mean: equal if (by := distance[mean]) <= equal else min(equal, _TELLING * by) for mean in ("mean", *MEANS)}
+        fit = (rule for rule in (preferred, *distance) if distance[rule] <= (equal if isinstance(rule, str) else near[rule.mean or "mean"]))
+        matching[key] = tuple(sorted(dict.fromkeys(fit), key=lambda rule, by=distance: _is_told(rule, by)))  # type: ignore[misc]
         first = next(iter(matching[key]), None)
         by = distance[first] if isinstance(first, str) else math.inf
         excluded[key] = frozenset(count for count in weights or () if distance[count] > max(_EQUAL, by / _TELLING))
@@ -186,12 +188,36 @@ def _distances(whole: float, values: Sequence[float], rows: Sequence[float], wei
     finite = [abs(value) for value in values if math.isfinite(value)]
     scale = max([abs(whole), *finite])
     simple: dict[Rule, float] = {"mean": weighted(values, rows), "sum": sum(values), "max": max(values), "min": min(values)}
-    if min(values) > 0:
-        parts, shares = torch.tensor(values, dtype=torch.float64), torch.tensor(rows, dtype=torch.float64)
-        simple |= {name: float(back((into(parts) * shares).sum())) for name, (into, back) in MEANS.items()}
+    simple |= {name: _mean(name, values, rows) for name in MEANS}
     # One that isn't finite may come from a part that has nothing to count.
     found = {rule: _relative(value - whole, scale) if len(finite) == len(values) else math.inf for rule, value in simple.items()}
-    return found | {count: _relative(weighted(values, shares) - whole, scale) for count, shares in weights.items()}
+    for count, shares in weights.items():
+        means: dict[Rule, float] = {count: weighted(values, shares)}
+        means |= {replace(count, mean=name): _mean(name, values, shares) for name in MEANS}
+        found |= {rule: _relative(value - whole, scale) for rule, value in means.items()}
+    return found
+
+
+def _is_told(rule: Rule, distance: Mapping[Rule, float]) -> bool:
+    """Whether the usual mean isn't the likeliest rule, as another mean of the same parts comes so much nearer that it is no rounding."""
+    others: Collection[Rule] = MEANS if rule == "mean" else ()
+    if isinstance(rule, Count):
+        others = [replace(rule, mean=name) for name in MEANS]
+    return distance[rule] > _ROUNDING and any(distance[other] < _TELLING * distance[rule] for other in others)
+
+
+def _mean(name: str, values: Sequence[float], weights: Sequence[float]) -> float:
+    """One of the other means; NaN where a value that counts isn't positive."""
+    if not all(value > 0 for value, weight in zip(values, weights, strict=True) if weight):
+        return math.nan
+    into, back = MEANS[name]
+    summed = weighted(into(torch.tensor(values, dtype=torch.float64)).tolist(), weights)
+    return float(back(torch.tensor(summed, dtype=torch.float64)))
+
+
+def _is_nearly_another(rule: Rule, rules: Sequence[Rule]) -> bool:
+    """Whether the usual mean, over the same, explains a value as another mean does."""
+    return "mean" in rules if rule in MEANS else isinstance(rule, Count) and bool(rule.mean) and replace(rule, mean="") in rules
 
 
 def weighted(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -210,4 +236,8 @@ def _relative(difference: float, scale: float) -> float:
 
 def _with_alike(rules: Sequence[Rule]) -> Rule:
     first, *others = rules
-    return first if isinstance(first, str) else replace(first, alike=tuple(each for each in others if isinstance(each, Count)))
+    return (
+        first
+        if isinstance(first, str)
+        else replace(first, alike=tuple(each for each in others if isinstance(each, Count) and each.mean == first.mean))
+    )

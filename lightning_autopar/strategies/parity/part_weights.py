@@ -337,8 +337,9 @@ class Weighing:
         """
         counts: list[Count] = []
         for key, rules in found.matching.items():
-            if len(rules) > 1 and set(self.rules) <= set(rules) and self.rules:  # it is the loss, most likely
-                found = found.narrowed(LogComparison(matching={key: self.rules}))
+            of_loss = tuple(rule for rule in rules if (replace(rule, mean="") if isinstance(rule, Count) else rule) in self.rules)
+            if len(rules) > 1 and self.rules and len(of_loss) >= len(self.rules):  # it is the loss, most likely, or its exponential
+                found = found.narrowed(LogComparison(matching={key: of_loss}))
             elif len(rules) > 1 and all(isinstance(rule, Count) for rule in rules):
                 counts += [rule for rule in rules if isinstance(rule, Count) and rule not in counts]
         kept = found
@@ -449,9 +450,8 @@ class Weighing:
         """What explains all of a step's losses in this split."""
         found = self._of_losses(observed, shares, double=double).matching
         rules = list(found.values()) or [()]
-        return LogComparison(
-            matching={LOSS: tuple(rule for rule in rules[0] if all(rule in each for each in rules) and rule not in ("max", "min", *MEANS))}
-        )
+        shared = (rule for rule in rules[0] if all(rule in each for each in rules) and rule not in ("max", "min", *MEANS))
+        return LogComparison(matching={LOSS: tuple(rule for rule in shared if isinstance(rule, str) or not rule.mean)})
 
     def _of_losses(self, observed: Observation, shares: Sequence[BatchShare], *, double: bool = False) -> LogComparison:
         """What explains each of a step's losses, by its number."""

@@ -1,3 +1,5 @@
+import math
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -46,10 +48,26 @@ def test_a_value_that_no_rule_explains_is_named_with_the_difference() -> None:
 def test_a_value_that_some_parts_do_not_log_is_a_mean_over_what_counts_a_sum_or_unknown() -> None:
     count = Count(path=("y",), kind="equals", ignored=2)
     parts: list[dict[tuple[str, str], Logged]] = [*logged(2.0), {}]
-    assert compare_logs(logged(2.0)[0], parts, [3, 2], weights={count: [1.0, 0.0]}).matching["training_step", "x"] == (count,)
+    assert compare_logs(logged(2.0)[0], parts, [3, 2], weights={count: [1.0, 0.0]}).matching["training_step", "x"][0] == count
     assert "'x' logged in training_step is no mean" in compare_logs(logged(2.0)[0], parts, [3, 2]).notes[0]
     summed: list[dict[tuple[str, str], Logged]] = [*logged(2.0, reduce_fx="sum"), {}]
     assert compare_logs(logged(2.0, reduce_fx="sum")[0], summed, [3, 2]).matching["training_step", "x"] == ("sum",)
+
+
+def test_other_means_may_be_over_what_counts() -> None:
+    count = Count(path=("y",), kind="differs", ignored=-100)
+    for whole, mean in ((math.exp(0.25 * math.log(2.5)), "geometric mean"), ((0.75 + 0.25 * 2.5**2) ** 0.5, "root mean square")):
+        found = compare_logs(logged(whole)[0], logged(1.0, 2.5), [3, 2], weights={count: [0.75, 0.25]})
+        assert found.matching["training_step", "x"] == (replace(count, mean=mean),)
+    near = compare_logs(logged(1.00005)[0], logged(1.0, 1.0002), [3, 2], weights={count: [0.75, 0.25]})
+    assert count in near.matching["training_step", "x"]
+    assert len(near.matching["training_step", "x"]) == 3
+    assert not near.ambiguous
+    assert compare_logs(logged((0.75 + 0.25 * 1.006**2) ** 0.5)[0], logged(1.0, 1.006), [3, 2], weights={count: [0.75, 0.25]}).rules == {
+        ("training_step", "x"): replace(count, mean="root mean square")
+    }  # 3e-6 from the usual mean, as rounding wouldn't be
+    one_counts = [*logged(3.0), *logged(math.nan)]
+    assert count in compare_logs(logged(3.0)[0], one_counts, [3, 2], weights={count: [1.0, 0.0]}).matching["training_step", "x"]
 
 
 def test_what_is_nearly_a_mean_is_told_from_one() -> None:
