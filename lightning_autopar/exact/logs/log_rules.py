@@ -172,7 +172,7 @@ def compare_logs(
         # Where the mean over samples fails, a count that is hardly nearer is near by chance. Where it holds, no other mean is told from it.
         near = {mean: equal if (by := distance[mean]) <= equal else min(equal, _TELLING * by) for mean in ("mean", *MEANS)}
         fit = (rule for rule in (preferred, *distance) if distance[rule] <= (equal if isinstance(rule, str) else near[rule.mean or "mean"]))
-        matching[key] = tuple(sorted(dict.fromkeys(fit), key=lambda rule, by=distance: _is_told(rule, by)))  # type: ignore[misc]
+        matching[key] = tuple(sorted(dict.fromkeys(fit), key=lambda rule, by=distance: _is_farther(rule, by)))  # type: ignore[misc]
         first = next(iter(matching[key]), None)
         by = distance[first] if isinstance(first, str) else math.inf
         excluded[key] = frozenset(count for count in weights or () if distance[count] > max(_EQUAL, by / _TELLING))
@@ -198,7 +198,7 @@ def _distances(whole: float, values: Sequence[float], rows: Sequence[float], wei
     return found
 
 
-def _is_told(rule: Rule, distance: Mapping[Rule, float]) -> bool:
+def _is_farther(rule: Rule, distance: Mapping[Rule, float]) -> bool:
     """Whether the usual mean isn't the likeliest rule, as another mean of the same parts comes so much nearer that it is no rounding."""
     others: Collection[Rule] = MEANS if rule == "mean" else ()
     if isinstance(rule, Count):
@@ -236,8 +236,6 @@ def _relative(difference: float, scale: float) -> float:
 
 def _with_alike(rules: Sequence[Rule]) -> Rule:
     first, *others = rules
-    return (
-        first
-        if isinstance(first, str)
-        else replace(first, alike=tuple(each for each in others if isinstance(each, Count) and each.mean == first.mean))
-    )
+    if isinstance(first, str):
+        return first
+    return replace(first, alike=tuple(each for each in others if isinstance(each, Count) and each.mean == first.mean))
