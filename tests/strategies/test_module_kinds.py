@@ -235,6 +235,45 @@ def test_outputs_by_a_gradient_and_blocks_in_place(make: Any, engine: str) -> No
     assert_same(make, engine)
 
 
+class Scaled(Blocks):
+    """Scales its learning rate and its loss by the number of devices."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.trainer.num_devices
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05 * self.trainer.world_size)
+
+
+class Compared(Blocks):
+    """Compares each sample with those of all ranks, which it gathers where there are several."""
+
+    rank = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.blocks[1](self.blocks[0](batch[0]))
+        mine, others = self.blocks[2](x), self.head(x) * x
+        if self.trainer.world_size > 1:
+            others = self.all_gather(others, sync_grads=True).flatten(0, 1)
+        return nn.functional.cross_entropy(mine @ others.T, torch.arange(len(mine)) + self.rank * len(mine))
+
+
+class ComparedByRank(Compared):
+    """The same, with labels that begin at the rank's first sample."""
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return self.global_rank
+
+
+@pytest.mark.filterwarnings("ignore:autopar. the module asks its trainer for")
+@pytest.mark.parametrize(
+    ("make", "engine"), [(Scaled, "ddp"), (Scaled, "pipeline"), (Compared, "ddp"), (Compared, "fsdp"), (ComparedByRank, "pipeline")]
+)
+def test_a_module_that_asks_how_many_devices_there_are(make: Any, engine: str) -> None:
+    assert_same(make, engine)
+
+
 class EmptyWeight(Blocks):
     """A layer of no features, whose weight has no elements and gets a gradient."""
 
