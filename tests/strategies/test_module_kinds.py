@@ -416,22 +416,43 @@ class Looks(Still):
         """Might change the batch, and parts that were collated before would miss it."""
 
 
-def test_parts_of_graphs_are_collated_of_their_own_samples() -> None:
+class Lengths(Still):
+    """Sequences, padded to the longest of those that it is given: a mask as wide as that doesn't fit a part with more padding."""
+
+    def forward(self, batch: Any) -> Tensor:
+        x, lengths, _ = batch
+        for block in self.blocks:
+            x = block(x)
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        pooled: Tensor = self.head((x * mask[..., None]).sum(1))
+        return pooled
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self(batch) - batch[2]).pow(2).mean()
+
+
+def _padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    rows, targets = zip(*samples, strict=True)
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([len(each) for each in rows]), torch.stack(targets)
+
+
+@pytest.mark.parametrize(("make", "looks", "collate"), [(Still, Looks, _graphs), (Lengths, type("", (Looks, Lengths), {}), _padded)])
+def test_parts_that_cannot_be_cut_out_are_collated_of_their_own_samples(make: Any, looks: Any, collate: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(3 + index % 4, 8, generator=generator), torch.randn(1, generator=generator)) for index in range(11)]
     plan = Plan(engine="single", devices=("cpu:0",), micro_batches=2)
     weights = []
     for strategy in (AutoParallelStrategy(plan=plan, devices="1xcpu:1GiB", exact=True), "auto"):
         pl.seed_everything(3, verbose=False)
-        module = Still()
+        module = make()
         trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, **QUIET)  # type: ignore[arg-type]
-        trainer.fit(module, DataLoader(data, 4, shuffle=True, collate_fn=_graphs))  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader(data, 4, shuffle=True, collate_fn=collate))  # type: ignore[arg-type]
         weights.append(dict(module.state_dict()))
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
     strategy = AutoParallelStrategy(plan=plan, devices="1xcpu:1GiB")
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parts are cut out of the collated batch"):
-        trainer.fit(Looks(), DataLoader(data, 4, collate_fn=_graphs))  # type: ignore[arg-type]
+        trainer.fit(looks(), DataLoader(data, 4, collate_fn=collate))  # type: ignore[arg-type]
 
 
 class Probe(pl.Callback):
