@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+from inspect import isfunction
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
@@ -57,6 +58,12 @@ def is_users(frame: Any) -> bool:
     """Whether a frame is the user's, or that of a library that is neither a framework nor Python's own."""
     package = package_of_frame(frame)
     return package not in FRAMEWORK and package not in sys.stdlib_module_names
+
+
+def names_all_gather(module: Any) -> bool:
+    """Whether the code of the module's class, or of a base of it that is the user's, calls ``all_gather``."""
+    functions = (each for kind in type(module).__mro__ if package_of(kind) not in NOT_THE_USERS for each in vars(kind).values())
+    return any("all_gather" in each.__code__.co_names for each in functions if isfunction(each))
 
 
 def is_installed(file: str) -> bool:

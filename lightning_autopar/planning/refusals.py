@@ -267,8 +267,8 @@ def world_notes(footprint: Footprint, constraints: Constraints) -> tuple[str, ..
     files = [name for name in footprint.asked if "/" in name]
     ranks = [name for name in footprint.asked if name not in (*sizes, *files, "logger")]
     found = [
-        f"the module asks its trainer for {' and '.join(sizes)}, which is 1 on one device and more here; the global batch stays the same, "
-        "so the learning rate needs no scaling by it"
+        f"the module asks its trainer for {' and '.join(sizes)}, which is 1 on one device, and more where ranks gather their parts of the "
+        "batch by self.all_gather; the global batch stays the same, so the learning rate needs no scaling by it"
     ] * bool(sizes)
     found += [
         f"the module asks its trainer for {' and '.join(ranks)}; one device computes the whole batch, and here each rank a part of it: "

@@ -235,6 +235,45 @@ def test_outputs_by_a_gradient_and_blocks_in_place(make: Any, engine: str) -> No
     assert_same(make, engine)
 
 
+class Scaled(Blocks):
+    """Scales its learning rate and its loss by the number of devices."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.trainer.num_devices
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05 * self.trainer.world_size)
+
+
+class Compared(Blocks):
+    """Compares each sample with those of all ranks, which it gathers where there are several."""
+
+    rank = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.blocks[1](self.blocks[0](batch[0]))
+        mine, others = self.blocks[2](x), self.head(x) * x
+        if self.trainer.world_size > 1:
+            others = self.all_gather(others, sync_grads=True).flatten(0, 1)
+        return nn.functional.cross_entropy(mine @ others.T, torch.arange(len(mine)) + self.rank * len(mine))
+
+
+class ComparedByRank(Compared):
+    """The same, with labels that begin at the rank's first sample."""
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return self.global_rank
+
+
+@pytest.mark.filterwarnings("ignore:autopar. the module asks its trainer for")
+@pytest.mark.parametrize(
+    ("make", "engine"), [(Scaled, "ddp"), (Scaled, "pipeline"), (Compared, "ddp"), (Compared, "fsdp"), (ComparedByRank, "pipeline")]
+)
+def test_a_module_that_asks_how_many_devices_there_are(make: Any, engine: str) -> None:
+    assert_same(make, engine)
+
+
 class EmptyWeight(Blocks):
     """A layer of no features, whose weight has no elements and gets a gradient."""
 
@@ -377,22 +416,43 @@ class Looks(Still):
         """Might change the batch, and parts that were collated before would miss it."""
 
 
-def test_parts_of_graphs_are_collated_of_their_own_samples() -> None:
+class Lengths(Still):
+    """Sequences, padded to the longest of those that it is given: a mask as wide as that doesn't fit a part with more padding."""
+
+    def forward(self, batch: Any) -> Tensor:
+        x, lengths, _ = batch
+        for block in self.blocks:
+            x = block(x)
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        pooled: Tensor = self.head((x * mask[..., None]).sum(1))
+        return pooled
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self(batch) - batch[2]).pow(2).mean()
+
+
+def _padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    rows, targets = zip(*samples, strict=True)
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([len(each) for each in rows]), torch.stack(targets)
+
+
+@pytest.mark.parametrize(("make", "looks", "collate"), [(Still, Looks, _graphs), (Lengths, type("", (Looks, Lengths), {}), _padded)])
+def test_parts_that_cannot_be_cut_out_are_collated_of_their_own_samples(make: Any, looks: Any, collate: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(3 + index % 4, 8, generator=generator), torch.randn(1, generator=generator)) for index in range(11)]
     plan = Plan(engine="single", devices=("cpu:0",), micro_batches=2)
     weights = []
     for strategy in (AutoParallelStrategy(plan=plan, devices="1xcpu:1GiB", exact=True), "auto"):
         pl.seed_everything(3, verbose=False)
-        module = Still()
+        module = make()
         trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, **QUIET)  # type: ignore[arg-type]
-        trainer.fit(module, DataLoader(data, 4, shuffle=True, collate_fn=_graphs))  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader(data, 4, shuffle=True, collate_fn=collate))  # type: ignore[arg-type]
         weights.append(dict(module.state_dict()))
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
     strategy = AutoParallelStrategy(plan=plan, devices="1xcpu:1GiB")
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parts are cut out of the collated batch"):
-        trainer.fit(Looks(), DataLoader(data, 4, collate_fn=_graphs))  # type: ignore[arg-type]
+        trainer.fit(looks(), DataLoader(data, 4, collate_fn=collate))  # type: ignore[arg-type]
 
 
 class Probe(pl.Callback):

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_autopar._lightning import LightningModule, LightningOptimizer, Precision, Trainer
 from lightning_autopar._lightning_compat import TrainerFn, is_overridden, parse_optimizers
-from lightning_autopar._root import LIGHTNING
+from lightning_autopar._root import LIGHTNING, names_all_gather
 from lightning_autopar._temporary import patched
 from lightning_autopar._trackers import untold
 from lightning_autopar.memory.footprint import CREATE_GRAPH
@@ -261,7 +261,8 @@ class BareStep:
     @property
     def asked(self) -> tuple[str, ...]:
         """What the module has asked its trainer for, of ``DIFFERS``, and the paths of the files that it has written."""
-        return (*self._trainer.asked, *self._written)
+        told = () if names_all_gather(self.module) else ("world_size", "num_devices")  # 1 in each run, as here
+        return (*(name for name in self._trainer.asked if name not in told), *self._written)
 
     @property
     def numbered(self) -> bool:

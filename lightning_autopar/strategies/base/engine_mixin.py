@@ -26,6 +26,7 @@ from lightning_autopar._lightning_compat import (
     loaders_of_one_device,
     step_name,
 )
+from lightning_autopar._root import names_all_gather
 from lightning_autopar._temporary import Calls, Exits, patched
 from lightning_autopar.exact.data.counted_entries import BatchCounts
 from lightning_autopar.exact.data.loader import BatchShare, ExactLoader
@@ -51,7 +52,7 @@ from lightning_autopar.strategies.base.out_of_memory.gpu_limit import GpuLimit
 from lightning_autopar.strategies.base.out_of_memory.predictions import Predictions
 from lightning_autopar.strategies.base.out_of_memory.rerun import Reruns
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, BOTH, FORWARD, OPTIMIZER, RunningStep
-from lightning_autopar.strategies.base.process_group import all_alike, everyones, hidden_from_users, stopped_together
+from lightning_autopar.strategies.base.process_group import all_alike, everyones, hidden_from_users, stopped_together, told_of_one_device
 from lightning_autopar.strategies.base.rank_measurement import Meter
 from lightning_autopar.strategies.base.resume import ResumedStrategy
 from lightning_autopar.strategies.base.run_plan import PlanChanges, RunPlan
@@ -223,6 +224,9 @@ class EngineMixin(ResumedStrategy):
             self._exit.enter_context(hyperparameters_added(self._trainer, self.run_plan.hyperparameters))
         if self.run_plan.batch == "global" and self.run_plan.plan.world_size > 1:
             self._exit.enter_context(data_of_one_device(self._trainer, without_group))
+            if not self.run_plan.needs_group:
+                whole = self.run_plan.data_ranks == 1 or self.run_plan.plan.stages > 1  # there, self.all_gather gathers nothing
+                self._exit.enter_context(told_of_one_device(whole, names_all_gather(model)))
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare the module for split batches and recomputation, then let Lightning's strategy set it up."""

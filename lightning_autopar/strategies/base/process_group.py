@@ -28,6 +28,8 @@ RENDEZVOUS_FILE = "AUTOPAR_RENDEZVOUS_FILE"
 _SEE_THE_GROUP = FRAMEWORK | {"deepspeed", "accelerate"}
 #: Lightning's functions that call callbacks' hooks, and a module's hooks and steps.
 _CALLS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
+#: The trainer's properties that say how many devices there are, and which one this is.
+_SIZES, _RANKS = ("world_size", "num_devices", "num_nodes"), ("global_rank", "local_rank")
 #: Where processes that weren't forked meet, if not where the environment says.
 _store: Store | None = None
 #: How many groups this process has joined.
@@ -60,6 +62,30 @@ def hidden_from_users() -> Iterator[None]:
 
     with patched(kind, "WORLD", property(world, own.fset)):
         yield
+
+
+@contextmanager
+def told_of_one_device(whole: bool, gathers: bool) -> Iterator[None]:
+    """While open, a module's code that asks the trainer how many devices there are is told one.
+
+    As for :func:`hidden_from_users`: it would scale or gather by the answer, and here the step is one device's already. Callbacks and
+    Lightning get the true numbers.
+
+    Args:
+        whole: whether a rank's step has the whole batch, so that one that gathers is told that its rank is the first, too.
+        gathers: whether the module gathers by ``self.all_gather``; where each rank has its part, it needs the true numbers for that.
+    """
+    names = (*_SIZES, *_RANKS * gathers) if whole else _SIZES * (not gathers)
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patched(Trainer, name, property(partial(_said, name, vars(Trainer)[name].fget, int(name in _SIZES)))))
+        yield
+
+
+def _said(name: str, own: Callable[[Any], int], alone: int, trainer: Any) -> int:
+    asks: Any = sys._getframe(1)
+    asks = asks.f_back if asks.f_code.co_name == name else asks  # the module's own property of this name
+    return own(trainer) if _sees_the_group(asks) else alone
 
 
 def _sees_the_group(caller: FrameType | None) -> bool:

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from inspect import isfunction
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch.nn import Parameter
 
 from lightning_autopar._lightning import Trainer
 from lightning_autopar._lightning_compat import bare_optimizer
-from lightning_autopar._root import NOT_THE_USERS, is_users, package_of
+from lightning_autopar._root import is_users, names_all_gather
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.logs.combined_values import already_global
 from lightning_autopar.exact.logs.logging_hooks import overridden
@@ -52,7 +51,7 @@ class SplitMixin(EngineMixin):
         """See :class:`.EngineMixin`."""
         if not self.run_plan.shared:
             super().prepare_steps(trainer)
-            if self.splits and _names_all_gather(trainer.lightning_module):
+            if self.splits and names_all_gather(trainer.lightning_module):
                 for name in ("training_step", "validation_step"):
                     vars(self).setdefault(name, partial(self._gathering_alike, getattr(self, name)))
             if self.splits and any(overridden(trainer, _HOOKS)):
@@ -116,12 +115,6 @@ class SplitMixin(EngineMixin):
                 frame = frame.f_back
             self._at("an unknown line" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
         return super().all_gather(tensor, *args, **kwargs)  # type: ignore[safe-super]
-
-
-def _names_all_gather(module: Any) -> bool:
-    """Whether the code of the module's class, or of a base of it that is the user's, calls ``all_gather``."""
-    functions = (each for kind in type(module).__mro__ if package_of(kind) not in NOT_THE_USERS for each in vars(kind).values())
-    return any("all_gather" in each.__code__.co_names for each in functions if isfunction(each))
 
 
 def _whole(own: Callable[..., None]) -> Callable[..., None]:

@@ -83,8 +83,9 @@ class Backwards:
         self._looks = False
         #: Whether nobody looks at gradients once a backward pass is over; else they are zeros then.
         self.unseen = False
-        #: Whether a step makes gradients of parameters without ``backward``: no engine exchanges these.
-        self.differentiates = False
+        #: Whether a step makes gradients of parameters without ``backward``: no engine exchanges these. A gradient with a graph of its own
+        #: is for a loss (an inner loop's), unless the step writes gradients by itself, too.
+        self.differentiates = self._asks = False
         #: Which gradients there were when the last backward pass was over, and how often they had been written to.
         self._left: list[tuple[int, int]] = []
         #: Backward passes of the step that runs.
@@ -120,7 +121,8 @@ class Backwards:
             return result
 
         def noted(gradient: Tensor, given: Any) -> Tensor:
-            self.differentiates |= id(given) in known
+            self._asks |= id(given) in known
+            self.differentiates |= id(given) in known and not gradient.requires_grad
             return gradient
 
         with patched(torch.autograd, "backward", backward), gradients_asked_for(noted):
@@ -140,6 +142,7 @@ class Backwards:
             if self._automatic:
                 raise OwnStepError("an optimizer steps within the training step")
             self.differentiates = True
+        self.differentiates |= self._asks and self.touched()
         return result
 
     def _look_at(self, functions: Sequence[Any]) -> None:

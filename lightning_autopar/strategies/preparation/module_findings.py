@@ -247,13 +247,15 @@ def _find_with(children: ExitStack, trainer: Trainer, questions: Questions, gues
     if whole is not None and key in loadings and all(made_of_samples(trainer, each, loadings[key]) for each in (batch, *more)):
         collated, whole, loadings[key] = whole, None, replace(loadings[key], parts=True)
     if probe and stage == "fit":
-        cut = batch.cut
         split_one = partial(split_of, module, trainer, footprint=footprint, early=early, **told)
-        batch, split, draws = split_as_made(split_one, batch)
-        if cut and batch.samples is not None and not batch.cut:
+        batch, split, draws, uncut = split_as_made(split_one, batch)
+        if uncut is not None:
             more = [replace(each, cut=False) for each in more]
             key = loader_key(batch.loaders[0])
-            loadings[key] = replace(loadings[key], collation="samples")
+            loading = replace(loadings[key], collation="samples")
+            parts = whole is None and all(made_of_samples(trainer, each, loading) for each in (batch, *more))
+            loadings[key] = replace(loading, parts=parts)
+            collated, whole, rowless = (uncut, None, rowless or uncut) if parts else (collated, whole or uncut, rowless or uncut)
         # A loader that makes its batches by itself: ranks cut the rows of its batches, whatever the samples were.
         unmade = whole_of([each for each in more if each.samples is None], stage, collates=False)
         if unmade is not None and split.splittable:

@@ -114,17 +114,21 @@ def _split_early(module: LightningModule, trainer: Trainer, batch: FirstBatch, t
     return probe_split(module, trainer, batch, conduct=Conduct(), blocks=dict.fromkeys(find_blocks(module), 0), **told)
 
 
-def split_as_made(split_one: Split, batch: FirstBatch) -> tuple[FirstBatch, SplitFinding, DrawPlan]:
-    """What a split batch changes, with parts made as ranks make them: cut from the whole batch, or collated alone if that differs less."""
+def split_as_made(split_one: Split, batch: FirstBatch) -> tuple[FirstBatch, SplitFinding, DrawPlan, str | None]:
+    """What a split batch changes, with parts made as ranks make them: cut from the whole batch, or collated alone if that differs less.
+
+    Then, at the end, why no part may be cut out of the collated batch.
+    """
     if "collate" in batch.draws:  # ranks cut their rows from the collated batch, and so does the probe
         batch = replace(batch, samples=None, collate=None)
     split, draws = split_one(batch)
     if not batch.cut or batch.samples is None or (split.splittable and split.probed and split.difference <= SPLIT_TOLERANCE):
-        return batch, split, draws
+        return batch, split, draws, None
     apart = replace(batch, cut=False)
     other, others_draws = split_one(apart)
     truer = other.splittable and other.probed and (not split.splittable or other.difference < split.difference)
-    return (apart, other, others_draws) if truer else (batch, split, draws)
+    words = f"parts are cut out of the collated batch, and {split.reason or 'their loss is another one'}"
+    return (apart, other, others_draws, words) if truer else (batch, split, draws, None)
 
 
 def with_others(

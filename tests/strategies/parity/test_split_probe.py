@@ -595,6 +595,25 @@ class OwnGradients(ByHand):
             self.layer.weight -= 0.1 * gradient
 
 
+class InnerLoop(ByHand):
+    """Each sample takes a step of its own, through which the loss's gradient goes (MAML); ``adds`` that step's gradient by hand, too."""
+
+    adds = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        losses = []
+        for x in batch:
+            asked = torch.autograd.grad(self.layer(x).square().mean(), self.layer.weight, create_graph=True)[0]
+            losses.append(F.linear(x, self.layer.weight - 0.1 * asked).sub(1).square().mean())
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(torch.stack(losses).mean())
+        if self.adds:
+            assert self.layer.weight.grad is not None
+            self.layer.weight.grad += asked.detach()
+        optimizer.step()
+
+
 class InputGradients(ByHand):
     """Of each sample: parts of the batch get the same."""
 
@@ -896,6 +915,10 @@ def test_gradients_that_nobody_exchanges_rule_splitting_out() -> None:
     found, _ = probe_split(OwnGradients(), None, first_of(samples()))
     assert not found.splittable
     assert "makes gradients without backward (torch.autograd.grad)" in (found.reason or "")
+    module = InnerLoop()
+    assert probe_split(module, None, first_of(samples()))[0].splittable
+    module.adds = True
+    assert "without backward" in (probe_split(module, None, first_of(samples()))[0].reason or "")
     found, _ = probe_split(OwnStep(), None, first_of(samples()))
     assert not found.splittable
     line = OwnStep.training_step.__code__.co_firstlineno + 4
