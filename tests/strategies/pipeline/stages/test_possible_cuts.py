@@ -259,6 +259,22 @@ class HostDraws(Stacked):
         self.blocks[1] = Draws()
 
 
+class Explores(Stacked):
+    """Now and then it runs a block twice, as an agent that acts at random or asks its network."""
+
+    def run(self, x: Tensor) -> Tensor:
+        if random.random() < 0.5:
+            self.blocks[0](self.stem(x).detach())
+        return super().run(x)
+
+
+class Mixes(Stacked):
+    """Draws a number, and does the same with all."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(x * random.random())
+
+
 class Takes(Block):
     """Appends to a list that it is given."""
 
@@ -375,6 +391,7 @@ class RunsBlocks(Stacked):
         (Numbers, {"blocks.1", "blocks.2", "blocks.3"}, "a number that depends on values"),
         (Updates, ALL, "'mean' is written to, and used before it and after it"),
         (Entangled, ALL, "share memory, which is written to after it"),
+        (Explores, ALL, "random numbers of Python's or NumPy's decide what the step computes"),
         (HostDraws, {"blocks.2", "blocks.3"}, "Python's or NumPy's generator"),
         (Containers, {"blocks.1", "blocks.2", "blocks.3"}, "changes a list or dictionary"),
         (WritesArguments, {"blocks.1", "blocks.2", "blocks.3"}, "writes to a tensor that it is given"),
@@ -433,6 +450,7 @@ def test_tables_that_are_made_once_and_losses_that_are_only_kept_are_no_reason()
             return self.last
 
     assert not recorded(Caches()).uncuttable
+    assert not recorded(Mixes()).uncuttable
 
 
 def test_a_frozen_network_may_be_moved_in_the_step() -> None:
