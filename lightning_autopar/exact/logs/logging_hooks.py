@@ -6,6 +6,7 @@ modules; nothing of ranks, or of what becomes of the values.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 import types
@@ -93,6 +94,21 @@ def overridden(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, st
         for hook in names
         if hasattr(parent, hook) and is_overridden(hook, each, parent) and not _home(getattr(each, hook)).startswith(_NOT_THE_USERS)
     )
+
+
+def reads_batch(owner: Any, hook: str) -> bool:
+    """Whether the code of the user's hook at a batch's end uses the batch that it is given; True where its code can't be looked at."""
+    found = getattr(owner, hook)
+    code = getattr(inspect.unwrap(_bare(found)), "__code__", None)
+    if code is None:
+        return True
+    # After the trainer, the module and the outputs, or the outputs alone; a method has itself before.
+    place = (3 if isinstance(owner, Callback) else 1) + isinstance(found, types.MethodType)
+    if place >= code.co_argcount and not code.co_flags & inspect.CO_VARARGS:
+        return False
+    name = code.co_varnames[place if place < code.co_argcount else code.co_argcount + code.co_kwonlyargcount]
+    loaded = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD"))
+    return any(name in each if isinstance(each, tuple) else name == each for each in loaded)
 
 
 def _home(hook: Any) -> str:

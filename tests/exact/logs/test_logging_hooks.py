@@ -8,10 +8,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_autopar.exact.logs.logging_hooks import logs_between_steps, logs_in_training_step, looks_within_step, may_stop, sees_loss
+from lightning_autopar.exact.logs.logging_hooks import (
+    logs_between_steps,
+    logs_in_training_step,
+    looks_within_step,
+    may_stop,
+    reads_batch,
+    sees_loss,
+)
 
 
 def tell(module: Any, value: Tensor) -> None:
@@ -178,3 +185,43 @@ def test_who_may_look_before_a_step_is_over() -> None:
     assert not looks_within_step(trainer(Silent(), Watcher(), Quiet(), ModelCheckpoint()))
     assert looks_within_step(trainer(InHook()))
     assert looks_within_step(trainer(Silent(), optimizer=torch.optim.LBFGS))
+
+
+class Reads(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        print(len(batch))
+
+
+class Passes(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+
+
+class Counts(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        print(batch_idx, outputs)
+
+
+class Ignores(pl.Callback):
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        print(self)
+
+
+class ModuleReads(pl.LightningModule):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.last = lambda: batch
+
+
+class ModuleCounts(pl.LightningModule):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        print(outputs)
+
+
+def test_who_uses_the_batch_at_its_end() -> None:
+    given = LambdaCallback(on_train_batch_end=lambda trainer, pl_module, outputs, batch, batch_idx: print(batch))
+    counted = LambdaCallback(on_train_batch_end=lambda trainer, pl_module, outputs, batch, batch_idx: print(batch_idx))
+    unseen = LambdaCallback(on_train_batch_end=print)
+    for owner, reads in [(Reads(), True), (Passes(), True), (Counts(), False), (Ignores(), False), (ModuleReads(), True), (given, True)]:
+        assert reads_batch(owner, "on_train_batch_end") is reads, owner
+    for owner, reads in [(ModuleCounts(), False), (counted, False), (unseen, True)]:
+        assert reads_batch(owner, "on_train_batch_end") is reads, owner

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar.exact import random_state as rng
-from lightning_autopar.exact.logs.logging_hooks import overridden
+from lightning_autopar.exact.logs.logging_hooks import overridden, reads_batch
 from lightning_autopar.memory.trace.bare_step import STEPS, BareStep
 from lightning_autopar.memory.trace.first_batch import copied, tensors_of
 from lightning_autopar.strategies.parity.undo import undone
@@ -83,7 +83,7 @@ def record(
         sources = ModuleState(module, written | frozenset(changed.state) | frozenset(() if fakes else effects.written))
 
     ended = f"on_{'train' if grad else hook.removesuffix('_step')}_batch_end"
-    own = None if trainer is None else next(overridden(trainer, [ended]), None)
+    own = None if trainer is None else next((each for each in overridden(trainer, [ended]) if reads_batch(*each)), None)
     reader = None if own is None else f"{type(own[0]).__name__}.{ended}"
 
     def recorded(*, again: bool, seed: int | None = None) -> tuple[StepRecording, bool, bool]:
