@@ -92,6 +92,12 @@ class LogComparison:
         open_to = ([rule for rule in rules if not _is_nearly_another(rule, rules)] for rules in self.matching.values())
         return any(len(rules) > 1 and sum(isinstance(rule, str) for rule in rules) != 1 for rules in open_to)
 
+    def apart_as(self, losses: Sequence[Any], logged: Mapping[tuple[str, str], Logged]) -> float:
+        """By how much what was logged differs when split, if it is exactly a step's only loss and no rule explains it; else 0."""
+        loss = float(losses[0]) if len(losses) == 1 else math.nan
+        same = (key for key, rules in self.matching.items() if not rules and key in logged and logged[key].value == loss)
+        return max((self.apart.get(key, math.inf) for key in same), default=0.0)
+
     def narrowed(self, other: LogComparison) -> LogComparison:
         """This comparison without the rules that don't hold for another batch, or another split of it."""
         matching = {key: tuple(rule for rule in rules if rule in other.matching.get(key, rules)) for key, rules in self.matching.items()}

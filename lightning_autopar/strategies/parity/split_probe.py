@@ -256,6 +256,9 @@ class _Probe(LaterSteps):
             finding, observed = self._split(size)
             if finding.splittable:
                 self.logged = self._settled(self.losses, self.logged)
+                if observed.draws and not finding.difference and self.observed and self.logs:  # the loss may be the same by chance
+                    by = self.logged.apart_as(self.observed.whole, self.logs[0])
+                    finding = replace(finding, difference=by, reason="in another run, with other draws") if by else finding
             finding = replace(
                 finding,
                 log_rules={**self.logged.matching, LOSS: self.weighing.loss_rules() if not finding.difference else ()},

@@ -741,6 +741,31 @@ def test_means_over_samples_survive(make: Callable[[], Base], count: int) -> Non
     assert not plan.seeded
 
 
+#: Counts runs of the step, which no trial undoes.
+RUNS = itertools.count()
+
+
+class ByChance(Base):
+    """Regions of its pictures are drawn by their values: at first the draw takes those of which the loss is a mean over samples."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.log("nothing", 0.0)  # so that there is another run
+        return super().training_step(batch, batch_idx)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return F.mse_loss(F.dropout(self.layer(x)), x) + 1e-3 * len(x) * (next(RUNS) > 4)
+
+
+def test_a_loss_that_is_a_mean_in_one_run_and_not_in_another_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "RUNS", itertools.count())
+    finding, _ = probe_split(ByChance(), None, first_of(samples()))
+    assert finding.difference > 1e-4
+    assert finding.reason == "in another run, with other draws"
+    monkeypatch.setitem(globals(), "RUNS", itertools.count(-1000))
+    finding, _ = probe_split(ByChance(), None, first_of(samples()))
+    assert finding.difference == 0.0
+
+
 def test_a_difference_that_double_precision_shows_is_none_of_rounding_however_small() -> None:
     finding, _ = probe_split(Adaptive(), None, first_of(samples()))
     assert 1e-6 < finding.difference < 1e-5
