@@ -98,20 +98,20 @@ def test_a_folder_that_another_rank_has_made_is_explained(tmp_path: Path, monkey
     assert re.search(words, "".join(raised.value.__notes__))
 
 
-class RefusesToShare(Fitted):
-    """As packages' code does that can't run in several processes, or fails for a reason of its own."""
+class RefusesToShare(pl.Callback):
+    """As packages' callbacks do that can't run in several processes, or one that fails for a reason of its own."""
 
-    words = ""
+    def __init__(self, words: str) -> None:
+        self.words = words
 
-    def on_fit_start(self) -> None:
-        if self.trainer.world_size > 1:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.world_size > 1:
             raise ValueError(self.words)
 
 
 @pytest.mark.parametrize(("words", "noted"), [("this storage isn't supported in DDP.", True), ("no file of this name", False)])
-def test_an_error_that_speaks_of_several_processes_says_what_plans_one(words: str, noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RefusesToShare, "words", words)
+def test_an_error_that_speaks_of_several_processes_says_what_plans_one(words: str, noted: bool) -> None:
     with pytest.raises(ValueError, match=words) as raised:
-        fit(RefusesToShare, numbers(8), plan("ddp"), max_epochs=1)
+        fit(Fitted, numbers(8), plan("ddp"), max_epochs=1, callbacks=[RefusesToShare(words)])
     told = r"this is rank [01] of 2, under the plan 'ddp.*'\. If the code .* AutoParallelStrategy\(allow=\['single'\]\) plans for one"
     assert bool(re.search(told, "".join(getattr(raised.value, "__notes__", ())))) == noted
