@@ -272,6 +272,7 @@ def carry_loggers_in(trainer: Trainer, before: Before, folder: Path) -> None:
         experiment = vars(trainer.loggers[index]).get("_experiment") if index < len(trainer.loggers) else None
         path = getattr(experiment, "metrics_file_path", None)
         if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it; its writer makes it once
             _cut(Path(path), *where)
 
 

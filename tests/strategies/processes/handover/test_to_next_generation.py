@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 import warnings
 from collections import deque
@@ -350,6 +351,16 @@ def test_everything_is_as_it_was(tmp_path: Path) -> None:
     assert lines_of(tmp_path)[1:] == rows[1:], "the same training over again"
     assert [path.name for path in tmp_path.glob("csv/*")] == ["version_0"]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run 0"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_log_folder_that_was_removed_meanwhile_is_made_anew(tmp_path: Path) -> None:
+    """As by somebody who ends a script, cleans up, and starts it again."""
+    parent = Parent(tmp_path)
+    run_forked(parent.old, 6, look)
+    shutil.rmtree(tmp_path / "csv")
+    run_forked(parent.new, look)
+    assert len(lines_of(tmp_path)) > 1
 
 
 @pytest.mark.filterwarnings("ignore")
