@@ -354,16 +354,6 @@ def test_everything_is_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_log_folder_that_was_removed_meanwhile_is_made_anew(tmp_path: Path) -> None:
-    """As by somebody who ends a script, cleans up, and starts it again."""
-    parent = Parent(tmp_path)
-    run_forked(parent.old, 6, look)
-    shutil.rmtree(tmp_path / "csv")
-    run_forked(parent.new, look)
-    assert len(lines_of(tmp_path)) > 1
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_averaging_goes_on_with_the_scheduler_that_it_has_put_in(tmp_path: Path) -> None:
     parent = Parent(tmp_path, lambda: [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)], max_epochs=3)
     there = run_forked(parent.old, 20, look)
@@ -501,3 +491,16 @@ def test_a_script_started_anew_with_other_objects_takes_what_has_names(tmp_path:
     assert (csv.version, memory.version, [row["step"] for row in csv.experiment.metrics]) == (0, "run 0", [])
     assert (net.steps, net.seen, trainer.gradient_clip_val, net.frozen.training) == (70, 3, 1.0, False)
     assert len(lines_of(tmp_path)) == 4, "the rows of the later steps are gone"
+
+
+def test_a_log_folder_that_was_removed_between_two_starts_is_made_anew(tmp_path: Path) -> None:
+    parent = Parent(tmp_path)
+    run_forked(parent.old, 3, look)
+    shutil.rmtree(tmp_path / "csv")
+    trainer = parent.trainer
+    parent.net.steps, parent.net.more = 70, [1]  # type: ignore[assignment]  # another script's objects
+    carry_loggers_in(trainer, back_to_script.survey(trainer), parent.folder)
+    experiment = trainer.loggers[0].experiment
+    experiment.log_metrics({"loss": 1.0}, 9)
+    experiment.save()
+    assert "1.0" in lines_of(tmp_path)[-1]
