@@ -6,13 +6,17 @@ one process. Which strategy runs, and how its ranks communicate, it doesn't know
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from lightning_autopar._lightning import pl_worker_init_function
@@ -36,6 +40,10 @@ __all__ = ["BatchShare", "ExactLoader", "is_loader_state", "orders_alike", "unwr
 
 #: What Lightning reads from a DataLoader, for iterables that are no DataLoader.
 _WITHOUT_WORKERS: Mapping[str, Any] = {"num_workers": 0, "multiprocessing_context": None, "persistent_workers": False, "pin_memory": False}
+#: Attributes of samplers and datasets (DistributedSampler's, timm's, litdata's) that say among how many processes they divide the data.
+_COUNTS_PROCESSES = ("num_replicas", "world_size")
+#: The variables in which launchers tell it, and one that they alone set.
+_TOLD_BY = {"WORLD_SIZE": "LOCAL_WORLD_SIZE", "SLURM_NTASKS": "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK"}
 #: How many shares are kept where nobody takes them; who takes them is a batch or two behind.
 _SHARES_KEPT = 64
 
@@ -147,6 +155,7 @@ class ExactLoader(DataLoader[Any]):
         self.__dict__.update(_parts=parts, _of_trainer=of_trainer, _sync=sync, _boundary=boundary, _progress=progress, _own=own)
         self.__dict__.update(_source=_find_source(loader), _inner=None, _order=None, _track=None, _resume=None, _shared_random=None)
         self.__dict__.update(shares=deque(maxlen=_SHARES_KEPT), _split=self._find_split())
+        _check_takes_all(loader)
         if world_size > 1 or sync is not None:
             _check_distributable(loader, sync is not None)
 
@@ -388,3 +397,29 @@ def _check_distributable(loader: Any, synced: bool) -> None:
         raise ValueError("a DataPipe splits its samples over the ranks by itself, and the batches would be split again; use a Dataset")
     if not synced and not orders_alike(loader):
         raise ValueError("all ranks must use one order: give sync a function that broadcasts from rank 0")
+
+
+def _check_takes_all(loader: Any) -> None:
+    """Raise for what a launcher (torchrun, srun) told of several processes, so that it takes a part of the data by itself."""
+    told = [os.environ.get(size) for size, sign in _TOLD_BY.items() if sign in os.environ]
+    for count in {int(each) for each in told if each and each.isdecimal()} - {0, 1}:
+        for name in ("dataset", "sampler", "batch_sampler"):
+            path = _takes_part(getattr(loader, name, None), count, name)
+            if path is not None:
+                raise ValueError(
+                    f"the loader's {path} is {count}: it takes 1 of {count} parts of the data, as its environment told it when it was "
+                    "made, and the batches would be split again; make it in train_dataloader() or in the DataModule's setup(), which are "
+                    "told of one process"
+                )
+
+
+def _takes_part(owner: Any, processes: int, path: str, depth: int = 3) -> str | None:
+    """Which attribute says that a part of the data is taken, as one of so many processes; None where none does."""
+    if isinstance(owner, (Tensor, Module, ModuleType, FunctionType, type)):
+        return None
+    for name, value in getattr(owner, "__dict__", {}).items():
+        if name in _COUNTS_PROCESSES and type(value) is int and value == processes:
+            return f"{path}.{name}"
+        if depth and (found := _takes_part(value, processes, f"{path}.{name}", depth - 1)) is not None:
+            return found
+    return None

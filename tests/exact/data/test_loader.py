@@ -838,3 +838,39 @@ def test_users_who_iterate_over_a_trainers_loader_have_whole_batches():
     loader = ExactLoader(DataLoader(torch.arange(6), batch_size=4), rank=1, world_size=2, of_trainer=True)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5]]
     assert [batch.tolist() for batch, _, _ in CombinedLoader(loader, "sequential")] == [[1, 3], [5]]
+
+
+class Sharded(IterableDataset):
+    """Takes every ``world_size``-th number, as the launcher told it where it was made."""
+
+    def __init__(self, world_size, held):
+        self.environment = type("Environment", (), {})()
+        vars(self.environment if held else self)["world_size"] = world_size
+
+    def __iter__(self):
+        yield from range(8)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_dataset_that_takes_a_launchers_part_by_itself_is_refused(monkeypatch, held):
+    def made(count, **options):
+        return ExactLoader(DataLoader(Sharded(count, held), batch_size=4), rank=0, world_size=1, **options)
+
+    made(2)  # no launcher told it
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    made(2)  # as it is in this package's own workers
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    made(1)
+    made(3)
+    path = "dataset.environment.world_size" if held else "dataset.world_size"
+    with pytest.raises(
+        ValueError, match=rf"the loader's {path} is 2: it takes 1 of 2 parts of the data, .* make it in train_dataloader\(\)"
+    ):
+        made(2)
+    with pytest.raises(ValueError, match=r"the loader's sampler\.num_replicas is 2"):
+        ExactLoader(DataLoader(Numbers(8), sampler=DistributedSampler(Numbers(8), num_replicas=2, rank=0)), rank=0, world_size=1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    with pytest.raises(ValueError, match="are told of one process"):
+        made(2)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightning_autopar._root import is_users
 from lightning_autopar.devices.discover import of_its_gpu
 from lightning_autopar.exact.step.step_rollback import StepState
 from lightning_autopar.strategies.base.out_of_memory.gpu_limit import shortage_words
@@ -71,7 +72,8 @@ def explain(engine: Any, error: BaseException) -> None:
             f"autopar: this is rank {engine._rank} of {ranks}, and all of them run this code: another one may have made {error.filename!r} "
             "first. Let it be there (exist_ok=True), or make it where trainer.is_global_zero is true"
         )
-    if ranks > 1 and not engine.running.begun and _SEVERAL.search(str(error)):
+    *_, (last, _) = walk_tb(error.__traceback__)
+    if ranks > 1 and not engine.running.begun and _SEVERAL.search(str(error)) and is_users(last):
         error.add_note(
             f"autopar: this is rank {engine._rank} of {ranks}, under the plan {engine.run_plan.plan.title()!r}. If the code that raised "
             "this can't run in several processes, AutoParallelStrategy(allow=['single']) plans for one"
