@@ -262,7 +262,7 @@ class ComparedByRank(Compared):
     """The same, with labels that begin at the rank's first sample."""
 
     @property
-    def rank(self) -> int:  # type: ignore[override]
+    def rank(self) -> int:  # type: ignore[override]  # it is a number in the class above
         return self.global_rank
 
 
@@ -446,13 +446,13 @@ def test_parts_that_cannot_be_cut_out_are_collated_of_their_own_samples(make: An
         pl.seed_everything(3, verbose=False)
         module = make()
         trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, **QUIET)  # type: ignore[arg-type]
-        trainer.fit(module, DataLoader(data, 4, shuffle=True, collate_fn=collate))  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader(data, 4, shuffle=True, collate_fn=collate))  # type: ignore[arg-type]  # a list is a dataset
         weights.append(dict(module.state_dict()))
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
     strategy = AutoParallelStrategy(plan=plan, devices="1xcpu:1GiB")
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parts are cut out of the collated batch"):
-        trainer.fit(looks(), DataLoader(data, 4, collate_fn=collate))  # type: ignore[arg-type]
+        trainer.fit(looks(), DataLoader(data, 4, collate_fn=collate))  # type: ignore[arg-type]  # a list is a dataset
 
 
 class Probe(pl.Callback):

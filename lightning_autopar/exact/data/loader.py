@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from lightning_autopar._lightning import pl_worker_init_function
+from lightning_autopar._lightning import Trainer, pl_worker_init_function
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.batch_order import Order, draws_at_start_only, draws_nothing, index_sampler
@@ -155,9 +155,9 @@ class ExactLoader(DataLoader[Any]):
         self.__dict__.update(_parts=parts, _of_trainer=of_trainer, _sync=sync, _boundary=boundary, _progress=progress, _own=own)
         self.__dict__.update(_source=_find_source(loader), _inner=None, _order=None, _track=None, _resume=None, _shared_random=None)
         self.__dict__.update(shares=deque(maxlen=_SHARES_KEPT), _split=self._find_split())
-        _check_takes_all(loader)
         if world_size > 1 or sync is not None:
             _check_distributable(loader, sync is not None)
+        _check_takes_all(loader)
 
     # -- the user's loader, seen through --------------------------------------------------------------------------------------------
 
@@ -415,7 +415,7 @@ def _check_takes_all(loader: Any) -> None:
 
 def _takes_part(owner: Any, processes: int, path: str, depth: int = 3) -> str | None:
     """Which attribute says that a part of the data is taken, as one of so many processes; None where none does."""
-    if isinstance(owner, (Tensor, Module, ModuleType, FunctionType, type)):
+    if isinstance(owner, (Tensor, Module, Trainer, ModuleType, FunctionType, type)):
         return None
     for name, value in getattr(owner, "__dict__", {}).items():
         if name in _COUNTS_PROCESSES and type(value) is int and value == processes:

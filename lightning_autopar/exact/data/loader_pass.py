@@ -39,6 +39,7 @@ _TOLD = tuple(
     for name in (
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"),
         *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     )
 )
 

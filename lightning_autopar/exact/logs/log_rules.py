@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ LogRules = Mapping[tuple[str, str], Rule]
 _EQUAL = 1e-5
 #: The same in double precision: a rule that is further off is dropped if another isn't, as similar sums of parts may look alike.
 _EXACT = 1e-10
-#: What single precision's rounding changes where no terms cancel.
+#: The largest relative error of a value in single precision, if no terms cancel.
 _ROUNDING = 1e-6
 #: So much nearer than a mean over samples must a mean over something else come, which may be near by chance.
 _TELLING = 1e-2
@@ -178,7 +179,7 @@ def compare_logs(
         # Where the mean over samples fails, a count that is hardly nearer is near by chance. Where it holds, no other mean is told from it.
         near = {mean: equal if (by := distance[mean]) <= equal else min(equal, _TELLING * by) for mean in ("mean", *MEANS)}
         fit = (rule for rule in (preferred, *distance) if distance[rule] <= (equal if isinstance(rule, str) else near[rule.mean or "mean"]))
-        matching[key] = tuple(sorted(dict.fromkeys(fit), key=lambda rule, by=distance: _is_farther(rule, by)))  # type: ignore[misc]
+        matching[key] = tuple(sorted(dict.fromkeys(fit), key=partial(_is_farther, distance=distance)))
         first = next(iter(matching[key]), None)
         by = distance[first] if isinstance(first, str) else math.inf
         excluded[key] = frozenset(count for count in weights or () if distance[count] > max(_EQUAL, by / _TELLING))

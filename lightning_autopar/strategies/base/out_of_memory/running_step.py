@@ -27,7 +27,7 @@ FORWARD, BACKWARD, BOTH, OPTIMIZER = (
 )  # fmt: skip
 #: Of these, what a batch that is run again runs anew.
 _IN_STEP = FORWARD, BACKWARD, BOTH
-#: What an error says that code raises where it finds itself in one process of several.
+#: Words in the errors of code that refuses to run in several processes.
 _SEVERAL = re.compile(r"\b(ddp|fsdp|deepspeed|distributed\w*|multi-?(gpu|process|device)\w*|world.?size)\b", re.IGNORECASE)
 
 
@@ -72,8 +72,8 @@ def explain(engine: Any, error: BaseException) -> None:
             f"autopar: this is rank {engine._rank} of {ranks}, and all of them run this code: another one may have made {error.filename!r} "
             "first. Let it be there (exist_ok=True), or make it where trainer.is_global_zero is true"
         )
-    *_, (last, _) = walk_tb(error.__traceback__)
-    if ranks > 1 and not engine.running.begun and _SEVERAL.search(str(error)) and is_users(last):
+    at_start = ranks > 1 and not engine.running.begun
+    if at_start and _SEVERAL.search(str(error)) and any(is_users(frame) for frame, _ in [*walk_tb(error.__traceback__)][-1:]):
         error.add_note(
             f"autopar: this is rank {engine._rank} of {ranks}, under the plan {engine.run_plan.plan.title()!r}. If the code that raised "
             "this can't run in several processes, AutoParallelStrategy(allow=['single']) plans for one"

@@ -126,7 +126,12 @@ class Trial:
             where = "".join(f"in {hook}: " for hook in [*self._theirs][-1:] if hook != "training_step")
             raise CannotTry(where + error_line(error)) from error
 
-    def record(self) -> dict[str, StepRecording]:
+    @property
+    def recordings(self) -> Mapping[str, StepRecording]:
+        """What :meth:`record` has recorded, by hook."""
+        return self._staging.hooks
+
+    def record(self) -> None:
         """Record each hook.
 
         Raises:
@@ -140,14 +145,13 @@ class Trial:
             context = self._precision.context
             try:
                 return record(copy, self._trainer, hook, batch, self._blocks, rows=rows, context=context, written=written)
-            except Exception as error:
+            except Exception as error:  # whatever the user's step raises
                 if hook == "training_step":
                     raise
                 raise CannotTry(f"a pipeline's cuts are recorded before any training, where {hook} fails: {error_line(error)}") from error
 
         found = recorded_together(list(self._scripts), one)
         self._staging = Staging(hooks=found)
-        return found
 
     def narrow(self, blocks: Sequence[str], uncuttable: dict[str, str]) -> str | None:
         """Try cuts until all that are left work; the others go to ``uncuttable``. Returns a reason if no single cut is the cause."""

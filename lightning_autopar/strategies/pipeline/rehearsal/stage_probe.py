@@ -145,14 +145,10 @@ def confirm_stages(
         return refused(not_made(trial).reason)
     if several is not None:
         return refused(several)
-    try:
-        recordings = trial.record()
-    except CannotTry as error:
-        return refused(str(error))
     words = trial.compare(tuple(cuts))
     if words is None and trial.appended:  # found out too late to tell the run of it
         words = f"the step appends values to the module's {next(iter(trial.appended))!r} that only the last stage would have"
-    return Finding(value=Staging(hooks=recordings, refusal=words))
+    return Finding(value=Staging(hooks=trial.recordings, refusal=words))
 
 
 def kept_apart(first: FirstStep, appended: Sequence[str] = ()) -> dict[str, str]:
@@ -261,10 +257,7 @@ def _try(
         return trial
     if several is not None:
         return refused(several)
-    try:
-        recordings = trial.record()
-    except CannotTry as error:
-        return refused(str(error))
+    recordings = trial.recordings
     uncuttable = merged(recordings)
     refusal = nowhere(recordings, uncuttable) or trial.narrow(next(iter(recordings.values())).blocks, uncuttable)
     refusal = refusal or nowhere(recordings, uncuttable)
@@ -282,7 +275,9 @@ def _trial(
     blocks: Sequence[str],
     steps: int = 2,
 ) -> tuple[Trial | str, str | None]:
-    """Run the whole module's steps; the trial, or the reason why they fail, and the reason if no stages could run such steps."""
+    """Run the whole module's steps and record them; the trial, or the reason why they fail, and the reason if no stages could run such
+    steps.
+    """
     if is_overridden("configure_model", module):
         module.configure_model()
         module.__dict__["configure_model"] = lambda: None
@@ -297,6 +292,11 @@ def _trial(
         return f"the step can't be run on the CPU ({error})", None
     if any(each is not torch.default_generator for each in drawn_from):
         several = several or "it draws from a torch.Generator of its own, which the stages can't keep in step"
+    if several is None:
+        try:
+            trial.record()
+        except CannotTry as error:
+            several = str(error)
     return trial, several
 
 
