@@ -76,7 +76,8 @@ def explain(engine: Any, error: BaseException) -> None:
     if at_start and _SEVERAL.search(str(error)) and any(is_users(frame) for frame, _ in [*walk_tb(error.__traceback__)][-1:]):
         error.add_note(
             f"autopar: this is rank {engine._rank} of {ranks}, under the plan {engine.run_plan.plan.title()!r}. If the code that raised "
-            "this can't run in several processes, AutoParallelStrategy(allow=['single']) plans for one"
+            "this can't run in several processes, start the script by python, not torchrun: AutoParallelStrategy(allow=['single']) plans "
+            "for one"
         )
     if not out_of_memory(error) or WHERE in vars(error):  # it may be asked of a rank that couldn't leave its step
         return
