@@ -28,7 +28,7 @@ demo: $(INSTALLED)
 # Four parts side by side: a test waits for its processes a good part of its time, and four parts keep two cores busy. Each
 # takes some 400 seconds of a core. What the others say follows when they are done.
 PART_2 := tests/conformance tests/exact tests/planning tests/sharing
-PART_3 := tests/memory/trace tests/memory/work tests/state tests/strategies/fsdp tests/strategies/parity tests/strategies/pipeline tests/strategies/zero
+PART_3 := tests/memory/trace tests/memory/work tests/state tests/strategies/fsdp tests/strategies/trials tests/strategies/pipeline tests/strategies/zero
 PART_4 := $(filter-out $(PART_3) %/__pycache__,$(patsubst %/,%,$(wildcard tests/strategies/*/ tests/strategies/test_*.py)))
 test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)

@@ -28,7 +28,7 @@ from machine import machine
 
 from lightning_autopar.devices.inventory import Device
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.step.random_draws import Draw, DrawPlan, GlobalDraws, Rows
+from lightning_autopar.exact.random.whole_batch_draws import Draw, DrawPlan, GlobalDraws, Rows
 from lightning_autopar.memory.work.work import Work
 from lightning_autopar.strategies.calibration.device_curves import measure_device
 from lightning_autopar.timing.data_sheet import DataSheet

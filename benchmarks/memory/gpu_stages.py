@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_autopar import engines
 from lightning_autopar.devices.discover import probe
-from lightning_autopar.exact.step.random_draws import DrawPlan
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.memory.cuda_overhead import target_of, workspaces
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.plan_bytes import predict, replay

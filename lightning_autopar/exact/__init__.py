@@ -2,10 +2,10 @@
 
 Modules, in reading order:
 
-    random_state       states of all random generators: captured, restored
     reached_variables  what the user's functions reach: closures, globals, lists on classes
     absent/            tensors whose values another rank has
     data/              the exact loader
     logs/              logged values and metrics
-    step/              draws, micro-batches, batch norm, recomputation
+    random/            states of all generators; draws of the whole batch, own rows kept
+    step/              micro-batches, batch norm, recomputation
 """

@@ -21,7 +21,7 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 #: memory; a GPU's own state, of 16 bytes, lies there, too.
 RNG_STATE_BYTES = 5056
 #: Of a large draw on a GPU, up to so many rows are drawn one after the other, each with at most a window of about a million numbers before
-#: it, if that is less than this share of the whole draw (``exact/step/rows_of_gpu_draws.py``); a window's input, output and mask.
+#: it, if that is less than this share of the whole draw (``exact/random/rows_of_gpu_draws.py``); a window's input, output and mask.
 DRAWN_ROWS, DRAWN_SHARE, _WINDOW_BYTES = 8, 0.7, 10 << 20
 #: How many footprints' columns are cached.
 _REMEMBERED = 8

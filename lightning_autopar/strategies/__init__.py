@@ -11,9 +11,9 @@ Modules, in reading order:
     ddp/                   engine: DDP and single
     elastic/               the agent and its snapshots
     fsdp/                  engine: FSDP2
-    parity/                the first batch, probed; engines rehearsed
     pipeline/              engine: stages
     preparation/           from a call of the trainer to a plan
     processes/             workers, and what passes between processes
+    trials/                before the run: the first batch in parts, engines
     zero/                  engine: DeepSpeed's ZeRO
 """

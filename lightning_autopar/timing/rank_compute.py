@@ -220,7 +220,7 @@ def _token(works: tuple[Work, ...]) -> int:
 
 def drawn_seconds(work: Work, share: float, device: Device, rates: Rates) -> float:
     """Seconds of random numbers for a share of the batch: they are drawn for the whole batch, into new memory, and the share's rows are
-    copied. A GPU may skip much of a large draw (``exact.step.rows_of_gpu_draws``); how much was never measured, so it isn't subtracted.
+    copied. A GPU may skip much of a large draw (``exact.random.rows_of_gpu_draws``); how much was never measured, so it isn't subtracted.
     """
     kept = Work(kind="copy", name="copy_", dtype=work.dtype, moved_bytes=2 * work.at(share).moved_bytes)
     new = Work(kind="copy", name="fill_", dtype=work.dtype, moved_bytes=work.moved_bytes)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_autopar.exact.step.random_draws import DrawPlan
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.memory.learned.corrections import Corrections
 from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.report.report import Candidate

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
-from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.plans import Plan, Schedule
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import Dealing, cut
+from lightning_autopar.exact.random import generator_states as rng
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import default_collate, default_convert
 
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.batch_structure import alike, count_rows, take_rows
 from lightning_autopar.exact.data.fingerprint import fingerprint
 from lightning_autopar.exact.data.rank_share import Dealing, cut
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.memory.trace.first_batch import FirstBatch, fresh, some_batches
 
 _REMEDY = (

@@ -1,6 +1,6 @@
 """What a loss may be a mean over, other than samples: entries that a batch counts, such as unmasked tokens, nodes or weights.
 
-Which count it is, planning finds out (:mod:`lightning_autopar.strategies.parity.part_weights`). Here the counts of a batch are taken on the
+Which count it is, planning finds out (:mod:`lightning_autopar.strategies.trials.part_weights`). Here the counts of a batch are taken on the
 host, before the batch goes to the device, and the ranks tell each other theirs. Knows batches and shares; no module and no loss.
 """
 

@@ -21,7 +21,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_autopar._lightning import Trainer, pl_worker_init_function
 from lightning_autopar._root import LIGHTNING
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.batch_order import Order, draws_at_start_only, draws_nothing, index_sampler
 from lightning_autopar.exact.data.collate import CollateAll, CollateParts, CollateRows, CollateSamples
 from lightning_autopar.exact.data.loader_pass import LoaderPass, alone
@@ -35,6 +34,7 @@ from lightning_autopar.exact.data.pass_record import (
     states_of,
 )
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing
+from lightning_autopar.exact.random import generator_states as rng
 
 __all__ = ["BatchShare", "ExactLoader", "is_loader_state", "orders_alike", "unwrapped"]
 

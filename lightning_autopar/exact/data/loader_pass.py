@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_autopar._lightning import sized_len
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.batch_order import DrawLog, Order
 from lightning_autopar.exact.data.batch_structure import part_number
 from lightning_autopar.exact.data.collate import CollateRows, WithParts
 from lightning_autopar.exact.data.pass_record import EpochProgress, PassRecord, WorkerStates, load_sampler_states, states_of
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
+from lightning_autopar.exact.random import generator_states as rng
 
 if TYPE_CHECKING:
     from lightning_autopar.exact.data.loader import ExactLoader

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_autopar._lightning import Trainer
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.unlike_samples import Known, kind, unlike
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.memory.length_spread import DRAWN_ANEW, ENOUGH, Lengths, reach_of
 from lightning_autopar.memory.trace.first_batch import FirstBatch, fresh, indexed, order_of
 from lightning_autopar.text import error_line

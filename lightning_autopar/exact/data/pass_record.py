@@ -20,8 +20,8 @@ import numpy
 import torch
 from torch.utils.data import get_worker_info
 
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.batch_order import DrawLog, Order
+from lightning_autopar.exact.random import generator_states as rng
 
 if TYPE_CHECKING:
     from lightning_autopar.exact.data.loader_pass import LoaderPass

@@ -1,9 +1,7 @@
-"""Draws, micro-batches, batch norm, recomputation.
+"""Micro-batches, batch norm, recomputation.
 
 Modules, in reading order:
 
-    random_draws       random draws of the whole batch, own rows kept
-    random_operators   the operators that draw, replaced
     micro_batches      a batch in parts, gradients added up
     batch_norm         batch norm over the whole batch
     recompute          activation checkpointing of blocks
@@ -15,5 +13,4 @@ Modules, in reading order:
     gradient_scaler    the scale of half precision's gradients in a part of a batch
     gradient_hooks     the user's hooks on parameters, called with the whole batch's gradient
     shared_network     a step whose network ranks share by rows, and whose rest each runs whole
-    rows_of_gpu_draws  a rank's rows of a GPU's random draw, bit for bit
 """

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from lightning_autopar._lightning import Callback, LightningModule, Trainer
 from lightning_autopar._lightning_compat import combined_mode, is_overridden
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.data.batch_structure import count_rows, take_rows
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing
 from lightning_autopar.exact.logs.self_log import GlobalLogging
-from lightning_autopar.exact.step.random_draws import GlobalDraws
+from lightning_autopar.exact.random import generator_states as rng
+from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws
 from lightning_autopar.exact.step.users_backward import weighed
 from lightning_autopar.plans import Plan
 

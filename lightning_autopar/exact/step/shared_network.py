@@ -29,8 +29,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.data.fingerprint import bytes_of
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
+from lightning_autopar.exact.random.whole_batch_draws import Choice, DrawPlan, GlobalDraws, Rows, whole_like
 from lightning_autopar.exact.step.batch_norm import restore, synchronise
-from lightning_autopar.exact.step.random_draws import Choice, DrawPlan, GlobalDraws, Rows, whole_like
 
 _Own = Callable[..., Any]
 #: Types of values that aren't tensors.

@@ -18,12 +18,12 @@ from torch.nn import Parameter
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import Trainer
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.exact.logs.self_log import GlobalLogging
+from lightning_autopar.exact.random import generator_states as rng
+from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws
 from lightning_autopar.exact.step.attribute_rules import MISSING, PathRules, restored, rewrite, taken
 from lightning_autopar.exact.step.kept_attributes import Place, places_of
-from lightning_autopar.exact.step.random_draws import GlobalDraws
 
 #: The most bytes of buffers that are copied before a step.
 COPIED_BYTES = 16 << 20

@@ -19,8 +19,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.fingerprint import bytes_of
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.exact.step.attribute_rules import refill, rewrite
 from lightning_autopar.memory.trace.first_batch import GENERATORS
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.state.objects.contents import ATOMS, set_items
 from lightning_autopar.state.objects.packing import DEVICE, GENERATOR, MOVED, NODE, OWN, STORAGE, TENSOR, is_common, type_name
 from lightning_autopar.state.objects.survey import ITEMS, Part, Survey

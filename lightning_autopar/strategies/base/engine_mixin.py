@@ -35,13 +35,13 @@ from lightning_autopar.exact.data.longest_batch import LongerBatches
 from lightning_autopar.exact.data.rank_share import common_share
 from lightning_autopar.exact.logs.logging_hooks import may_stop
 from lightning_autopar.exact.logs.self_log import GlobalLogging
+from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws
 from lightning_autopar.exact.step import users_backward
 from lightning_autopar.exact.step.batch_norm import restore as restore_batch_norm
 from lightning_autopar.exact.step.batch_norm import synchronise as synchronise_batch_norm
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
 from lightning_autopar.exact.step.gradient_scaler import scaled_as_on_one_device
 from lightning_autopar.exact.step.micro_batches import MicroBatches
-from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.exact.step.step_rollback import StepState
 from lightning_autopar.memory.trace.bare_step import take_hooks

@@ -24,9 +24,9 @@ from torchmetrics import MeanMetric, Metric
 from lightning_autopar._lightning import ProgressBar, Strategy, Trainer, callbacks
 from lightning_autopar._lightning_compat import RestartStage, TrainerFn, loop_position, make_result, set_loop_position
 from lightning_autopar._temporary import patched
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.loader import ExactLoader, is_loader_state
 from lightning_autopar.exact.logs.metrics_over_ranks import sync_states
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.state.checkpoint import KEY, put_loader_states_back, set_loader_states_aside
 from lightning_autopar.strategies.base.out_of_memory.running_step import BACKWARD, RunningStep
 from lightning_autopar.strategies.base.run_plan import RunPlan

@@ -20,8 +20,8 @@ from lightning_autopar.exact.data.collate import Loading
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import KnownTensors
 from lightning_autopar.exact.logs.log_rules import LogRules
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.exact.step.attribute_rules import KeptRules
-from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.exact.step.shared_network import SharedModules
 from lightning_autopar.memory.length_spread import Lengths
 from lightning_autopar.plans import Plan

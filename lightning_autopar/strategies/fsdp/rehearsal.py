@@ -34,8 +34,8 @@ from lightning_autopar.strategies.base.refused_parameters import sparse_gradient
 from lightning_autopar.strategies.fsdp.strategy import BEFORE_BACKWARD, onto_shards, shard, shard_rest
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 from lightning_autopar.strategies.fsdp.whole_results import give_whole_results
-from lightning_autopar.strategies.parity.engine_rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
-from lightning_autopar.strategies.parity.optimizer_trial import optimizers_run
+from lightning_autopar.strategies.trials.engine_rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed
+from lightning_autopar.strategies.trials.optimizer_trial import optimizers_run
 
 #: Whether a block's parameters are freed between forward and backward, for each step.
 _RESHARD = (True, False, False)

@@ -11,7 +11,7 @@ from lightning_autopar._lightning import BitsandbytesPrecision, LightningModule,
 from lightning_autopar._lightning_compat import TrainerFn, graph_logger
 from lightning_autopar.exact.logs.kept_by_hooks import hooking_callbacks, names_in_callbacks
 from lightning_autopar.exact.logs.logging_hooks import is_quiet, overridden, reached
-from lightning_autopar.exact.random_state import find_generators
+from lightning_autopar.exact.random.generator_states import find_generators
 from lightning_autopar.memory.fakes.fake_copies import is_compiled
 
 #: Precisions that replace layers or weights by another library's, which can't be left out of a stage.

@@ -26,9 +26,9 @@ from lightning_autopar.exact.data.counted_entries import BatchCounts
 from lightning_autopar.exact.data.fingerprint import fingerprint
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.self_log import GlobalLogging
+from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws
 from lightning_autopar.exact.step.initial_weights import drawn_on
 from lightning_autopar.exact.step.micro_batches import PartGradients, several_loaders, uncut, whole_share
-from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.state.checkpoint import own_optimizer_state, own_state_dict
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.running_step import BOTH

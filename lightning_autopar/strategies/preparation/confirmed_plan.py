@@ -24,10 +24,10 @@ from lightning_autopar.plans import Engine, Plan
 from lightning_autopar.report.report import NothingFits
 from lightning_autopar.sharing.queue_order import Need
 from lightning_autopar.strategies.base.run_plan import BatchRule, RunPlan
-from lightning_autopar.strategies.parity.engine_rehearsal import STEPS
 from lightning_autopar.strategies.preparation.decision import Decision, PlanningInputs, need_of
 from lightning_autopar.strategies.preparation.module_findings import loaded_anew, look_later, stage_of
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
+from lightning_autopar.strategies.trials.engine_rehearsal import STEPS
 
 log = logging.getLogger(__name__)
 

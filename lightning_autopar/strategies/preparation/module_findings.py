@@ -28,9 +28,9 @@ from lightning_autopar.exact.data.rank_share import Dealing, KnownTensors
 from lightning_autopar.exact.data.unlike_samples import leaves_out
 from lightning_autopar.exact.logs.kept_by_hooks import as_callbacks_leave, keeping_hooks, late_hooks
 from lightning_autopar.exact.logs.log_rules import LogComparison
+from lightning_autopar.exact.random.drawing_operators import draws_apart
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.exact.step.micro_batches import why_whole
-from lightning_autopar.exact.step.random_draws import DrawPlan
-from lightning_autopar.exact.step.random_operators import draws_apart
 from lightning_autopar.exact.step.shared_network import SharedModules
 from lightning_autopar.memory import batch_scaling
 from lightning_autopar.memory.cuda_overhead import Target
@@ -39,7 +39,6 @@ from lightning_autopar.memory.trace.first_batch import RAISED, FirstBatch, first
 from lightning_autopar.memory.trace.guessed_footprint import guess
 from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.strategies.base.worker_exception import Failure
-from lightning_autopar.strategies.parity.shared_network_probe import with_shared_network
 from lightning_autopar.strategies.preparation.callback_copies import with_copies
 from lightning_autopar.strategies.preparation.longest_footprint import Seen, at_lengths, seen_sizes, step_bytes
 from lightning_autopar.strategies.preparation.plain_run import failure_of_step
@@ -57,6 +56,7 @@ from lightning_autopar.strategies.preparation.split_findings import (
     with_evaluation,
     with_others,
 )
+from lightning_autopar.strategies.trials.shared_network_probe import with_shared_network
 
 log = logging.getLogger(__name__)
 

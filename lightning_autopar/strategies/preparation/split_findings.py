@@ -24,19 +24,19 @@ from lightning_autopar._lightning import Callback, LightningModule, Trainer
 from lightning_autopar._lightning_compat import evaluating, is_overridden, transfer_batch
 from lightning_autopar._root import PYTORCH
 from lightning_autopar.constraints import LOSS, SPLIT_TOLERANCE, SplitFinding
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.collate import Loading
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import KnownTensors
 from lightning_autopar.exact.data.unlike_samples import leaves_out
 from lightning_autopar.exact.logs.log_rules import LogComparison
+from lightning_autopar.exact.random import generator_states as rng
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.exact.step.micro_batches import why_whole
-from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.footprint import Conduct, Footprint
 from lightning_autopar.memory.trace.find_blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch, fresh, tensors_of
-from lightning_autopar.strategies.parity.fewer_blocks import extent
-from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
+from lightning_autopar.strategies.trials.fewer_blocks import extent
+from lightning_autopar.strategies.trials.split_probe import probe_evaluation, probe_split
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from lightning_utilities.core import rank_zero
 
 from lightning_autopar._lightning import ProgressBar, Trainer, get_filesystem
 from lightning_autopar._lightning_compat import mute_hooks, no_hyperparameters
-from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.sharing.runs.progress import batches_left
 from lightning_autopar.strategies.processes.agent_protocol import BEGIN, GenerationFiles, ShortageRendezvous
 from lightning_autopar.strategies.processes.handover.to_next_generation import carry_loggers_in, read_objects, whole_shards, write_objects

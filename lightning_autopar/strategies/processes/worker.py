@@ -38,7 +38,7 @@ from lightning_autopar._lightning_compat import (
 )
 from lightning_autopar._temporary import patched
 from lightning_autopar._trackers import settle, track
-from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.sharing.runs.progress import RunProgress
 from lightning_autopar.state import gpu_pickles
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin

@@ -21,7 +21,7 @@ from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.parameter_use import GRADIENT_HOOKS
 from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
 from lightning_autopar.strategies.base.refused_parameters import sparse_gradients
-from lightning_autopar.strategies.parity.engine_rehearsal import rehearsed
+from lightning_autopar.strategies.trials.engine_rehearsal import rehearsed
 
 log = logging.getLogger(__name__)
 

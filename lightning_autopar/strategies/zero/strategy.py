@@ -34,7 +34,7 @@ from lightning_autopar._lightning import (
 )
 from lightning_autopar._lightning_compat import TrainerFn, bare_optimizer, update_properties
 from lightning_autopar._root import package_of
-from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.exact.step.initial_weights import drawn_on
 from lightning_autopar.memory.trace.parameter_use import GradientLooks
 from lightning_autopar.state.scratch_files import hand_back_freed

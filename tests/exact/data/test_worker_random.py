@@ -13,9 +13,9 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.loader import ExactLoader
 from lightning_autopar.exact.data.pass_record import WorkerStates, states_of
+from lightning_autopar.exact.random import generator_states as rng
 
 
 class Drawing(Dataset[Any]):

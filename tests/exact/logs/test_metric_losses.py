@@ -14,7 +14,7 @@ from torchmetrics.detection.mean_ap import MeanAveragePrecision
 
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
 from lightning_autopar.memory.trace.first_batch import FirstBatch
-from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
+from lightning_autopar.strategies.trials.split_probe import probe_evaluation, probe_split
 from tests.strategies.fitted import BLOCKS, Fitted, assert_same, numbers, plan
 from tests.strategies.pipelines import pipeline
 from tests.strategies.pipelines import run as run_stages

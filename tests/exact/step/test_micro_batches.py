@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import BinaryF1Score
 
 from lightning_autopar import AutoParallelStrategy
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.exact.step.micro_batches import take_part, why_whole
-from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.plans import Engine, Plan
 from tests.strategies.base.test_rank_measurement import Text
 from tests.strategies.fitted import BLOCKS, QUIET, Fitted, _decided, assert_same, fit, numbers, plan

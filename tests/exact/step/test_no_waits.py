@@ -7,8 +7,8 @@ import torch
 
 from lightning_autopar.exact.data.rank_share import Dealing, cut, index_of, share_of
 from lightning_autopar.exact.logs.combined_values import OPTIONS, Combiner, Entry
+from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws, Rows, pick_rows, scatter_rows
 from lightning_autopar.exact.step.micro_batches import joined
-from lightning_autopar.exact.step.random_draws import GlobalDraws, Rows, pick_rows, scatter_rows
 from lightning_autopar.plans import deal
 from tests.blocking import Blocking
 

@@ -21,7 +21,7 @@ from torch.profiler import profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.exact.step import rows_of_gpu_draws
+from lightning_autopar.exact.random import rows_of_gpu_draws
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.memory.allocator.caching_allocator import Block, CachingAllocator
 from lightning_autopar.memory.allocator.options import INTERVALS, AllocatorOptions

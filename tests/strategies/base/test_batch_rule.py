@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autopar import AutoParallelStrategy, Batch
-from lightning_autopar.exact.step import random_operators as random_ops
+from lightning_autopar.exact.random import drawing_operators as random_ops
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from lightning_autopar.memory.trace.trace import trace
 from lightning_autopar.planning.block_units import shardable
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.rehearsal import held, rehearse_fsdp, unshardable, why_unsharded
-from lightning_autopar.strategies.parity import engine_rehearsal as rehearse
+from lightning_autopar.strategies.trials import engine_rehearsal as rehearse
 from lightning_autopar.strategies.zero.rehearsal import rehearse_zero
 from tests.strategies.fitted import BLOCKS, Fitted, numbers
 from tests.strategies.fsdp.test_fsdp import Averaging, LeftOut, Outside, Probed, ProbedByHand

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autopar.exact.data.rank_share import Dealing, cut, share_of
-from lightning_autopar.exact.step.random_draws import DrawPlan
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.parity.draw_probe import observe
+from lightning_autopar.strategies.trials.draw_probe import observe
 from tests.strategies.fitted import tokens
 from tests.strategies.pipelines import pipeline, run
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_autopar import AutoParallelStrategy
 from lightning_autopar.constraints import LOSS, Constraints, SplitFinding
 from lightning_autopar.exact.data.counted_entries import Count
-from lightning_autopar.exact.step.random_draws import DrawPlan
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.planning.refusals import split_notes
 from lightning_autopar.strategies.preparation import module_findings, split_findings

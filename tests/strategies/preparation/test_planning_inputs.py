@@ -21,12 +21,12 @@ from lightning_autopar import AutoParallelStrategy, NothingFits
 from lightning_autopar._lightning_compat import TrainerFn, attach_data
 from lightning_autopar.devices.spec import parse_spec
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.parity import fewer_blocks
 from lightning_autopar.strategies.pipeline.rehearsal import stage_probe
 from lightning_autopar.strategies.preparation import module_findings
 from lightning_autopar.strategies.preparation import planning_inputs as deciding
 from lightning_autopar.strategies.preparation.decision import Decision
 from lightning_autopar.strategies.preparation.planning_inputs import Settings, decide_again, find_prospect
+from lightning_autopar.strategies.trials import fewer_blocks
 
 
 class Custom(Exception):

@@ -19,10 +19,10 @@ from torch import Tensor
 from lightning_autopar._lightning import Callback, ProgressBar
 from lightning_autopar._lightning_compat import combined_mode, is_overridden
 from lightning_autopar._temporary import patched
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.logs.self_log import GlobalLogging
+from lightning_autopar.exact.random import generator_states as rng
+from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws
 from lightning_autopar.exact.step.micro_batches import joined, take_part, whole_share
-from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.exact.step.step_rollback import StepState
 from lightning_autopar.strategies.base.out_of_memory.rerun import free_memory, may_run_again, why_in_one
 from lightning_autopar.strategies.base.worker_exception import EVALUATED, out_of_memory

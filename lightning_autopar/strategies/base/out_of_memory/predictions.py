@@ -18,10 +18,10 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_autopar._temporary import patched
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare
+from lightning_autopar.exact.random import generator_states as rng
+from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws
 from lightning_autopar.exact.step.micro_batches import take_part
-from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.strategies.base.out_of_memory.evaluations import Evaluations
 from lightning_autopar.strategies.base.out_of_memory.rerun import free_memory, may_run_again, why_in_one
 from lightning_autopar.strategies.base.worker_exception import EVALUATED

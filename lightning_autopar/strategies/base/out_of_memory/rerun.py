@@ -34,10 +34,10 @@ from torch.nn import Parameter
 
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._temporary import patched
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.logging_hooks import shadow_log
 from lightning_autopar.exact.logs.metrics_over_ranks import metrics_of
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.exact.step.micro_batches import several_loaders, take_part, whole_share
 from lightning_autopar.exact.step.step_rollback import StepState
 from lightning_autopar.strategies.base.worker_exception import out_of_memory

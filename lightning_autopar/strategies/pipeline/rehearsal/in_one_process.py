@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._temporary import patched
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.absent_tensor import MissingValue, absent_like, is_absent
 from lightning_autopar.exact.logs.log_rules import Logged, recorded_logs
 from lightning_autopar.exact.logs.logging_hooks import mentions
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.memory.fakes.fake_copies import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep, Silent, default_dtype
 from lightning_autopar.memory.trace.no_writes import no_effects

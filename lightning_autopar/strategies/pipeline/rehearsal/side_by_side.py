@@ -21,14 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning import grads as lightning_grads
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.absent_tensor import MissingValue, lacks_memory
 from lightning_autopar.exact.logs.log_rules import recorded_logs
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.memory.fakes.fake_copies import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.find_blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import mapped
-from lightning_autopar.strategies.parity.undo import same_values
 from lightning_autopar.strategies.pipeline.rehearsal.difference import (
     EQUAL,
     Outcome,
@@ -42,6 +41,7 @@ from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Preci
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging, StepRecording
 from lightning_autopar.strategies.pipeline.stages.possible_cuts import record
 from lightning_autopar.strategies.pipeline.stages.stage_module import UnlikeRecordedError
+from lightning_autopar.strategies.trials.undo import same_values
 from lightning_autopar.text import error_line, users_line
 
 _LOG = logging.getLogger(__name__)

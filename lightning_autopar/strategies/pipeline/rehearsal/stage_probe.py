@@ -20,21 +20,21 @@ from lightning_autopar._fork import ChildFailed, run_forked
 from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden, transfer_batch
 from lightning_autopar.engines import PASSED, Check, Finding, FirstStep, failed, not_made
+from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws
 from lightning_autopar.exact.step.kept_attributes import is_variable, title
 from lightning_autopar.exact.step.micro_batches import take_part
-from lightning_autopar.exact.step.random_draws import GlobalDraws
 from lightning_autopar.memory.fakes.fake_copies import as_if_real, drawing_nothing, fake_copy, fake_mode
 from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.footprint import Conduct, Footprint
 from lightning_autopar.memory.trace.bare_step import STEPS
 from lightning_autopar.memory.trace.find_blocks import find_blocks
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied
-from lightning_autopar.strategies.parity.draw_probe import everything
-from lightning_autopar.strategies.parity.optimizer_trial import step_apart
 from lightning_autopar.strategies.pipeline.rehearsal.in_one_process import Precision
 from lightning_autopar.strategies.pipeline.rehearsal.side_by_side import CannotTry, Script, Trial, recorded_together
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging, StepRecording
 from lightning_autopar.strategies.pipeline.stages.possible_cuts import record
+from lightning_autopar.strategies.trials.draw_probe import everything
+from lightning_autopar.strategies.trials.optimizer_trial import step_apart
 
 
 def untried_words(reason: str) -> str:

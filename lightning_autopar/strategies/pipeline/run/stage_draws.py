@@ -3,7 +3,7 @@
 One device draws for the whole batch, block after block. A stage draws for its blocks alone, once a micro-batch and interleaved with other
 micro-batches and with backward. So each stage is told once a batch, by a message beside the first micro-batch's activations, in which state
 the generators were when the stage before it had ended; it enters every micro-batch with that state, and each draws for the whole batch and
-keeps its own rows (``random_draws.GlobalDraws``). The last stage's end is the state in which all ranks leave
+keeps its own rows (``whole_batch_draws.GlobalDraws``). The last stage's end is the state in which all ranks leave
 the batch. What was drawn needn't be known for it, only that all micro-batches draw as often.
 
 Python's and NumPy's generators are replayed instead: every stage runs the step's outer code from its beginning. They begin a batch as they
@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.step.random_draws import GlobalDraws, default_generator
+from lightning_autopar.exact.random import generator_states as rng
+from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws, default_generator
 from lightning_autopar.strategies.pipeline.stages.stage_module import StageModule
 
 _LOG = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.absent_tensor import absent_like, hole_parameter, is_absent
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.memory.trace.first_batch import tensors_of
-from lightning_autopar.strategies.parity.undo import same_values
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import Staging
+from lightning_autopar.strategies.trials.undo import same_values
 
 
 @dataclass

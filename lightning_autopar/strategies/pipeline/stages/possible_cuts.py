@@ -16,16 +16,16 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from lightning_autopar._lightning import LightningModule, Trainer
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.logs.logging_hooks import overridden, reads_batch
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.memory.trace.bare_step import STEPS, BareStep
 from lightning_autopar.memory.trace.first_batch import copied, tensors_of
-from lightning_autopar.strategies.parity.undo import undone
 from lightning_autopar.strategies.pipeline.stages.block_router import unseen
 from lightning_autopar.strategies.pipeline.stages.cut_tensors import StepRecording
 from lightning_autopar.strategies.pipeline.stages.module_state import ModuleState, attributes, changes, counters, host_generators
 from lightning_autopar.strategies.pipeline.stages.step_recorder import StepRecorder
 from lightning_autopar.strategies.pipeline.stages.tainted_tensors import is_marked
+from lightning_autopar.strategies.trials.undo import undone
 
 _HOOKS = frozenset(f"_forward_{kind}{suffix}" for kind in ("hooks", "pre_hooks") for suffix in ("", "_with_kwargs", "_always_called"))
 

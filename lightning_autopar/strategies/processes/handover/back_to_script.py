@@ -38,10 +38,10 @@ from lightning_autopar._lightning_compat import (
 )
 from lightning_autopar._root import within
 from lightning_autopar._trackers import run_of_wandb
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.data.loader import unwrapped
 from lightning_autopar.exact.logs.metrics_over_ranks import sync_states
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.exact.reached_variables import Reached, Variables
 from lightning_autopar.state.checkpoint import gathered, load_whole_optimizer_state
 from lightning_autopar.state.objects.pickles import is_shard

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchmetrics.classification import BinaryF1Score
 
-from lightning_autopar.exact.step.random_draws import DrawPlan
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from tests.strategies.base.out_of_memory.test_rerun import allocate

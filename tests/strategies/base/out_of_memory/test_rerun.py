@@ -19,7 +19,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
 
 from lightning_autopar import AutoParallelStrategy
-from lightning_autopar.exact.step.random_draws import DrawPlan
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from tests.strategies.fitted import QUIET, Fitted, assert_same, fit, numbers, plan

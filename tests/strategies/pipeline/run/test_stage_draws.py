@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
-from lightning_autopar.exact.step.random_draws import DrawPlan, GlobalDraws
-from lightning_autopar.strategies.parity.draw_probe import observe
+from lightning_autopar.exact.random import generator_states as rng
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan, GlobalDraws
 from lightning_autopar.strategies.pipeline.run.stage_draws import StageDraws
+from lightning_autopar.strategies.trials.draw_probe import observe
 from tests.ranks import run_ranks
 
 Step = Callable[["Stages", Tensor, Any], Tensor]

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lightning_autopar.memory.trace.first_batch import FirstBatch
-from lightning_autopar.strategies.parity.split_probe import probe_split
-from lightning_autopar.strategies.parity.undo import in_double, same_values, undone
-from tests.strategies.parity.test_split_probe import Base, first_of, samples
+from lightning_autopar.strategies.trials.split_probe import probe_split
+from lightning_autopar.strategies.trials.undo import in_double, same_values, undone
+from tests.strategies.trials.test_split_probe import Base, first_of, samples
 
 
 class Hoarder(Base):

@@ -22,26 +22,26 @@ from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import evaluating, is_overridden, transfer_batch
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS, SplitFinding, overrule, overruled
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, share_of
 from lightning_autopar.exact.logs.kept_by_hooks import tried_hooks
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged
+from lightning_autopar.exact.random import generator_states as rng
+from lightning_autopar.exact.random.drawing_operators import draws_apart, held
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.batch_norm import NormRuns, fix
 from lightning_autopar.exact.step.gradient_hooks import GradientHooks
-from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
-from lightning_autopar.exact.step.random_operators import draws_apart, held
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
-from lightning_autopar.strategies.parity import undo
-from lightning_autopar.strategies.parity.draw_probe import Observation, everything, observe
-from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
-from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
-from lightning_autopar.strategies.parity.metric_trial import MetricTrial
-from lightning_autopar.strategies.parity.nudged_weights import LaterSteps, nudged
-from lightning_autopar.strategies.parity.part_weights import Weighing
-from lightning_autopar.strategies.parity.recorded_backward import EQUAL, Backwards, OwnStepError, difference_of, groups_first_of
+from lightning_autopar.strategies.trials import undo
+from lightning_autopar.strategies.trials.draw_probe import Observation, everything, observe
+from lightning_autopar.strategies.trials.fewer_blocks import do_without, extent
+from lightning_autopar.strategies.trials.first_batch_parts import BatchParts
+from lightning_autopar.strategies.trials.metric_trial import MetricTrial
+from lightning_autopar.strategies.trials.nudged_weights import LaterSteps, nudged
+from lightning_autopar.strategies.trials.part_weights import Weighing
+from lightning_autopar.strategies.trials.recorded_backward import EQUAL, Backwards, OwnStepError, difference_of, groups_first_of
 from lightning_autopar.text import error_line, users_line
 
 _LOG = logging.getLogger(__name__)

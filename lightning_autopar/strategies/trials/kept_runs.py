@@ -18,16 +18,16 @@ from torchmetrics.wrappers import Running
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import SplitFinding, overrule
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, alike, plain, taken
 from lightning_autopar.exact.step.kept_attributes import Place, attributes, settled, title, variables
 from lightning_autopar.memory.trace.first_batch import copied
-from lightning_autopar.strategies.parity import undo
-from lightning_autopar.strategies.parity.draw_probe import Observation, everything
-from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
-from lightning_autopar.strategies.parity.part_weights import Weighing
-from lightning_autopar.strategies.parity.recorded_backward import EQUAL, difference_of, groups_first_of
+from lightning_autopar.strategies.trials import undo
+from lightning_autopar.strategies.trials.draw_probe import Observation, everything
+from lightning_autopar.strategies.trials.first_batch_parts import BatchParts
+from lightning_autopar.strategies.trials.part_weights import Weighing
+from lightning_autopar.strategies.trials.recorded_backward import EQUAL, difference_of, groups_first_of
 from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from lightning_autopar.memory.fakes.shadow_values import ShadowValues
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.base.host_optimizers import ELEMENTWISE
-from lightning_autopar.strategies.parity.engine_rehearsal import STEPS, TIMEOUT_SECONDS, Engine, rehearse, rehearsed
+from lightning_autopar.strategies.trials.engine_rehearsal import STEPS, TIMEOUT_SECONDS, Engine, rehearse, rehearsed
 
 #: The most elements of a stand-in's dimension; one more where the parameter's size is odd, so that ranks' shards of it are uneven as well.
 _SIZE = 8

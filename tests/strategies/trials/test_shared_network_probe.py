@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autopar.memory.trace.first_batch import FirstBatch
-from lightning_autopar.strategies.parity.shared_network_probe import probe_sharing
+from lightning_autopar.strategies.trials.shared_network_probe import probe_sharing
 
 
 class Net(nn.Module):

@@ -32,13 +32,13 @@ from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import transfer_batch
 from lightning_autopar._root import FRAMEWORK, package_of
 from lightning_autopar._temporary import patched
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import Dealing, share_of
 from lightning_autopar.exact.data.rank_share import cut as own_rows
 from lightning_autopar.exact.logs.log_rules import recorded_logs
+from lightning_autopar.exact.random import generator_states as rng
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.attribute_rules import Before
 from lightning_autopar.exact.step.batch_norm import NormRuns, norms_of
-from lightning_autopar.exact.step.random_draws import DrawPlan, Rows
 from lightning_autopar.exact.step.shared_network import (
     Call,
     SharedModule,
@@ -53,13 +53,13 @@ from lightning_autopar.exact.step.shared_network import (
 from lightning_autopar.memory.footprint import Conduct, Footprint, Sharing
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.work.operations import operation
-from lightning_autopar.strategies.parity.draw_probe import DrawObserver, everything
-from lightning_autopar.strategies.parity.fewer_blocks import do_without, extent
-from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
-from lightning_autopar.strategies.parity.nudged_weights import nudged
-from lightning_autopar.strategies.parity.own_functions import next_node, not_linear, own_functions, signature
-from lightning_autopar.strategies.parity.split_probe import _Probe, configure_model
-from lightning_autopar.strategies.parity.undo import put_back, undone
+from lightning_autopar.strategies.trials.draw_probe import DrawObserver, everything
+from lightning_autopar.strategies.trials.fewer_blocks import do_without, extent
+from lightning_autopar.strategies.trials.first_batch_parts import BatchParts
+from lightning_autopar.strategies.trials.nudged_weights import nudged
+from lightning_autopar.strategies.trials.own_functions import next_node, not_linear, own_functions, signature
+from lightning_autopar.strategies.trials.split_probe import _Probe, configure_model
+from lightning_autopar.strategies.trials.undo import put_back, undone
 
 _LOG = logging.getLogger(__name__)
 #: Relative differences that are rounding, in double precision and in single precision.

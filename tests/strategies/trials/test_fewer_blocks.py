@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autopar.memory.trace.first_batch import FirstBatch
-from lightning_autopar.strategies.parity.fewer_blocks import do_without, spared
-from lightning_autopar.strategies.parity.split_probe import probe_split
-from tests.strategies.parity.test_split_probe import Base
+from lightning_autopar.strategies.trials.fewer_blocks import do_without, spared
+from lightning_autopar.strategies.trials.split_probe import probe_split
+from tests.strategies.trials.test_split_probe import Base
 
 TOO_LONG = 10**12
 

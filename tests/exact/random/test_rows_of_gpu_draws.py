@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
-from lightning_autopar.exact.step import random_operators as random_ops
-from lightning_autopar.exact.step import rows_of_gpu_draws
-from lightning_autopar.exact.step.random_draws import GlobalDraws, whole_like
-from lightning_autopar.exact.step.rows_of_gpu_draws import Window, pieces
+from lightning_autopar.exact.random import drawing_operators as random_ops
+from lightning_autopar.exact.random import rows_of_gpu_draws
+from lightning_autopar.exact.random.rows_of_gpu_draws import Window, pieces
+from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws, whole_like
 from lightning_autopar.plans import deal
 
 ONE = Window(elements=100, offset=4, least=76)

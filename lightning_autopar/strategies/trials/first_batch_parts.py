@@ -12,7 +12,7 @@ from lightning_autopar.exact.data.batch_structure import alike, take_rows
 from lightning_autopar.exact.data.collate import CollateAll, CollateSamples
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.memory.trace.first_batch import FirstBatch, copied, fresh, mapped
-from lightning_autopar.strategies.parity.draw_probe import everything
+from lightning_autopar.strategies.trials.draw_probe import everything
 
 
 class BatchParts:

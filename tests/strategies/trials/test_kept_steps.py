@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from lightning_autopar import AutoParallelStrategy, Plan
-from lightning_autopar.strategies.parity.split_probe import probe_split
+from lightning_autopar.strategies.trials.split_probe import probe_split
 from tests.strategies.fitted import QUIET
-from tests.strategies.parity.test_kept_state import Listening
-from tests.strategies.parity.test_split_probe import Base, first_of, samples
+from tests.strategies.trials.test_kept_state import Listening
+from tests.strategies.trials.test_split_probe import Base, first_of, samples
 
 
 class Meter:

@@ -3,7 +3,7 @@
 Dropout, a VAE's noise, random masks and diffusion steps would otherwise differ from those of one device. Every rank's generator starts a
 step in the same state, makes the draws that one device would make, and so ends it in the same state too.
 
-Knows shapes, generators and a batch's share. It doesn't know which operators draw (``random_operators`` does), nor modules, trainers or
+Knows shapes, generators and a batch's share. It doesn't know which operators draw (``drawing_operators`` does), nor modules, trainers or
 processes.
 
 On a GPU most of a large draw can be left out, as ``rows_of_gpu_draws`` says: the rank's rows are drawn by themselves, the same numbers.
@@ -122,7 +122,7 @@ class GlobalDraws:
 
     def __enter__(self) -> GlobalDraws:
         """Replace the random operators' kernels in this process; one instance at a time."""
-        from lightning_autopar.exact.step.random_operators import override
+        from lightning_autopar.exact.random.drawing_operators import override
 
         assert self._uninstall is None, "already installed"
         self._uninstall = override(self)
@@ -155,7 +155,7 @@ class GlobalDraws:
             states += [cuda.initial_seed(), cuda.get_offset()]
         return _mix(*states) >> 1
 
-    # -- for random_operators and the probe ------------------------------------------------------------------------------------------------
+    # -- for drawing_operators and the probe ----------------------------------------------------------------------------------------------
 
     @property
     def share(self) -> BatchShare | None:

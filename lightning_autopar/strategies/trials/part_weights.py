@@ -24,7 +24,6 @@ from lightning_autopar._lightning import LightningModule
 from lightning_autopar._lightning_compat import before_transfer, is_overridden, transfer_batch
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import LOSS
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.batch_structure import take_rows
 from lightning_autopar.exact.data.counted_entries import (
     MOST_COMPARED,
@@ -40,10 +39,11 @@ from lightning_autopar.exact.data.counted_entries import (
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, Tally, share_of
 from lightning_autopar.exact.logs.log_rules import MEANS, LogComparison, Logged, compare_logs, shares_alike
 from lightning_autopar.exact.logs.logging_hooks import mentions
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.memory.trace.first_batch import copied
-from lightning_autopar.strategies.parity.draw_probe import Observation, everything
-from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
-from lightning_autopar.strategies.parity.recorded_backward import EQUAL, difference_of
+from lightning_autopar.strategies.trials.draw_probe import Observation, everything
+from lightning_autopar.strategies.trials.first_batch_parts import BatchParts
+from lightning_autopar.strategies.trials.recorded_backward import EQUAL, difference_of
 from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)

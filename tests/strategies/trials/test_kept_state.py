@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_autopar import AutoParallelStrategy, Batch, NothingFits
-from lightning_autopar.strategies.parity.split_probe import probe_split
+from lightning_autopar.strategies.trials.split_probe import probe_split
 from tests.strategies.fitted import QUIET
-from tests.strategies.parity.test_split_probe import Base, first_of, samples
+from tests.strategies.trials.test_split_probe import Base, first_of, samples
 
 
 class Bank(Base):

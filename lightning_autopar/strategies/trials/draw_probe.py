@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_autopar.exact import random_state as rng
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.step.random_draws import (
+from lightning_autopar.exact.random import generator_states as rng
+from lightning_autopar.exact.random.whole_batch_draws import (
     Choice,
     Draw,
     DrawPlan,

@@ -12,8 +12,8 @@ from torchmetrics.wrappers import Running
 
 from lightning_autopar.constraints import SplitFinding
 from lightning_autopar.memory.trace.first_batch import FirstBatch
-from lightning_autopar.strategies.parity.split_probe import probe_split
-from tests.strategies.parity.test_split_probe import Base
+from lightning_autopar.strategies.trials.split_probe import probe_split
+from tests.strategies.trials.test_split_probe import Base
 
 
 class Hooked(Base):

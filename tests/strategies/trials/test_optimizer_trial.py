@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from lightning_autopar.memory.footprint import Conduct
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.strategies.fsdp.rehearsal import rehearse_fsdp
-from lightning_autopar.strategies.parity import engine_rehearsal
-from lightning_autopar.strategies.parity.optimizer_trial import stand_ins, step_apart
+from lightning_autopar.strategies.trials import engine_rehearsal
+from lightning_autopar.strategies.trials.optimizer_trial import stand_ins, step_apart
 
 
 class ByHand(Optimizer):

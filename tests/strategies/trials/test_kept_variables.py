@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from lightning_autopar import AutoParallelStrategy, Plan
 from lightning_autopar.exact.step.kept_attributes import variables
-from lightning_autopar.strategies.parity.split_probe import probe_split
+from lightning_autopar.strategies.trials.split_probe import probe_split
 from tests.strategies.fitted import QUIET
-from tests.strategies.parity.test_kept_steps import Meter
-from tests.strategies.parity.test_split_probe import first_of
+from tests.strategies.trials.test_kept_steps import Meter
+from tests.strategies.trials.test_split_probe import first_of
 
 LOSSES: list[float] = []
 ORDER: list[tuple[str, float]] = []

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autopar.exact.data.rank_share import BatchShare, Dealing, cut, share_of
-from lightning_autopar.exact.step.random_draws import Draw, DrawPlan, GlobalDraws, Rows, guess, memory_order
-from lightning_autopar.exact.step.random_operators import _native_dropout
+from lightning_autopar.exact.random.drawing_operators import _native_dropout
+from lightning_autopar.exact.random.whole_batch_draws import Draw, DrawPlan, GlobalDraws, Rows, guess, memory_order
 from lightning_autopar.plans import deal
-from lightning_autopar.strategies.parity.draw_probe import observe
+from lightning_autopar.strategies.trials.draw_probe import observe
 
 Step = Callable[[Tensor], Tensor]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.exact.step.users_backward import nodes_of, parameters_behind
 
 #: The function and the shapes of the gradients that come in: without the batch's samples among them, a part has those of the whole batch.

@@ -20,11 +20,11 @@ from torch.nn import Parameter
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.log_rules import weighted
+from lightning_autopar.exact.random.whole_batch_draws import Rows
 from lightning_autopar.exact.step.gradient_hooks import OurHook
-from lightning_autopar.exact.step.random_draws import Rows
 from lightning_autopar.exact.step.shared_network import gradients_asked_for
-from lightning_autopar.strategies.parity.draw_probe import Observation
-from lightning_autopar.strategies.parity.own_functions import Signature, not_linear, own_functions, signature
+from lightning_autopar.strategies.trials.draw_probe import Observation
+from lightning_autopar.strategies.trials.own_functions import Signature, not_linear, own_functions, signature
 
 #: Relative difference of losses that count as equal: rounding of float32 sums taken in another order. A term of the loss may be small now,
 #: as a teacher's that began as a copy, and grow.
@@ -36,7 +36,7 @@ _ELEMENTS = 1 << 16
 
 
 def groups_first_of(observed: Observation) -> bool:
-    """Whether draws were assumed to be ordered by group, then by sample; see :class:`.random_draws.Rows`."""
+    """Whether draws were assumed to be ordered by group, then by sample; see :class:`.whole_batch_draws.Rows`."""
     return any(isinstance(draw.choice, Rows) and draw.choice.groups_first for draw in observed.draws.draws or ())
 
 

@@ -1,7 +1,7 @@
 """The operators that draw random numbers, and how each is made to draw for the whole batch.
 
 Their kernels are replaced by ``torch.library``'s documented means (``get_kernel``, ``Library.impl``), below autograd: whatever draws on the
-CPU or a GPU ends in one of them, but for recurrent kernels. Knows what ``random_draws.GlobalDraws`` decides,
+CPU or a GPU ends in one of them, but for recurrent kernels. Knows what ``whole_batch_draws.GlobalDraws`` decides,
 not why.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_autopar.exact.data.rank_share import index_of
-from lightning_autopar.exact.step.random_draws import Choice, GlobalDraws, Rows, pick_rows, scatter_rows, whole_like
-from lightning_autopar.exact.step.rows_of_gpu_draws import drop_own, fill_own
+from lightning_autopar.exact.random.rows_of_gpu_draws import drop_own, fill_own
+from lightning_autopar.exact.random.whole_batch_draws import Choice, GlobalDraws, Rows, pick_rows, scatter_rows, whole_like
 
 _Call: TypeAlias = Callable[..., Any]
 _Generator: TypeAlias = torch.Generator | None

@@ -20,7 +20,7 @@ from torch import Tensor, dtype, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from lightning_autopar._root import NOT_THE_USERS, package_of
-from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.exact.step.attribute_rules import MISSING, items_of, refill, rewrite
 from lightning_autopar.exact.step.kept_attributes import Place
 from lightning_autopar.text import format_bytes

@@ -35,17 +35,17 @@ from lightning_autopar.constraints import LOSS, SplitFinding
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import Dealing, share_of
 from lightning_autopar.exact.logs.log_rules import LogComparison, Logged, compare_logs, recorded_in
+from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.exact.step.kept_attributes import Place
-from lightning_autopar.exact.step.random_draws import DrawPlan
 from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import copied, tensors_of
 from lightning_autopar.memory.trace.step_number import LATER, Noted, integers_in, step_number
-from lightning_autopar.strategies.parity import undo
-from lightning_autopar.strategies.parity.draw_probe import everything
-from lightning_autopar.strategies.parity.first_batch_parts import BatchParts
-from lightning_autopar.strategies.parity.kept_runs import KeptRuns, Step
-from lightning_autopar.strategies.parity.part_weights import LossArguments
-from lightning_autopar.strategies.parity.recorded_backward import EQUAL, difference_of
+from lightning_autopar.strategies.trials import undo
+from lightning_autopar.strategies.trials.draw_probe import everything
+from lightning_autopar.strategies.trials.first_batch_parts import BatchParts
+from lightning_autopar.strategies.trials.kept_runs import KeptRuns, Step
+from lightning_autopar.strategies.trials.part_weights import LossArguments
+from lightning_autopar.strategies.trials.recorded_backward import EQUAL, difference_of
 from lightning_autopar.text import error_line
 
 _LOG = logging.getLogger(__name__)

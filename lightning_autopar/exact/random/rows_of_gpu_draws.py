@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_autopar.exact.data.rank_share import BatchShare
-from lightning_autopar.exact.step.random_draws import Rows, default_generator, has_gaps, memory_order
+from lightning_autopar.exact.random.whole_batch_draws import Rows, default_generator, has_gaps, memory_order
 
 _LOG = logging.getLogger(__name__)
 _Call: TypeAlias = Callable[..., Any]

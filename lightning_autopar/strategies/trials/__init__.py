@@ -1,4 +1,4 @@
-"""The first batch, probed. Engines rehearsed.
+"""Trials before the run: of the first batch in parts, and of engines.
 
 Modules, in reading order:
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autopar.strategies.parity import nudged_weights
-from lightning_autopar.strategies.parity.nudged_weights import nudged
-from lightning_autopar.strategies.parity.split_probe import probe_split
-from tests.strategies.parity.test_split_probe import Base, first_of, samples
+from lightning_autopar.strategies.trials import nudged_weights
+from lightning_autopar.strategies.trials.nudged_weights import nudged
+from lightning_autopar.strategies.trials.split_probe import probe_split
+from tests.strategies.trials.test_split_probe import Base, first_of, samples
 
 
 class Follows(Base):

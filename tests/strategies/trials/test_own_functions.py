@@ -16,8 +16,8 @@ from lightning_autopar.constraints import Constraints
 from lightning_autopar.engines import Question
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.memory.trace.trace import trace
-from lightning_autopar.strategies.parity.shared_network_probe import probe_sharing
-from lightning_autopar.strategies.parity.split_probe import probe_split
+from lightning_autopar.strategies.trials.shared_network_probe import probe_sharing
+from lightning_autopar.strategies.trials.split_probe import probe_split
 
 
 class Floor(torch.autograd.Function):

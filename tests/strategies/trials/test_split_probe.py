@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_autopar.constraints import LOSS, Constraints
 from lightning_autopar.exact.data.counted_entries import Count
-from lightning_autopar.exact.step.random_draws import Rows
+from lightning_autopar.exact.random.whole_batch_draws import Rows
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
 from lightning_autopar.planning.refusals import split_refusal
-from lightning_autopar.strategies.parity import split_probe
-from lightning_autopar.strategies.parity.nudged_weights import nudged
-from lightning_autopar.strategies.parity.split_probe import probe_evaluation, probe_split
+from lightning_autopar.strategies.trials import split_probe
+from lightning_autopar.strategies.trials.nudged_weights import nudged
+from lightning_autopar.strategies.trials.split_probe import probe_evaluation, probe_split
 
 SAMPLES = 6
 
