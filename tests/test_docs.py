@@ -361,6 +361,29 @@ def test_quoted_messages_are_in_the_code() -> None:
         assert any(pattern.search(sentence) for sentence in sentences), f"no code says {message!r}"
 
 
+def test_the_readmes_figures_are_those_of_the_results() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    counts = re.findall(
+        r"(\d+) of \d+ cells were tried: (\d+) the same, (\d+) warned of, (\d+) refused", (DOCS / "packages.md").read_text(encoding="utf-8")
+    )
+    assert len(counts) == 2, "on CPU devices, and on stub GPUs"
+    (here, same, warned, refused), (there, *others) = counts
+    assert f"of {here}: [{same} the same, {warned} differ and say so, {refused} refused]" in readme
+    assert f"of {there}: {', '.join(others)}, and" in readme
+    steps = [_result("overhead")["step"][engine]["no_dropout"] for engine in ("single", "ddp", "fsdp")]
+    (single, *several), cpu = [step["ratio"] for step in steps], [step["cpu"]["ratio"] for step in steps]
+    assert f"| {single:.3f}, {', '.join(f'{ratio:.2f}' for ratio in several)} × (CPU seconds" in readme
+    assert f"(CPU seconds {', '.join(f'{ratio:.2f}' for ratio in cpu)} ×)" in readme
+    few, few_uneven, many, many_uneven = (row["seconds"] for row in _result("planner_scale")["goals"])
+    assert f"| {many:.2f} s ({many_uneven:.1f} s with different free memory); {few:.2f} s ({few_uneven:.2f} s) |" in readme
+    published = _result("published")["summary"]
+    assert all(f"(all rows {100 * published[f'{what}_median_of_medians']:.1f} %)" in readme for what in ("memory", "seconds"))
+
+
+def _result(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
 def _sentences(path: Path) -> Iterator[str]:
     """The texts in a file's code, with an ellipsis for each value that is put into them."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
