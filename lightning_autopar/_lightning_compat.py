@@ -476,6 +476,19 @@ def has_own_loaders(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._data_source.is_module())
 
 
+def undo_compile(module: Any) -> bool:
+    """Give a LightningModule its own steps again, which ``from_compiled`` has replaced by compiled ones (``_compiler_ctx``); whether it had."""
+    compiled = getattr(module, "_compiler_ctx", None)
+    if compiled is None:
+        return False
+    for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
+        setattr(module, name, own := compiled[f"original_{name}"])
+        if getattr(own, "__func__", None) is getattr(type(module), name):
+            del module.__dict__[name]
+    module._compiler_ctx = None
+    return True
+
+
 def bare_optimizer(optimizer: Any) -> Any:
     """The user's own optimizer, inside of the one that Lightning may have wrapped around it."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

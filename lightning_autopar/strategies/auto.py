@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_autopar import _root
-from lightning_autopar._lightning import Strategy
-from lightning_autopar._lightning_compat import bare_optimizer, combined_loaders, requested_devices, restore_loaders
+from lightning_autopar._lightning import Strategy, rank_zero_warn
+from lightning_autopar._lightning_compat import bare_optimizer, combined_loaders, requested_devices, restore_loaders, undo_compile
 from lightning_autopar.constraints import check_allow, check_memory_limit, check_memory_margin
 from lightning_autopar.devices.discover import probe
 from lightning_autopar.devices.inventory import Inventory
@@ -124,7 +124,21 @@ class AutoParallelStrategy(IdleStrategy):
         parse_spec(devices)
         self._devices_spec = devices
 
-    # -- what the launcher uses --------------------------------------------------------------------------------------------------------
+    # -- what Lightning and the launcher use -------------------------------------------------------------------------------------------
+
+    @property
+    def _lightning_module(self) -> Any:
+        return self.__dict__.get("module")
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: Any) -> None:
+        """Lightning sets the module here before it asks whether a strategy may run compiled ones."""
+        if undo_compile(module):
+            rank_zero_warn(
+                "the LightningModule was given to torch.compile as a whole; its steps run uncompiled, as plans differ in what a step does. "
+                "Compile its networks in __init__ instead (self.net.compile()): plans of one device and DDP run them compiled"
+            )
+        self.__dict__["module"] = module
 
     def _configure_launcher(self) -> None:
         _root.check(self.accelerator, "this Trainer")  # has just put its own accelerator here

@@ -199,6 +199,25 @@ BY_CLASS = """  strategy:
 """
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # torch, on importing its compiler
+@pytest.mark.parametrize("engine", ["single", "ddp"])
+def test_a_module_that_was_compiled_as_a_whole_runs_its_own_steps(engine: str, tmp_path: Path) -> None:
+    def trained(strategy: Any, module: Any, **options: Any) -> list[torch.Tensor]:
+        trainer = pl.Trainer(strategy=strategy, default_root_dir=tmp_path, **{**QUIET, **options})
+        trainer.fit(module, datamodule=Data())
+        return [parameter.detach().clone() for parameter in trainer.lightning_module.parameters()]
+
+    pl.seed_everything(5, verbose=False)
+    expected = trained("auto", Net(), accelerator="cpu", devices=1)
+    pl.seed_everything(5, verbose=False)
+    module = Net()
+    compiled: Any = torch.compile(module, backend="eager")
+    with pytest.warns(UserWarning, match="given to torch.compile as a whole; its steps run uncompiled"):
+        found = trained(AutoParallelStrategy(allow=[engine], devices="2xcpu:1GiB"), compiled)
+    torch.testing.assert_close(found, expected)
+    assert "training_step" not in vars(module)
+
+
 def cli(config: str, root: Path, *arguments: str) -> Any:
     path = root / "config.yaml"
     path.write_text(config)

@@ -70,7 +70,7 @@ class Results:
         ranks: how many ranks, from rank 0 on, together have the whole state.
         progress: see :func:`progress_of`.
         lost: what else stayed behind.
-        built: FQNs of the modules that the run has put into others.
+        built: FQNs at which the run has put modules into others, new ones or others than before.
         steps: how many steps the optimizers had begun and ended.
         held: where the module itself holds an optimizer of the run: its submodule's FQN, the attribute's name, and which optimizer.
         tracked: the configuration of the run of Weights & Biases, where the script has begun one.
@@ -101,7 +101,7 @@ class Before:
         survey: of the objects that a script can read after a run.
         tensors: the survey's numbers of the module's parameters and buffers, by name.
         strategy: the survey's number of the trainer's strategy.
-        modules: FQNs of all modules.
+        modules: the survey's numbers of all modules, by FQN.
         random: the states of the random generators; Python's own generator seeds itself anew in every forked process.
         reached: the names of the objects that the user's functions reach besides these.
         left: in a worker, the names of those that changed in earlier generations and couldn't be handed over; told when the run ends.
@@ -111,9 +111,13 @@ class Before:
     tensors: Mapping[str, int]
     strategy: int
     random: rng.RngState
-    modules: frozenset[str] = frozenset()
+    modules: Mapping[str, int | None] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
     left: set[str] = field(default_factory=set)
+
+    def is_at(self, name: str, module: nn.Module) -> bool:
+        """Whether this module was at this FQN."""
+        return name in self.modules and self.survey.number(module) == self.modules[name]
 
     def leave(self, lost: Iterable[str]) -> list[str]:
         """Record the names of objects that functions reach; returns the other names, for a warning now."""
@@ -160,7 +164,7 @@ def survey(trainer: Trainer) -> Before:
         tensors={name: each for name, each in numbers.items() if each is not None},
         strategy=number,
         random=rng.capture({}, cuda=False),
-        modules=frozenset(name for name, _ in module.named_modules()),
+        modules={name: found.number(each) for name, each in module.named_modules()},
         reached=frozenset(name for name, _ in reached.roots),
     )
 
@@ -299,8 +303,11 @@ def collect(trainer: Trainer, value: Any, before: Before, folder: Path, rank: in
     ]
     configs = trainer.lr_scheduler_configs
     extra: dict[str, Any] = {_LOADERS: combined_loaders(trainer, unwrapped)}
+    as_before = {""}
     for name, submodule in module.named_modules():
-        if name not in before.modules and name.rpartition(".")[0] in before.modules:
+        if before.is_at(name, submodule):
+            as_before.add(name)
+        elif name.rpartition(".")[0] in as_before:
             results.built.append(name)
             extra[f"{_MODULE}.{name}"] = submodule
     if fitting:
@@ -442,8 +449,7 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     assert len(workers) == ranks, "each rank collects its own"
     taken, lost = merged(workers)
     lost += [name for rank in range(ranks) for name in by_rank[rank].lost if rank == 0 or name not in first.lost]
-    there = dict(module.named_modules())
-    if built := [name for name in first.built if name not in there]:
+    if built := _missing(module, before, first.built):
         sent = _apply(before, workers, taken, dict(_tensors(module)), saved, lost)
         came = [name for name in built if f"{_MODULE}.{name}" in sent]
         for name in came:
@@ -453,8 +459,8 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
             # It may build by what the data module has found out, and make attributes anew that the run has filled: those come afterwards.
             _set_up(module, trainer.state.fn, lost)
     # One that couldn't be sent may be here all the same: configure_model builds it in this process, too.
-    there = dict(module.named_modules())
-    lost = [name for name in lost if name.removeprefix(f"{_MODULE}.") not in first.built or name.removeprefix(f"{_MODULE}.") not in there]
+    absent = _missing(module, before, first.built)
+    lost = [name for name in lost if (fqn := name.removeprefix(f"{_MODULE}.")) not in first.built or fqn in absent]
     if ranks > 1 and saved["state_dict"]:
         lost += [f"the parameter {name}" for name in module.state_dict() if name not in saved["state_dict"]]
     _load_weights(module, saved, lost)
@@ -485,6 +491,12 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
             f"{format_bytes(LIMIT_BYTES)})",
             stacklevel=2,
         )
+
+
+def _missing(module: nn.Module, before: Before, built: Iterable[str]) -> list[str]:
+    """Of the FQNs at which the run has put modules, those at which there is none here, or still the one from before the run."""
+    there = dict(module.named_modules())
+    return [name for name in built if name not in there or before.is_at(name, there[name])]
 
 
 def _apply(

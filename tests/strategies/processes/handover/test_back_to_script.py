@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import threading
@@ -687,6 +688,36 @@ def test_modules_that_a_run_adds_come_back(engine: str, tmp_path: Path) -> None:
     _, net, lost = train(engine, tmp_path, module=Growing())
     _, plain, _ = train("plain", tmp_path, module=Growing())
     torch.testing.assert_close([each.compute() for each in net.errors], [each.compute() for each in plain.errors])
+    assert lost == []
+
+
+class Scaled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+class WrappedInSetup(BuiltInSetup):
+    """Puts its layers into a wrapper under their own name, as PEFT's adapters and ``torch.compile`` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def setup(self, stage: str) -> None:
+        self.net, self.seen = Scaled(self.net), []
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_layers_that_setup_wraps_come_back_in_their_wrapper(engine: str, tmp_path: Path) -> None:
+    module = WrappedInSetup()
+    (_, net, lost), (_, plain, _) = train(engine, tmp_path, module=copy.deepcopy(module)), train("plain", tmp_path, module=module)
+    assert type(net.net) is Scaled
+    torch.testing.assert_close(dict(net.state_dict()), dict(plain.state_dict()))
+    assert net.seen == plain.seen
     assert lost == []
 
 
