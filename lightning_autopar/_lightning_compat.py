@@ -477,7 +477,7 @@ def has_own_loaders(trainer: Trainer) -> bool:
 
 
 def undo_compile(module: Any) -> bool:
-    """Give a LightningModule its own steps again, which ``from_compiled`` has replaced by compiled ones (``_compiler_ctx``); whether it had."""
+    """Give a LightningModule its own steps again, where ``from_compiled`` has replaced them (``_compiler_ctx``); whether it had."""
     compiled = getattr(module, "_compiler_ctx", None)
     if compiled is None:
         return False

@@ -282,6 +282,12 @@ class FSDPEngine(SplitMixin, _ShardingStrategy):
 
     completes_gradients = True
 
+    def hand_over(self, module: Any, *args: Any, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Afterwards modules that the run has made can be pickled."""
+        states = super().hand_over(module, *args, **options)
+        _own_classes(module)
+        return states
+
     def evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Reshard after the step: no backward pass follows that would."""
 
@@ -483,6 +489,11 @@ def unshard(module: nn.Module) -> None:
                     whole[id(parameter)] = nn.Parameter(parameter.detach().full_tensor().cpu(), requires_grad=parameter.requires_grad)
                     hand_on_attributes(vars(parameter), whole[id(parameter)])
                 setattr(child, name, whole[id(parameter)])
+    _own_classes(module)
+
+
+def _own_classes(module: nn.Module) -> None:
+    """Make units plain modules again, which have shards still: of classes that can be pickled, without FSDP2's hooks."""
     for child in list(module.modules()):
         if isinstance(child, FSDPModule):
             for key in [key for key, hook in child._forward_hooks.items() if hook is _without_views]:
@@ -495,6 +506,8 @@ def unshard(module: nn.Module) -> None:
                     for handle in handles.values():
                         handle.remove()
                     handles.clear()
+                for parameter in group.fsdp_params:
+                    parameter._post_load_hook_handle.remove()
             _module_state_mapping.pop(child, None)
             child.__class__ = type(child).__bases__[1]
         for name in [name for name in vars(child) if name.startswith(TRACES)]:

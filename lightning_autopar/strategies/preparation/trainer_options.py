@@ -116,7 +116,9 @@ _LOG = logging.getLogger(__name__)
 #: Hooks that Lightning calls after the strategy has wrapped the module, before the first batch.
 _HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 #: Methods of a module, and of the containers in it, that put something there.
-_METHODS = {"add_module", "register_module", "register_parameter", "append", "extend", "insert", "update"}
+_METHODS = {"add_module", "register_module", "register_parameter", "set_submodule", "append", "extend", "insert", "update"}
+#: How many instructions a key may take in ``module.part[key] = value``.
+_KEY_INSTRUCTIONS = 4
 _SECONDS = 20.0
 
 
@@ -140,23 +142,25 @@ def late_parameters(trainer: Trainer) -> str | None:
 
 
 def _writes_to_module(owner: Any, hook: str, trainer: Trainer) -> bool:
-    """Whether a hook's own code sets an attribute of the module, or puts something into it. Others aren't run: they may write files."""
+    """Whether a hook's own code sets an attribute or an item of the module or of a part of it, or puts something into it. Others aren't
+    run: they may write files.
+    """
     function = inspect.unwrap(getattr(getattr(owner, hook), "__func__", getattr(owner, hook)))
     code = getattr(function, "__code__", None)
     if code is None:
         return False
     # The last argument is the module: a callback's hook gets the trainer and the module, a module's own hook itself.
     module = code.co_varnames[code.co_argcount - 1] if code.co_argcount else ""
-    before: Any = None
-    of_module = False  # whether what was loaded last is the module, or something in it
-    for each in dis.get_instructions(code):
-        loaded = None if before is None else before.argval[-1] if isinstance(before.argval, tuple) else before.argval
-        if each.opname == "STORE_ATTR" and loaded == module:
+    of_module, latest = False, -_KEY_INSTRUCTIONS - 1  # whether what was loaded last is the module, or something in it; and where last
+    for place, each in enumerate(dis.get_instructions(code)):
+        stores = each.opname == "STORE_ATTR" and of_module or each.opname == "STORE_SUBSCR" and place - latest <= _KEY_INSTRUCTIONS
+        if stores or (of_module and each.opname in ("LOAD_METHOD", "LOAD_ATTR") and each.argval in _METHODS):
             return True
-        if of_module and each.opname in ("LOAD_METHOD", "LOAD_ATTR") and each.argval in _METHODS:
+        if each.opname == "LOAD_GLOBAL" and each.argval == "setattr":
             return True
-        of_module = each.argval == module if each.opname.startswith("LOAD_FAST") else of_module and each.opname == "LOAD_ATTR"
-        before = each
+        loaded = each.argval[-1] if isinstance(each.argval, tuple) else each.argval
+        of_module = loaded == module if each.opname.startswith("LOAD_FAST") else of_module and each.opname == "LOAD_ATTR"
+        latest = place if of_module else latest
     return False
 
 

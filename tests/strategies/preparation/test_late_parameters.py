@@ -29,6 +29,22 @@ class Appends(Callback):
         pl_module.heads.append(nn.Linear(4, 2))
 
 
+class Swaps(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.heads[-1] = nn.Linear(4, 3)
+
+
+class Nested(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.heads.probe = nn.Linear(4, 3)
+
+
+class ByName(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        for name, part in [("probe", nn.Linear(4, 3))]:
+            setattr(pl_module, name, part)
+
+
 class Writes(Callback):
     """Must not be run twice."""
 
@@ -62,7 +78,7 @@ class Lazy(Regression):
 def found(folder: Path, *callbacks: Callback, module: Any = None) -> str | None:
     run = trainer("single", folder, callbacks=[*callbacks])
     run.strategy._lightning_module = module or Regression()
-    run.lightning_module.heads = nn.ModuleList()
+    run.lightning_module.heads = nn.ModuleList([nn.Identity()])
     run.state.fn = TrainerFn.FITTING
     sentence = late_parameters(run)
     assert not hasattr(run.lightning_module, "probe")  # it was tried elsewhere
@@ -73,8 +89,11 @@ def found(folder: Path, *callbacks: Callback, module: Any = None) -> str | None:
     ("callback", "words"),
     [
         (Probes(), "the callback Probes puts the parameter 'probe.weight' into the module in on_fit_start"),
-        (Appends(), "the callback Appends puts the parameter 'heads.0.weight' into the module in on_train_epoch_start"),
+        (Appends(), "the callback Appends puts the parameter 'heads.1.weight' into the module in on_train_epoch_start"),
         (Registers(), "the callback Registers puts the parameter 'scale' into the module in on_train_start"),
+        (Swaps(), "the callback Swaps puts the parameter 'heads.0.weight' into the module in on_fit_start"),
+        (Nested(), "the callback Nested puts the parameter 'heads.probe.weight' into the module in on_fit_start"),
+        (ByName(), "the callback ByName puts the parameter 'probe.weight' into the module in on_fit_start"),
     ],
 )
 def test_a_callback_that_adds_some_is_named(callback: Callback, words: str, tmp_path: Path) -> None:

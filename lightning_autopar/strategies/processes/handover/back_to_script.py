@@ -12,7 +12,7 @@ import io
 import logging
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -463,7 +463,7 @@ def restore(trainer: Trainer, before: Before, results: Sequence[Results], folder
     lost = [name for name in lost if (fqn := name.removeprefix(f"{_MODULE}.")) not in first.built or fqn in absent]
     if ranks > 1 and saved["state_dict"]:
         lost += [f"the parameter {name}" for name in module.state_dict() if name not in saved["state_dict"]]
-    _load_weights(module, saved, lost)
+    _load_weights(module, saved, absent, lost)
     sent = _apply(before, workers, taken, dict(_tensors(module)), saved, lost)
     optimizers, configs = sent.get(_OPTIMIZERS, ([], []))
     for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=False):  # empty where the states were too large
@@ -551,12 +551,18 @@ def _joined(files: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def _load_weights(module: nn.Module, saved: dict[str, Any], lost: list[str]) -> None:
-    """Copy weights in place where they have the same dtype and shape, so that references to them stay valid."""
+def _load_weights(module: nn.Module, saved: dict[str, Any], absent: Collection[str], lost: list[str]) -> None:
+    """Copy weights in place where they have the same dtype and shape, so that references to them stay valid.
+
+    Args:
+        absent: FQNs at which the run had modules that aren't here.
+    """
     # Only the workers had values for tensors on the meta device, and such a tensor can't be filled in place.
     move_tensors(module, "cpu", lambda tensor: tensor.is_meta)
     values = saved["state_dict"] | saved["buffers"]
     for prefix in saved["training"].keys() & dict(module.named_modules()).keys():  # the run has removed a tensor, or renamed it (pruning)
+        if any(is_under(prefix, name) for name in absent):
+            continue
         child = module.get_submodule(prefix)
         for slots in (child._parameters, child._buffers):
             for own in [own for own in slots if f"{prefix}.{own}".lstrip(".") not in saved["names"] and slots[own] is not None]:

@@ -711,11 +711,24 @@ class WrappedInSetup(BuiltInSetup):
         self.net, self.seen = Scaled(self.net), []
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_layers_that_setup_wraps_come_back_in_their_wrapper(engine: str, tmp_path: Path) -> None:
-    module = WrappedInSetup()
-    (_, net, lost), (_, plain, _) = train(engine, tmp_path, module=copy.deepcopy(module)), train("plain", tmp_path, module=module)
-    assert type(net.net) is Scaled
+class Wrapping(pl.Callback):
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.net[0] = Scaled(pl_module.net[0])
+
+
+class Wrapped(WrappedInSetup):
+    def setup(self, stage: str) -> None:
+        self.seen = []
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "callbacks"), [("ddp", WrappedInSetup, []), ("fsdp", WrappedInSetup, []), ("fsdp", Wrapped, [Wrapping()])]
+)
+def test_layers_that_setup_wraps_come_back_in_their_wrapper(engine: str, kind: Any, callbacks: list[Any], tmp_path: Path) -> None:
+    module = kind()
+    _, net, lost = train(engine, tmp_path, module=copy.deepcopy(module), callbacks=callbacks)
+    _, plain, _ = train("plain", tmp_path, module=module, callbacks=callbacks)
+    assert [type(each) for each in net.modules()][2:] == [type(each) for each in plain.modules()][2:]
     torch.testing.assert_close(dict(net.state_dict()), dict(plain.state_dict()))
     assert net.seen == plain.seen
     assert lost == []
@@ -730,10 +743,11 @@ class BuiltElsewhere(BuiltInSetup):
         if os.getpid() == self.script:
             raise OSError("the vocabulary is gone")
         super().setup(stage)
+        self.net.lock = threading.Lock()
 
 
 def test_a_setup_that_fails_afterwards_is_told(tmp_path: Path) -> None:
-    """FSDP2's modules can't be pickled, so that ``setup`` is to build them here."""
+    """A network that can't be pickled is to be built by ``setup`` here, too."""
     _, net, lost = train("fsdp", tmp_path, module=BuiltElsewhere())
     assert "what BuiltElsewhere.setup builds, which failed in this process (OSError: the vocabulary is gone)" in lost[0]
     assert net.seen == 2 * list(range(5))
