@@ -153,7 +153,7 @@ def _writes_to_module(owner: Any, hook: str, trainer: Trainer) -> bool:
     module = code.co_varnames[code.co_argcount - 1] if code.co_argcount else ""
     of_module, latest = False, -_KEY_INSTRUCTIONS - 1  # whether what was loaded last is the module, or something in it; and where last
     for place, each in enumerate(dis.get_instructions(code)):
-        stores = each.opname == "STORE_ATTR" and of_module or each.opname == "STORE_SUBSCR" and place - latest <= _KEY_INSTRUCTIONS
+        stores = (each.opname == "STORE_ATTR" and of_module) or (each.opname == "STORE_SUBSCR" and place - latest <= _KEY_INSTRUCTIONS)
         if stores or (of_module and each.opname in ("LOAD_METHOD", "LOAD_ATTR") and each.argval in _METHODS):
             return True
         if each.opname == "LOAD_GLOBAL" and each.argval == "setattr":
