@@ -1,5 +1,6 @@
 """One rank of a larger FSDP2 world in a process of its own: torch's fake process group answers every collective without the others.
 
+Random numbers are drawn for the whole batch, as a rank draws them under autopar.
 Memory is real, values are not. Where a process group is there already, that is used, and the rank is one of a real world.
 """
 
@@ -18,7 +19,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 
+from lightning_autopar.exact.data.rank_share import Dealing, share_of
+from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
+from lightning_autopar.memory.trace.first_batch import batch_size_of
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.fsdp.strategy import shard
 
@@ -90,9 +94,12 @@ def _measure(
         mixed = _MIXED.get(precision)
         return torch.autocast(device.type, dtype=mixed, cache_enabled=on_gpu) if mixed else nullcontext()
 
+    samples, ranks = batch_size_of(batch), plan.world_size
+    share = share_of(samples * ranks, dist.get_rank(), Dealing.even(ranks))
     peaks = []
-    with recomputed(module, plan.recompute):
+    with recomputed(module, plan.recompute), GlobalDraws(lambda: share) as draws:
         for index in range(steps):
+            draws.begin()
             torch.cuda.reset_peak_memory_stats(device) if on_gpu else live[2]()
             with precise():
                 loss: Any = module.training_step(batch, index)
