@@ -6,6 +6,7 @@ Runs in a forked child: the user's ``prepare_data``, ``setup`` and loaders are c
 from __future__ import annotations
 
 import copy
+import dis
 import itertools
 import logging
 import math
@@ -32,6 +33,7 @@ from lightning_autopar._lightning_compat import (
     loaders_apart,
     transfer_batch,
 )
+from lightning_autopar._root import LIGHTNING
 from lightning_autopar.memory.trace.no_writes import no_writes
 
 log = logging.getLogger(__name__)
@@ -109,7 +111,8 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
     """Do what Lightning does up to a stage's first batch, and return that batch.
 
     Args:
-        module: the user's module, the trainer's own; its ``prepare_data`` and ``setup`` are called.
+        module: the user's module, the trainer's own; its ``prepare_data`` and ``setup`` are called, and ``setup`` of those of the user's
+            callbacks whose code uses the module: they may wrap its layers, or freeze them.
         trainer: with its loaders or DataModule attached.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         prepared: whether module and DataModule have been set up already.
@@ -123,6 +126,8 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
         for source in sources:
             source.prepare_data()
         for source in sources:
+            if source is module:
+                _set_up_by_callbacks(module, trainer, stage)
             source.setup(stage=TrainerFn(stage))
     loader = loader_source(trainer, stage)
     if loader is None:
@@ -159,6 +164,25 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
     epoch_batches = batches if stage == "fit" else None
     found = replace(first, batch=batch, batch_size=size, epoch_batches=epoch_batches, loaders=tuple(loaders), together=together)
     return replace(found, calls=next(iter(called), ""))
+
+
+def _set_up_by_callbacks(module: LightningModule, trainer: Trainer, stage: str) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+        setup: Any = type(callback).setup
+        if not f"{setup.__module__}.".startswith(LIGHTNING) and _uses_module(setup):
+            try:
+                callback.setup(trainer, module, stage=TrainerFn(stage))
+            except RAISED:  # it may need what only the run has
+                log.debug("%s.setup can't be run alone", type(callback).__name__, exc_info=True)
+
+
+def _uses_module(setup: Any) -> bool:
+    """Whether a callback's method names its third argument, the module. Others aren't called: they may open files."""
+    code = getattr(setup, "__code__", None)
+    if code is None or code.co_argcount < len(("self", "trainer", "pl_module")):
+        return False
+    loaded = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD"))
+    return any(code.co_varnames[2] in (names if isinstance(names, tuple) else (names,)) for names in loaded)
 
 
 def _started(module: LightningModule, stage: str) -> bool:

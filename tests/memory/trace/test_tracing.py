@@ -197,6 +197,34 @@ def decided(trainer: pl.Trainer) -> Any:
         return find_prospect(trainer, Settings(allow=("single",)), (parse_spec("1xcpu:1GiB"), None)).decision().report.footprint
 
 
+class Wraps(pl.Callback):
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.net = nn.Sequential(pl_module.net, nn.Identity())
+
+
+class Opens(pl.Callback):
+    """Leaves the module alone, so that it is not to be called."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        raise AssertionError(stage)
+
+
+class Needs(pl.Callback):
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.seen = trainer.strategy.nothing
+
+
+def test_what_callbacks_make_of_the_module_in_setup_is_planned_for() -> None:
+    module, data = ZOO["vae"].module(), ZOO["vae"].data()
+    module.net = nn.Linear(2, 2)
+    trainer = make_trainer(callbacks=[Opens(), Needs(), Wraps()])
+    trainer.strategy._lightning_module = module
+    attach_data(trainer, {"model": module, "train_dataloaders": None, "val_dataloaders": None, **data})
+    first_batch(module, trainer, "fit")
+    assert isinstance(module.net, nn.Sequential)
+    assert not hasattr(module, "seen")
+
+
 @pytest.mark.parametrize(
     ("options", "evaluated"), [({}, True), ({"num_sanity_val_steps": 0}, True), ({"limit_val_batches": 0}, False)], ids=str
 )

@@ -561,10 +561,8 @@ def _load_weights(module: nn.Module, saved: dict[str, Any], absent: Collection[s
     move_tensors(module, "cpu", lambda tensor: tensor.is_meta)
     values = saved["state_dict"] | saved["buffers"]
     for prefix in saved["training"].keys() & dict(module.named_modules()).keys():  # the run has removed a tensor, or renamed it (pruning)
-        if any(is_under(prefix, name) for name in absent):
-            continue
         child = module.get_submodule(prefix)
-        for slots in (child._parameters, child._buffers):
+        for slots in () if any(is_under(prefix, name) for name in absent) else (child._parameters, child._buffers):
             for own in [own for own in slots if f"{prefix}.{own}".lstrip(".") not in saved["names"] and slots[own] is not None]:
                 del slots[own]
     targets, holders = dict(_tensors(module)), dict(module.named_modules())

@@ -713,7 +713,7 @@ class WrappedInSetup(BuiltInSetup):
 
 class Wrapping(pl.Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        pl_module.net[0] = Scaled(pl_module.net[0])
+        pl_module.net = Scaled(pl_module.net)
 
 
 class Wrapped(WrappedInSetup):
