@@ -1,4 +1,4 @@
-"""In a process that sees no GPU, code that names one works on the CPU: ``.cuda()``, ``device="cuda"``, ``.to(0)``.
+"""In a process that sees no GPU, code that names one works on the CPU: ``.cuda()``, ``device="cuda"``, ``.to(0)``, streams and events.
 
 For trials of the user's step, whose values are the same there, but for draws. Knows torch's functions that take a device.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,8 +34,9 @@ def gpus_as_cpu() -> Iterator[None]:
         for name in ("cuda", "pin_memory"):
             stack.enter_context(patched(Tensor, name, lambda self, *args, **kwargs: self))
         stack.enter_context(patched(torch, "Generator", _Generator))
-        stack.enter_context(patched(torch.cuda, "synchronize", lambda device=None: None))
-        stack.enter_context(patched(torch.cuda, "current_device", lambda: 0))
+        stack.enter_context(patched(Tensor, "record_stream", _nothing))
+        for name, value in _OF_CUDA.items():
+            stack.enter_context(patched(torch.cuda, name, value))
         yield
 
 
@@ -71,3 +72,35 @@ class _Kind(type):
 class _Generator(metaclass=_Kind):
     def __new__(cls, device: Any = "cpu") -> Any:
         return torch._C.Generator()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class _Done:
+    """A stream or an event: all that it was given is done."""
+
+    cuda_stream = 0
+    wait_stream = wait_event = wait = record = synchronize = _nothing
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Done()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return 1.0  # milliseconds, by which code may divide
+
+
+#: What ``torch.cuda`` has instead meanwhile.
+_OF_CUDA: dict[str, Any] = {
+    **dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), _Done),
+    **dict.fromkeys(("stream", "device"), nullcontext),
+    **dict.fromkeys(("set_stream", "synchronize", "reset_peak_memory_stats"), _nothing),
+    "current_device": lambda: 0,
+}

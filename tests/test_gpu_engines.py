@@ -246,7 +246,7 @@ def test_values_of_a_tensor_subclass_are_logged(monkeypatch: pytest.MonkeyPatch)
 
 
 class Naming(Gentle):
-    """Calls its GPU by its name, as code for one GPU does."""
+    """Calls its GPU by its name, as code for one GPU does, and has a stream of its own."""
 
     def setup(self, stage: str) -> None:
         self.draws = torch.Generator(device="cuda").manual_seed(3)
@@ -256,7 +256,12 @@ class Naming(Gentle):
         torch.cuda.synchronize()
         logits = self(batch[0].cuda())
         targets = batch[1].to("cuda")
-        weights = self.weights[targets].flatten() * torch.ones(targets.numel(), device="cuda")
+        side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            weights = self.weights[targets].flatten() * torch.ones(targets.numel(), device="cuda")
+        current.wait_stream(side)
+        weights.record_stream(current)
         losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return (losses * weights).mean()
 

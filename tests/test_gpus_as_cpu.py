@@ -36,3 +36,22 @@ def test_what_names_no_gpu_is_as_ever() -> None:
         assert isinstance(torch.Generator(), torch.Generator)
         assert isinstance(torch.default_generator, torch.Generator)
     assert torch.Generator is torch._C.Generator
+
+
+def test_streams_and_events_are_done_at_once() -> None:
+    with gpus_as_cpu():
+        side, current = torch.cuda.Stream(priority=-1), torch.cuda.current_stream()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        side.wait_stream(current)
+        with torch.cuda.device(0), torch.cuda.stream(side):
+            made = torch.ones(2, device="cuda")
+        end.record(side)
+        current.wait_event(side.record_event())
+        made.record_stream(current)
+        torch.cuda.reset_peak_memory_stats()
+        assert end.query()
+        assert start.elapsed_time(end) > 0
+        assert isinstance(current, torch.cuda.Stream)
+    assert made.sum() == 2
+    assert not hasattr(torch.cuda.Stream, "elapsed_time")

@@ -404,9 +404,12 @@ class DDPPlayer(Player):
     (``torch/nn/parallel/distributed.py``, ``torch/csrc/distributed/c10d/reducer.cpp``: ``compute_bucket_assignment_by_size``).
     """
 
+    _batch = 0
+
     def start(self) -> None:
         """Parameters, then the buckets, the last ones first; and a number for each parameter, whether it was used."""
         super().start()
+        self._waiting: list[Hashable] = []
         sizes = gradient_sizes(self.footprint, self.script)
         self.machine.hold("used", 4 * len(sizes), "gradients", SETUP)
         for number, size_bytes in enumerate(reversed(bucket_sizes(sizes))):
@@ -416,9 +419,24 @@ class DDPPlayer(Player):
         """Gradients lie in the buckets."""
         return change.kind != "gradients"
 
+    def enter(self, part: TapePart) -> None:
+        """Count the step's batches. When the optimizer comes, the last one's backward has moved all gradients into the buckets."""
+        self._batch += part.mark == "leave" and part.index == -1
+        if part.mark == "optimizer":
+            self._batch = 0
+            while self._waiting:
+                self.machine.drop(self._waiting.pop())
+
     def complete(self, key: Hashable, change: TapeChange) -> None:
-        """Copy the gradient into its bucket."""
-        self.machine.drop(key)
+        """Copy the gradient into its bucket. Under ``no_sync``, in a batch that isn't the step's last one, it stays beside the buckets;
+        gradients of a batch that runs in parts don't.
+        """
+        assert self.footprint.tape is not None, "it is played"
+        if self._batch < self.footprint.tape.batches and len(self.rows) == 1:
+            self.machine.become(key, "gradients")
+            self._waiting.append(key)
+        else:
+            self.machine.drop(key)
 
     def clear(self, change: TapeChange) -> None:
         """The buckets stay."""

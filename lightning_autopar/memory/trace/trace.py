@@ -370,7 +370,8 @@ class _Tracing:
         counted ones. A count in which a step returned no loss begins again, with a batch's number that had one.
 
         Under manual optimization only the module knows when its optimizers step: as many batches as it takes for all of them to have done
-        so are one cycle.
+        so are one cycle. Where an optimizer steps at some batches' numbers alone (a generator at every fifth), those of the first cycle are
+        counted.
         """
         automatic = rehearsal.module.automatic_optimization
         waiting = {id(optimizer) for optimizer in rehearsal.optimizers}
@@ -391,17 +392,21 @@ class _Tracing:
         settle(lambda: step(first=True, last=True))
         while (not rehearsal.went_back if automatic else waiting) and index < _MOST_BATCHES:
             step(first=True, last=True)
-        for hook in hooks:
-            hook.remove()
         if waiting:
             rehearsal.notes[f"an optimizer took no step in {index} batches; its state is unknown"] = None
         fill_history(rehearsal.optimizers)
         self._mark_states(rehearsal, tracker)
         tracker.record()
         if not automatic:
-            batches = index
+            batches, never = index, frozenset(waiting)
+            waiting.update(map(id, rehearsal.optimizers))
             for _ in range(batches):
                 step(first=True, last=True)
+            if waiting != never:
+                tracker.record()
+                index = 0
+                for _ in range(batches):
+                    step(first=True, last=True)
         else:
             # Of an accumulation, run the first batch and the last: those between are like the last one's beginning.
             batches = min(rehearsal.accumulate, 2)
@@ -419,6 +424,8 @@ class _Tracing:
             for note in {NO_LOSS, NO_GRADIENT}.intersection(rehearsal.notes) if any(went_back) else ():
                 del rehearsal.notes[note]
                 rehearsal.notes[f"{note} for a batch; the footprint is that of a batch that has one with a gradient"] = None
+        for hook in hooks:
+            hook.remove()
         return batches
 
     def _mark_states(self, rehearsal: BareStep, tracker: MemoryTracker) -> None:

@@ -70,7 +70,8 @@ class RunningGeneration:
 
 def own_bytes(running: RunningGeneration | None, device: Device) -> int:
     """The bytes of a GPU that a run itself holds: what its allocator reserved, and the context. A worker reports the first at its
-    boundaries. Before its first boundary, or if the driver shows more for its process, the driver's figure counts.
+    boundaries. Before its first boundary, or if the driver shows more for its process, the driver's figure counts. The context is as it was
+    predicted, so that it may be less: no more is the run's than is in use.
     """
     if running is None or device.id not in running.decision.run_plan.plan.devices or device.kind != "cuda":
         return 0
@@ -79,4 +80,5 @@ def own_bytes(running: RunningGeneration | None, device: Device) -> int:
     used = running.elastic.rendezvous.used_bytes()[running.decision.run_plan.plan.devices.index(device.id)]
     candidate = running.decision.run_plan.candidate
     held: Any = None if candidate is None else candidate.bytes.get(device.id)
-    return max(seen, used + (held.context if held is not None and used else 0))
+    own = max(seen, used + (held.context if held is not None and used else 0))
+    return min(own, device.total_bytes - device.free_bytes)

@@ -354,15 +354,17 @@ def test_patterns_of_users(pattern: str, tmp_path: Any, monkeypatch: pytest.Monk
 
 
 class Adversarial(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1) -> None:
         super().__init__()
+        self.every = every
         self.generator, self.critic = nn.Linear(8, 32), nn.Linear(32, 1)
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         generator, critic = self.optimizers()
         fake = self.generator(torch.randn(16, 8, device=self.device))
-        for optimizer, loss in ((generator, lambda: -self.critic(fake).mean()), (critic, lambda: self.critic(fake.detach()).mean())):
+        sides = ((generator, lambda: -self.critic(fake).mean()), (critic, lambda: self.critic(fake.detach()).mean()))
+        for optimizer, loss in sides[batch_idx % self.every > 0 :]:
             with optimizer.toggle_model():
                 optimizer.zero_grad()
                 self.manual_backward(loss())
@@ -378,6 +380,15 @@ def test_two_optimizers() -> None:
     assert footprint.optimizers == 2
     assert footprint.optimizer_bytes == 2 * 4 * (8 * 32 + 32) + 2 * 4
     assert footprint.random_draws == ("aten.randn",)
+
+
+def test_a_generator_that_steps_now_and_then_is_counted() -> None:
+    """Where it stepped in the first batch, only the second one was counted: the critic's."""
+    each, third = (trace(Adversarial(every), None, [torch.randn(16, 32)]) for every in (1, 3))
+    assert third.tape is not None
+    assert each.tape is not None
+    assert (third.tape.actions, third.tape.sizes) == (each.tape.actions, each.tape.sizes)
+    assert third.moments == each.moments
 
 
 class LateModel(Module):

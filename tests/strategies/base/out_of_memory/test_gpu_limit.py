@@ -391,9 +391,12 @@ def test_what_a_run_holds_itself_is_what_the_driver_shows_before_its_workers_say
     running: Any = SimpleNamespace(
         decision=SimpleNamespace(run_plan=assigned("cuda")), elastic=SimpleNamespace(rendezvous=gate), generation=generation
     )
-    seen = replace(assigned("cuda").devices[0], processes=(DeviceProcess(pid=7, used_bytes=9 * GIB), DeviceProcess(pid=8, used_bytes=GIB)))
+    processes = (DeviceProcess(pid=7, used_bytes=9 * GIB), DeviceProcess(pid=8, used_bytes=GIB))
+    seen = replace(assigned("cuda").devices[0], total_bytes=40 * GIB, free_bytes=28 * GIB, processes=processes)
     assert own_bytes(running, seen) == 9 * GIB
     said[0] = 10 * GIB
     assert own_bytes(running, seen) == 11 * GIB, "with the context around it"
+    less = replace(seen, free_bytes=30 * GIB, processes=processes[:1])
+    assert own_bytes(running, less) == 10 * GIB, "a context that takes less than was predicted"
     assert own_bytes(running, replace(seen, id="cuda:1")) == 0
     assert own_bytes(None, seen) == 0
