@@ -87,10 +87,9 @@ def partition(seconds: Sequence[Table], cuttable: Sequence[bool] | None = None) 
     if cuttable is not None:
         allowed[1:blocks] = np.asarray(cuttable, dtype=bool)[1:]
     barred = np.where(allowed, 0.0, np.inf)
-    later = np.where(np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1), 0.0, np.inf)
-    added = {id(table): table + later for table in {id(table): table for table in seconds}.values()}  # equal stages share a table
     # As each other stage has a block at least, a stage begins with one of so many blocks.
-    tables = [added[id(table)][stage : stage + most, stage + 1 : stage + 1 + most] for stage, table in enumerate(seconds)]
+    later = np.where(np.triu(np.ones((most, most), dtype=bool)), 0.0, np.inf)
+    tables = [table[stage : stage + most, stage + 1 : stage + 1 + most] + later for stage, table in enumerate(seconds)]
     first = np.full(most, np.inf)
     first[0] = 0.0
     slowest = total = first
