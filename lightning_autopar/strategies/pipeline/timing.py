@@ -115,46 +115,39 @@ def _few(stages: Stages) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=4096)
 def _ends(stages: Stages) -> tuple[float, ...]:
-    spans = _spans(stages)
-    return tuple(spans[place][1] for place in _order_of(stages)[1])
+    _, last, spans = _played(stages)
+    return tuple(spans[place][1] for place in last)
 
 
 def play(stages: Stages) -> list[Done]:
     """All actions of a step with their times."""
-    last, done = len(stages.forward) - 1, []
-    for (rank, piece, index), span in zip(_order_of(stages)[0], _spans(stages), strict=True):
-        action = Action("forward", piece, index) if piece <= last else Action("backward", 2 * last + 1 - piece, index)
-        done.append(Done(rank, action, *span))
-    return done
+    order, _, spans = _played(stages)
+    count = len(stages.forward)
+    ways = [Action("forward", stage, 0) for stage in range(count)] + [Action("backward", stage, 0) for stage in reversed(range(count))]
+    return [Done(rank, ways[piece]._replace(micro_batch=index), *span) for (rank, piece, index), span in zip(order, spans, strict=True)]
 
 
-def _spans(stages: Stages) -> list[tuple[float, float]]:
-    """When each action begins and ends, in :func:`_order`. Each rank runs its actions in order, each as soon as its input has arrived."""
+def _played(stages: Stages) -> tuple[list[tuple[int, int, int]], list[int], list[tuple[float, float]]]:
+    """What :func:`_order` says, and when each action begins and ends: as soon as its rank is free and its input has arrived."""
     ranks = stages.ranks
-    held = stages.held or (0.0,) * len(stages.sends)
-    edges = [
-        (sent, alone) if (edge + 1) % ranks != edge % ranks else (0.0, 0.0)
-        for edge, (sent, alone) in enumerate(zip(stages.sends, held, strict=True))
-    ]
+    edges = (
+        list(zip(stages.sends, stages.held or (0.0,) * len(stages.sends), strict=True)) if ranks > 1 else [(0.0, 0.0)] * len(stages.sends)
+    )
     links = [(0.0, 0.0), *edges, (0.0, 0.0), *reversed(edges), (0.0, 0.0)]  # before each piece, and after the last
     work = *stages.forward, *reversed(stages.backward)
     costs = [(alone, seconds, *link) for (_, alone), seconds, link in zip(links[:-1], work, links[1:], strict=True)]
     of_size = {size: [tuple(part * size for part in cost) for cost in costs] for size in {1.0, *stages.sizes}}
     of_each = [of_size[size] for size in stages.sizes or (1.0,) * stages.micro_batches]
+    order, last = _order(stages.schedule, ranks, len(stages.forward), stages.micro_batches)
     clocks, arrived, spans = [0.0] * ranks, [0.0] * stages.micro_batches, list[tuple[float, float]]()
-    for rank, piece, index in _order_of(stages)[0]:
+    for rank, piece, index in order:
         alone, seconds, sent, alone_after = of_each[index][piece]
         start, there = clocks[rank] + alone, arrived[index]
-        start = max(there, start)
+        start = there if there > start else start
         end = start + seconds
         spans.append((start, end))
-        arrived[index] = end + sent
-        clocks[rank] = end + alone_after
-    return spans
-
-
-def _order_of(stages: Stages) -> tuple[list[tuple[int, int, int]], list[int]]:
-    return _order(stages.schedule, stages.ranks, len(stages.forward), stages.micro_batches)
+        arrived[index], clocks[rank] = end + sent, end + alone_after
+    return order, last, spans
 
 
 @lru_cache(maxsize=8)  # a search plays many cuts of one shape, one after the other
@@ -163,26 +156,26 @@ def _order(schedule: Schedule, ranks: int, count: int, micro_batches: int) -> tu
     stages and back, and the micro-batch. And where each rank's last one is.
     """
     queues = [
-        [(action.stage if action.work == "forward" else 2 * count - 1 - action.stage, action.micro_batch) for action in actions]
+        [(one.stage if one.work == "forward" else 2 * count - 1 - one.stage, one.micro_batch) for one in reversed(actions)]
         for actions in (rank_actions(schedule, rank, ranks, count, micro_batches) for rank in range(ranks))
     ]
-    places, ready, following = [0] * ranks, list(range(ranks)), [0] * micro_batches
+    ready, last, following = list(range(ranks)), [0] * ranks, [0] * micro_batches
     waiting: dict[tuple[int, int], int] = {}
     order: list[tuple[int, int, int]] = []
-    last = [0] * ranks
     while ready:
         rank = ready.pop()
-        for piece, index in queues[rank][places[rank] :]:
+        while queue := queues[rank]:
+            piece, index = queue[-1]
             if following[index] != piece:
                 waiting[piece, index] = rank
                 break
+            queue.pop()
             last[rank] = len(order)
             order.append((rank, piece, index))
-            places[rank] += 1
             following[index] += 1
             if (piece + 1, index) in waiting:
                 ready.append(waiting.pop((piece + 1, index)))
-    assert all(place == len(queue) for place, queue in zip(places, queues, strict=True)), "a schedule waits for itself"
+    assert not any(queues), "a schedule waits for itself"
     return order, last
 
 
