@@ -83,16 +83,13 @@ def partition(seconds: Sequence[Table], cuttable: Sequence[bool] | None = None) 
     blocks, most = len(seconds[0]) - 1, len(seconds[0]) - len(seconds)
     if most < 1:
         return None
-    allowed = np.ones(blocks + 1, dtype=bool)
+    barred = np.zeros(blocks + 1)
     if cuttable is not None:
-        allowed[1:blocks] = np.asarray(cuttable, dtype=bool)[1:]
-    barred = np.where(allowed, 0.0, np.inf)
+        barred[1:blocks] = np.where(cuttable, 0.0, np.inf)[1:]
     # As each other stage has a block at least, a stage begins with one of so many blocks.
     later = np.where(np.triu(np.ones((most, most), dtype=bool)), 0.0, np.inf)
     tables = [table[stage : stage + most, stage + 1 : stage + 1 + most] + later for stage, table in enumerate(seconds)]
-    first = np.full(most, np.inf)
-    first[0] = 0.0
-    slowest = total = first
+    slowest = total = np.where(np.arange(most), np.inf, 0.0)
     for stage, table in enumerate(tables, 1):
         slowest = np.maximum(slowest[:, None], table).min(axis=0) + barred[stage : stage + most]
     bound = slowest[-1]
