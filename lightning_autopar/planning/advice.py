@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import Any, Literal, Protocol
 
 from lightning_autopar import engines
-from lightning_autopar.devices.inventory import device_label
+from lightning_autopar.devices.inventory import Device, device_label, devices_label
 from lightning_autopar.engines import Question
 from lightning_autopar.memory.batch_scaling import drawn_by_rank, draws_whole, scaled
 from lightning_autopar.memory.footprint import Footprint
@@ -25,7 +25,7 @@ from lightning_autopar.planning.block_units import recomputable_order
 from lightning_autopar.planning.refusals import split_refusal
 from lightning_autopar.plans import Plan, all_engines, offered_engines
 from lightning_autopar.report.report import Advice, Candidate
-from lightning_autopar.text import format_bytes, format_seconds
+from lightning_autopar.text import counted, format_bytes, format_seconds
 from lightning_autopar.timing.collectives import known_model
 
 #: How many times as fast a sample must be for a change to be worth a sentence.
@@ -483,10 +483,12 @@ class _Adviser:
 
     def _lack_words(self, lack: Mapping[str, int]) -> str:
         """``"1.2 GiB more on cuda:1"``, the devices that lack most first."""
-        missing = sorted(lack.items(), key=lambda item: -item[1])
-        where = [f"{format_bytes(size)} more on {device_label(self.inventory.device(device))}" for device, size in missing[:3]]
-        if len(missing) > 3:
-            where.append(f"at most {format_bytes(missing[3][1])} more on {len(missing) - 3} others")
+        missing: dict[str, list[Device]] = {}
+        for device, size in sorted(lack.items(), key=lambda item: -item[1]):
+            missing.setdefault(format_bytes(size), []).append(self.inventory.device(device))
+        where = [f"{size} more on {'each of ' * (len(devices) > 1)}{devices_label(devices)}" for size, devices in missing.items()]
+        if len(where) > 3:
+            where[3:] = [f"at most {[*missing][3]} more on {counted(sum(map(len, [*missing.values()][3:])), 'other')}"]
         return ", ".join(where)
 
 

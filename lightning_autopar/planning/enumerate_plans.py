@@ -91,7 +91,7 @@ def ruled_out(question: Question) -> Iterator[Option]:
             plan = _widest(engine, question)
             # There is no pipeline on one device, and a user who allows other engines doesn't miss its row.
             if plan.engine == name or len(constraints.allow) == 1:
-                yield Option(plan=plan, rejection=refusal)
+                yield Option(plan=plan, rejection=refusal if plan.engine == name else f"no {name}: {refusal}")
         if refusal is None:
             for plan, reason in engine.refused_parts(question, _most_devices(engine, question)):
                 yield Option(plan=plan, rejection=reason)

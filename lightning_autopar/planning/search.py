@@ -187,7 +187,9 @@ class Search:
             if best.plan in self.finalists.lasting:
                 break
             if best.replayed:  # so far by a first look
-                if self._replayed(best.plan, lasting=True).fits:
+                if (lasting := self._replayed(best.plan, lasting=True)).fits:
+                    # Plans were left because of seconds that it doesn't keep to
+                    refuted |= self.appraiser.batch_seconds(lasting) > self.appraiser.batch_seconds(best) * (1 + WORTHWHILE)
                     continue
             elif self._is_hardly_faster(best):
                 self._found = [one for one in self._found if one is not best]
@@ -287,9 +289,9 @@ class Search:
         if best is None or not best.replayed or not best.plan.recompute or not self.appraiser.waits(best):
             return
         plain, count = without_recompute(best.plan), len(best.plan.recompute)
-        order = self.remedies.order(plain)
-        for number in (number for number in (count, count - 1, count + 1) if 0 < number <= len(order)):
-            for blocks in (order[-number:], order[:number]):
+        by_saving, by_place = self.remedies.order(plain), [block.fqn for block in recomputable(self.footprint)]
+        for number in (number for number in (count, count - 1, count + 1) if 0 < number <= len(by_place)):
+            for blocks in (by_saving[-number:], by_saving[:number], by_place[-number:], by_place[:number]):
                 self._replay_if_faster(with_recompute(plain, self.footprint, blocks))
 
     def _replay_if_faster(self, plan: Plan) -> None:

@@ -92,6 +92,19 @@ def test_the_missing_memory_would_do() -> None:
     assert made(step, inventory(cpu(0, GIB // 2 + missing - 10)), memory_margin=0.1).best is None
 
 
+@pytest.mark.parametrize(
+    ("free", "words"),
+    [
+        ((200, 200, 200, 200), "348 MiB more on each of cpu:0-3: "),
+        ((200, 250, 200, 300), "348 MiB more on each of cpu:0,2, 298 MiB more on cpu:1, 248 MiB more on cpu:3: "),
+        ((200, 250, 300, 350), "348 MiB more on cpu:0, 298 MiB more on cpu:1, 248 MiB more on cpu:2, at most 198 MiB more on 1 other: "),
+    ],
+)
+def test_devices_that_lack_as_much_are_named_together(free: tuple[int, ...], words: str) -> None:
+    here = inventory(*(cpu(index, size * MIB) for index, size in enumerate(free)))
+    assert starting(of_kind(nothing_fits(here=here, allow=("ddp",), min_devices=4), "memory"), words)
+
+
 def test_what_a_setting_costs_is_said() -> None:
     one = {"here": inventory(cpu(0, GIB), cpu(1, GIB)), "allow": ("single",)}
     assert starting(nothing_fits(memory_limit_bytes=GIB // 2, **one), "lift the memory limit: single")

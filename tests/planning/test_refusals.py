@@ -78,6 +78,13 @@ def test_why_no_plan_with_several_devices(step: dict[str, Any], devices: int, co
     assert [rejections(found)[engine] for engine in ("ddp", "fsdp")] == [sentence, sentence]
 
 
+def test_a_refused_pipeline_on_one_device_does_not_say_that_single_needs_two() -> None:
+    step = footprint(tape=Tape(), outer=OUTER)
+    question = Question(footprint=step, inventory=inventory(cpu(0)), constraints=Constraints(allow=("pipeline",)))
+    sentence = "no pipeline: needs at least two devices of one kind, but there is one: cpu:0"
+    assert [one.rejection for one in ruled_out(question)][-1] == sentence
+
+
 def test_a_loss_that_changes_is_a_note_unless_the_run_must_be_exact() -> None:
     found = options(split=SplitFinding(difference=1e-3))
     notes = {option.plan.engine: option.notes for option in found}

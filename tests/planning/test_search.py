@@ -198,21 +198,44 @@ def test_a_plan_that_gives_memory_back_in_each_step_is_taken_only_where_that_pay
     assert any("fits narrowly" in note for note in best.notes) == (released == 1)
 
 
-def test_other_blocks_are_recomputed_where_the_first_ones_let_a_plan_wait_for_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the allocator gives memory back in each step of every plan that recomputes the first block."""
+@pytest.mark.parametrize(("narrow", "order"), [(0, range(12)), (11, (0, 1, 2, 3, 4, 11, 5, 6, 7, 8, 9, 10))])
+def test_other_blocks_are_recomputed_where_the_first_ones_let_a_plan_wait_for_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, narrow: int, order: Sequence[int]
+) -> None:
+    """Here the allocator gives memory back in each step of every plan that recomputes a certain block. Blocks may save more for their time
+    than others that run before them.
+    """
     whole = {"micro_batches": "the batch stays whole"}
     step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",), excluded=whole)
-    search = Search(Appraiser(step, Referee(step, parse_spec("1xRTX4090"), constraints).cut_to(0.5, samples=60), constraints))
+    search = Search(Appraiser(step, Referee(step, parse_spec("1xRTX4090"), constraints).cut_to(0.05, samples=60), constraints))
 
     def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
-        waits = limit is not None and step.blocks[0].fqn in candidate.plan.recompute
+        waits = limit is not None and step.blocks[narrow].fqn in candidate.plan.recompute
         return Replayed(reserved_peak_bytes=limit or 0, allocated_peak_bytes=limit or 0, released=400 if waits else 0)
+
+    monkeypatch.setattr(search.finalists, "replayed", played)
+    monkeypatch.setattr(search.remedies, "order", lambda _: tuple(step.blocks[number].fqn for number in order))
+    best = search.first()
+    assert best is not None
+    assert best.plan.recompute
+    assert step.blocks[narrow].fqn not in best.plan.recompute
+
+
+def test_more_recomputed_blocks_are_replayed_where_later_steps_wait_longer_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With less than nine recomputed blocks the allocator gives one segment back in the first step, and 400 in later ones."""
+    whole = {"micro_batches": "the batch stays whole"}
+    step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",), excluded=whole)
+    search = Search(Appraiser(step, parse_spec("1xRTX4090"), constraints))
+
+    def played(candidate: Candidate, rank: int, limit: int | None, **_: bool) -> Replayed:
+        released = 0 if limit is None or len(candidate.plan.recompute) >= 9 else 400 if candidate.plan in search.finalists.lasting else 1
+        return Replayed(reserved_peak_bytes=limit or 0, allocated_peak_bytes=limit or 0, released=released)
 
     monkeypatch.setattr(search.finalists, "replayed", played)
     best = search.first()
     assert best is not None
-    assert best.plan.recompute
-    assert step.blocks[0].fqn not in best.plan.recompute
+    assert len(best.plan.recompute) == 9
+    assert search.best_seconds == search.appraiser.batch_seconds(best)
 
 
 @pytest.mark.parametrize("waits", [True, False])

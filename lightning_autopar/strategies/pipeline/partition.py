@@ -80,33 +80,31 @@ def partition(seconds: Sequence[Table], cuttable: Sequence[bool] | None = None) 
             including, column; infinite where the device lacks the memory. A stage has at least one block.
         cuttable: for each block, whether a stage may begin with it; all unless given. The first one's isn't read.
     """
-    blocks = len(seconds[0]) - 1
-    allowed = np.ones(blocks + 1, dtype=bool)
+    blocks, most = len(seconds[0]) - 1, len(seconds[0]) - len(seconds)
+    if most < 1:
+        return None
+    barred = np.zeros(blocks + 1)
     if cuttable is not None:
-        allowed[1:blocks] = np.asarray(cuttable, dtype=bool)[1:]
-    barred = np.where(allowed, 0.0, np.inf)
-    later = np.where(np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1), 0.0, np.inf)
-    added = {id(table): table + later for table in {id(table): table for table in seconds}.values()}  # equal stages share a table
-    tables = [added[id(table)] for table in seconds]
-    slowest = np.full(blocks + 1, np.inf)
-    slowest[0] = 0.0
-    for table in tables:
-        slowest = np.maximum(slowest[:, None], table).min(axis=0) + barred
-    bound = slowest[blocks]
+        barred[1:blocks] = np.where(cuttable, 0.0, np.inf)[1:]
+    # As each other stage has a block at least, a stage begins with one of so many blocks.
+    later = np.where(np.triu(np.ones((most, most), dtype=bool)), 0.0, np.inf)
+    tables = [table[stage : stage + most, stage + 1 : stage + 1 + most] + later for stage, table in enumerate(seconds)]
+    slowest = total = np.where(np.arange(most), np.inf, 0.0)
+    for stage, table in enumerate(tables, 1):
+        slowest = np.maximum(slowest[:, None], table).min(axis=0) + barred[stage : stage + most]
+    bound = slowest[-1]
     if not np.isfinite(bound):
         return None
-    total = np.full(blocks + 1, np.inf)
-    total[0] = 0.0
     came_from = []
-    for table in tables:
+    for stage, table in enumerate(tables, 1):
         sums = total[:, None] + np.where(table <= bound, table, np.inf)
         came_from.append(sums.argmin(axis=0))
-        total = sums.min(axis=0) + barred
-    starts, end = [], blocks
-    for chosen in reversed(came_from):
+        total = sums.min(axis=0) + barred[stage : stage + most]
+    starts, end = [], most - 1
+    for stage, chosen in reversed([*enumerate(came_from)]):
         end = int(chosen[end])
-        starts.append(end)
-    return Partition(starts=tuple(reversed(starts)), slowest_seconds=float(bound), total_seconds=float(total[blocks]))
+        starts.append(stage + end)
+    return Partition(starts=tuple(reversed(starts)), slowest_seconds=float(bound), total_seconds=float(total[-1]))
 
 
 def moves(starts: Sequence[int], until: Column, pace: Sequence[float], cuttable: Sequence[bool]) -> Iterator[list[int]]:

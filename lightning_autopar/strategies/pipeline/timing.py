@@ -115,63 +115,68 @@ def _few(stages: Stages) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=4096)
 def _ends(stages: Stages) -> tuple[float, ...]:
-    ends = [0.0] * stages.ranks
-    for done in _played(stages):
-        ends[done[0]] = done[3]
-    return tuple(ends)
+    _, last, spans = _played(stages)
+    return tuple(spans[place][1] for place in last)
 
 
 def play(stages: Stages) -> list[Done]:
     """All actions of a step with their times."""
-    return [Done(*done) for done in _played(stages)]
+    order, _, spans = _played(stages)
+    count = len(stages.forward)
+    ways = [Action("forward", stage, 0) for stage in range(count)] + [Action("backward", stage, 0) for stage in reversed(range(count))]
+    return [Done(rank, ways[piece]._replace(micro_batch=index), *span) for (rank, piece, index), span in zip(order, spans, strict=True)]
 
 
-def _played(stages: Stages) -> list[tuple[int, Action, float, float]]:
-    """Each rank runs its actions in order, each as soon as its inputs have arrived."""
-    count, ranks = len(stages.forward), stages.ranks
-    forward, backward, sends = stages.forward, stages.backward, stages.sends
-    last = count - 1
-    held = stages.held or (0.0,) * len(sends)
-    sizes = stages.sizes or (1.0,) * stages.micro_batches
-    crosses = [index % ranks != (index + 1) % ranks for index in range(last)]
-    queues = [rank_actions(stages.schedule, rank, ranks, count, stages.micro_batches) for rank in range(ranks)]
-    places, clocks = [0] * ranks, [0.0] * ranks
-    arrived: dict[tuple[bool, int, int], float] = {(False, 0, index): 0.0 for index in range(stages.micro_batches)}
-    waiting: dict[tuple[bool, int, int], int] = {}
-    ready = list(range(ranks))
-    out: list[tuple[int, Action, float, float]] = []
+def _played(stages: Stages) -> tuple[list[tuple[int, int, int]], list[int], list[tuple[float, float]]]:
+    """What :func:`_order` says, and when each action begins and ends: as soon as its rank is free and its input has arrived."""
+    ranks = stages.ranks
+    edges = (
+        list(zip(stages.sends, stages.held or (0.0,) * len(stages.sends), strict=True)) if ranks > 1 else [(0.0, 0.0)] * len(stages.sends)
+    )
+    links = [(0.0, 0.0), *edges, (0.0, 0.0), *reversed(edges), (0.0, 0.0)]  # before each piece, and after the last
+    work = *stages.forward, *reversed(stages.backward)
+    costs = [(alone, seconds, *link) for (_, alone), seconds, link in zip(links[:-1], work, links[1:], strict=True)]
+    of_size = {size: [tuple(part * size for part in cost) for cost in costs] for size in {1.0, *stages.sizes}}
+    of_each = [of_size[size] for size in stages.sizes or (1.0,) * stages.micro_batches]
+    order, last = _order(stages.schedule, ranks, len(stages.forward), stages.micro_batches)
+    clocks, arrived, spans = [0.0] * ranks, [0.0] * stages.micro_batches, list[tuple[float, float]]()
+    for rank, piece, index in order:
+        alone, seconds, sent, alone_after = of_each[index][piece]
+        start, there = clocks[rank] + alone, arrived[index]
+        start = there if there > start else start
+        end = start + seconds
+        spans.append((start, end))
+        arrived[index], clocks[rank] = end + sent, end + alone_after
+    return order, last, spans
+
+
+@lru_cache(maxsize=8)  # a search plays many cuts of one shape, one after the other
+def _order(schedule: Schedule, ranks: int, count: int, micro_batches: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """A step's actions, each after those that it waits for, whatever they take: its rank, its piece of a micro-batch's way through all
+    stages and back, and the micro-batch. And where each rank's last one is.
+    """
+    queues = [
+        [(one.stage if one.work == "forward" else 2 * count - 1 - one.stage, one.micro_batch) for one in reversed(actions)]
+        for actions in (rank_actions(schedule, rank, ranks, count, micro_batches) for rank in range(ranks))
+    ]
+    ready, last, following = list(range(ranks)), [0] * ranks, [0] * micro_batches
+    waiting: dict[tuple[int, int], int] = {}
+    order: list[tuple[int, int, int]] = []
     while ready:
         rank = ready.pop()
-        queue, place, clock = queues[rank], places[rank], clocks[rank]
-        while place < len(queue):
-            action = queue[place]
-            work, stage, index = action
-            size = sizes[index]
-            need = work != "forward", stage, index
-            there = arrived.get(need)
-            if there is None:
-                waiting[need] = rank
+        while queue := queues[rank]:
+            piece, index = queue[-1]
+            if following[index] != piece:
+                waiting[piece, index] = rank
                 break
-            edge = stage - 1 if work == "forward" else stage
-            start = max(clock + held[edge] * size if 0 <= edge < last and crosses[edge] else clock, there)
-            clock = start + (forward[stage] if work == "forward" else backward[stage]) * size
-            place += 1
-            out.append((rank, action, start, clock))
-            made: tuple[bool, int, int] | None = None
-            edge = stage if work == "forward" else stage - 1
-            if work == "forward":
-                made = (False, stage + 1, index) if stage < last else (True, stage, index)
-            elif stage:
-                made = True, stage - 1, index
-            if made is not None:
-                sent = 0 <= edge < last and crosses[edge]
-                arrived[made] = clock + (sends[edge] * size if sent else 0.0)
-                clock += held[edge] * size if sent else 0.0
-                if made in waiting:
-                    ready.append(waiting.pop(made))
-        places[rank], clocks[rank] = place, clock
-    assert all(place == len(queue) for place, queue in zip(places, queues, strict=True)), "a schedule waits for itself"
-    return out
+            queue.pop()
+            last[rank] = len(order)
+            order.append((rank, piece, index))
+            following[index] += 1
+            if (piece + 1, index) in waiting:
+                ready.append(waiting.pop((piece + 1, index)))
+    assert not any(queues), "a schedule waits for itself"
+    return order, last
 
 
 def averaging_seconds(
