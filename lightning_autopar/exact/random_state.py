@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias, cast
 
 import numpy
@@ -52,30 +53,32 @@ def capture(own: Mapping[str, Any], *, cuda: bool = True) -> RngState:
     return state
 
 
-#: Of the process's own generators: the memory in which each had its latest captured state, and that state.
-_LATEST: dict[type, tuple[Any, Any]] = {}
+#: Of the process's own generators: memory in which each was captured, with that state, the latest first. A loader that draws from a rank's
+#: own stream changes to it and back at each batch.
+_SEEN: defaultdict[type, deque[tuple[Any, Any]]] = defaultdict(partial(deque, maxlen=4))
 
 
 def _state_of(take: Callable[[], Any]) -> Any:
     """What ``take`` returns, a method of the process's own generator. Python and NumPy put a state together from 624 numbers, one by one.
-    They are asked again only where the generator's memory has changed: most steps draw from neither.
+    They are asked again only where the generator's memory is a new one: most steps draw from neither.
     """
     generator = getattr(take, "__self__", None)
     if (before := _memory(generator)) is None:
         return take()
-    known = _LATEST.get(type(generator))
-    if known is not None and known[0] == before:
-        return known[1]
+    seen = _SEEN[type(generator)]
+    for memory, state in seen:
+        if memory == before:
+            return state
     state = take()
     if _memory(generator) == before:  # no other thread has drawn meanwhile
-        _LATEST[type(generator)] = before, state
+        seen.appendleft((before, state))
     return state
 
 
 def _memory(generator: Any) -> Any:
     """The memory that holds the whole state of a generator; None where that isn't known of its kind."""
     if type(generator) is random.Random and _lie_within():
-        return _bytes(generator), generator.gauss_next
+        return _bytes(generator), vars(generator)["gauss_next"]
     if type(generator) is numpy.random.RandomState and type(bits := generator._bit_generator) is numpy.random.MT19937 and _lie_within():
         return id(bits), _bytes(generator), _bytes(bits)
     return None
@@ -89,7 +92,7 @@ def _lie_within() -> bool:
     if sys.implementation.name != "cpython":  # elsewhere an object has no address
         return False
     pythons, bits = random.Random(0), numpy.random.MT19937(0)
-    numpys = numpy.random.RandomState(bits)
+    numpys: Any = numpy.random.RandomState(bits)
     numpys.standard_normal()
     first = _bytes(numpys)
     numpys.standard_normal()
@@ -111,12 +114,17 @@ def restore(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         elif name == "python":
             random.setstate(value)
         elif name == "numpy":
-            numpy.random.set_state(value)
+            numpy.random.set_state(_quick(value))
         elif name == "cuda":
             if torch.cuda.is_available():
                 torch.cuda.set_rng_state(value)
         elif name in own:
             set_generator(own[name], value)
+
+
+def _quick(value: Any) -> Any:
+    """The state with its numbers in a list: NumPy sets them one by one, and takes fifty times as long to read them from an array."""
+    return (value[0], value[1].tolist(), *value[2:]) if isinstance(value, tuple) else value
 
 
 def changed(before: RngState, after: RngState) -> RngState:

@@ -60,5 +60,8 @@ def test_a_state_is_put_together_only_where_it_has_changed() -> None:
     numpy.random.random()
     third = rng.capture({})
     assert rng.changed(second, third).keys() == {"numpy", "python"}
-    rng.restore(first, {})
-    assert not rng.changed(first, rng.capture({}))
+    for state in (first, third, first):  # a rank's own stream, and back
+        rng.restore(state, {})
+        again = rng.capture({})
+        assert again["numpy"] is state["numpy"]
+        assert again["python"] is state["python"]
