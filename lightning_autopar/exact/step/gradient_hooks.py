@@ -1,18 +1,18 @@
 """The user's hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``) where a batch is split.
 
 Autograd would call them with the gradient of a part of the batch: once for each part, and on each rank with its own. Here they are called
-once, with the whole batch's gradient, when it is complete. Knows autograd's hooks; nothing of engines or ranks.
+once, with the whole batch's gradient, when it is complete. Knows autograd's hooks and a module's parameters; nothing of engines or ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 
 class OurHook(partial[Any]):
@@ -75,6 +75,22 @@ class GradientHooks:
             for hooks, users in zip(_hooks_of(parameter), held, strict=True):
                 hooks.update(users)
         self._held.clear()
+
+
+def trained(module: Module) -> Iterator[Parameter]:
+    """The parameters that are trained now, each once. It is called at each step, and so makes no names, as ``parameters()`` does: those of
+    twelve transformer blocks took half a millisecond.
+    """
+    children, seen = [module], {id(module)}
+    for child in children:
+        for parameter in child._parameters.values():
+            if parameter is not None and parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+        for below in child._modules.values():
+            if below is not None and id(below) not in seen:
+                seen.add(id(below))
+                children.append(below)
 
 
 def _hooks_of(parameter: Parameter) -> tuple[dict[int, Any], dict[int, Any]]:

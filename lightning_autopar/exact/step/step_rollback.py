@@ -80,7 +80,7 @@ class StepState:
             self._look()
         results: Any = trainer._results
         self._collectives, self.exchanged = _collectives(), False
-        self.draws = rng.capture(self.generators, kept=False), 0 if draws is None else draws.place
+        self.draws = rng.capture(self.generators), 0 if draws is None else draws.place
         self._noted = {
             "fx": connector._current_fx,
             "results": {key: dict(result.__dict__) for key, result in results.items()},

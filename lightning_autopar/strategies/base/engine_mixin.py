@@ -39,7 +39,7 @@ from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws
 from lightning_autopar.exact.step import users_backward
 from lightning_autopar.exact.step.batch_norm import restore as restore_batch_norm
 from lightning_autopar.exact.step.batch_norm import synchronise as synchronise_batch_norm
-from lightning_autopar.exact.step.gradient_hooks import GradientHooks
+from lightning_autopar.exact.step.gradient_hooks import GradientHooks, trained
 from lightning_autopar.exact.step.gradient_scaler import scaled_as_on_one_device
 from lightning_autopar.exact.step.micro_batches import MicroBatches
 from lightning_autopar.exact.step.recompute import recomputed
@@ -73,7 +73,7 @@ class EngineMixin(ResumedStrategy):
     #: Whether the gradients that backward leaves in the parameters are the whole batch's, so that the user's hooks can be called then.
     completes_gradients = False
     _layer_sync: Any
-    _in_order: tuple[Parameter, ...] = ()  # the trained parameters, where the engine knows them: no step walks through the module then
+    _in_order: tuple[Parameter, ...] = ()  # the trained parameters, where the engine knows them
 
     def attach(self, run_plan: RunPlan) -> None:
         """Give the engine its run plan; called once, before the trainer sees the engine."""
@@ -567,7 +567,7 @@ class EngineMixin(ResumedStrategy):
         if self.gpu_limit is not None:
             self.gpu_limit.step(steps=int(batch_idx % self._trainer.accumulate_grad_batches == 0))
         split = self.completes_gradients and (self.splits or bool(self.run_plan.shared) or self._micro is not None)
-        self._hooks = GradientHooks((self._in_order or self._trainer.lightning_module.parameters()) if split else ())
+        self._hooks = GradientHooks((self._in_order or trained(self._module)) if split else ())
         super().on_train_batch_start(batch, batch_idx)
 
     def on_validation_start(self) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_autopar._lightning import DDPStrategy, SingleDeviceStrategy
 from lightning_autopar._temporary import Exits, without_noise
 from lightning_autopar.exact.logs.logging_hooks import sees_gradients
-from lightning_autopar.exact.step.gradient_hooks import OurHook
+from lightning_autopar.exact.step.gradient_hooks import OurHook, trained
 from lightning_autopar.exact.step.users_backward import average
 from lightning_autopar.strategies.base.engine_mixin import EngineMixin
 from lightning_autopar.strategies.base.out_of_memory.optimizer_step import FirstStep, is_guarded
@@ -161,7 +161,7 @@ class DDPEngine(SplitMixin, DDPStrategy):
         alike, another one is set up in its place.
         """
         module = self._module
-        more = [id(each) for each in module.parameters() if each.requires_grad and id(each) not in self._trained]
+        more = [id(each) for each in trained(module) if id(each) not in self._trained]
         if more:
             refuse_new(module, lambda _, parameter: id(parameter) in self._known, "DDP", watch=self._exit)
         if not self._known.isdisjoint(more):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from itertools import chain, starmap
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from lightning_autopar._lightning_compat import (
     update_properties,
 )
 from lightning_autopar._temporary import patched
+from lightning_autopar.exact.step.gradient_hooks import trained
 from lightning_autopar.exact.step.initial_weights import drawn_on, random_states, set_random_states
 from lightning_autopar.exact.step.micro_batches import overridden
 from lightning_autopar.memory.fakes.fake_copies import is_compiled
@@ -153,8 +154,7 @@ class _ShardingStrategy(whole.OneFile, ModelParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Refuse trained parameters that a hook has put into the module."""
-        trained = ((name, parameter) for name, parameter in self._module.named_parameters() if parameter.requires_grad)
-        if not all(starmap(self._gathered.knows, trained)):
+        if not all(self._gathered.knows("", parameter) for parameter in trained(self._module)):
             refuse_new(self._module, self._gathered.knows, "FSDP2", watch=self._exit)
         super().on_train_batch_start(batch, batch_idx)
 

@@ -381,8 +381,8 @@ def _refuse_other(module: nn.Module, name: str, whole: nn.Parameter) -> None:
 
 
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
-#: Attributes that are no user's: those of a gathered parameter, and what makes a DTensor a parameter.
-_NOT_THE_USERS = frozenset(("_of", "_taken", "_shown", "_is_param"))
+#: Attributes that are no user's: those of a gathered parameter, what makes a DTensor a parameter, and FSDP2's number of one (torch 2.13).
+_NOT_THE_USERS = frozenset(("_of", "_taken", "_shown", "_is_param", "_fsdp_orig_uid"))
 #: What FSDP2 knows of each shard that is a parameter of its.
 _OWNERS: Any = WeakIdKeyDictionary()
 

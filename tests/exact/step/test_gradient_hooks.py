@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_autopar.exact.step.gradient_hooks import GradientHooks
+from lightning_autopar.exact.step.gradient_hooks import GradientHooks, trained
 from tests.strategies.fitted import BLOCKS, Fitted, assert_same, numbers, plan
 
 DDP, PARTS, BOTH = plan("ddp", ranks=3), plan("single", ranks=1, micro_batches=2), plan("ddp", micro_batches=2)
@@ -111,3 +111,22 @@ def test_a_parameter_without_hooks_costs_a_step_no_call() -> None:
         return len(seen)
 
     assert calls(100) == calls(1)
+
+
+def test_trained_parameters_are_found_without_a_call_of_modules_code() -> None:
+    """Each step looks for them; torch's own walk makes a name for each module on each level."""
+    network = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(4)))
+    network[1][0].weight = network[0][0].weight
+    network[2][0].bias.requires_grad_(False)
+    network[3].of = network[0]
+    network[0][0].register_parameter("none", None)
+    network.absent = None
+    seen: list[Any] = []
+    sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        found = list(trained(network))
+    finally:
+        sys.setprofile(None)
+    assert set(seen) == {"trained"}
+    assert len(found) == len({*map(id, found)}) == 14
+    assert {*map(id, found)} == {id(each) for each in network.parameters() if each.requires_grad}

@@ -610,6 +610,8 @@ def _there_and_back(rank: int, world_size: int) -> list[Any]:
     x = torch.randint(0, 17, (2, 5))
     expected = module(x)
     shard(module, LAYERS, init_device_mesh("cpu", (world_size,)), reshard_after_forward=False)
+    for parameter in module.parameters():
+        assert vars(parameter).keys() <= {"_is_param"}, "torch's notes on the originals, which each gather would hand on"
     sharded = module(x)
     unshard(module)
     torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)

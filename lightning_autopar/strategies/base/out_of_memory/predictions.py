@@ -56,7 +56,7 @@ class Predictions(Evaluations):
         if self._own is None:
             self._own = rng.find_generators(module.named_modules())
         own = self._own
-        state, kept = rng.capture(own, kept=False), _kept(module)
+        state, kept = rng.capture(own), _kept(module)
         while True:
             try:
                 return self._predict(step, args, kwargs, own)
@@ -78,7 +78,7 @@ class Predictions(Evaluations):
         number = min(self.parts, whole.fed) if self._engine.reruns_batches else self.parts
         kept = _kept(self._engine.lightning_module)
         with self._draws():
-            began = rng.capture(own, kept=False), 0 if self._engine._draws is None else self._engine._draws.place
+            began = rng.capture(own), 0 if self._engine._draws is None else self._engine._draws.place
 
             def run(index: int, of: int) -> tuple[Any, int]:
                 return self._part(step, args, kwargs, whole.part(index, of), (index, of), (began, own))
