@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 
-from lightning_autopar.exact import random_state as rng
+from lightning_autopar.exact.random import generator_states as rng
 
 
 @pytest.mark.filterwarnings("ignore:get_state and legacy")
