@@ -128,7 +128,7 @@ class AutoParallelStrategy(IdleStrategy):
 
     @property
     def _lightning_module(self) -> Any:
-        return self.__dict__.get("module")
+        return self.__dict__.get("_module_here")
 
     @_lightning_module.setter
     def _lightning_module(self, module: Any) -> None:
@@ -136,9 +136,9 @@ class AutoParallelStrategy(IdleStrategy):
         if undo_compile(module):
             rank_zero_warn(
                 "the LightningModule was given to torch.compile as a whole; its steps run uncompiled, as plans differ in what a step does. "
-                "Compile its networks in __init__ instead (self.net.compile()): plans of one device and DDP run them compiled"
+                "Compile its networks in __init__ instead (self.net.compile()): one device, DDP and FSDP2 run them compiled"
             )
-        self.__dict__["module"] = module
+        self.__dict__["_module_here"] = module
 
     def _configure_launcher(self) -> None:
         _root.check(self.accelerator, "this Trainer")  # has just put its own accelerator here

@@ -64,6 +64,8 @@ _ROUNDING = 1e-5
 #: How long a step and its parts may take on a batch that was changed: so many seconds, and so many times what the batch itself takes. A
 #: solver whose steps shrink until an error is small goes on for ever where the error is NaN.
 LEAST_SECONDS, _TIMES_AS_LONG = 5.0, 20.0
+#: A larger module isn't copied in double precision for each batch of other entries: beside its float32 weights that takes twice as much.
+_LARGE_BYTES = 256 << 20
 
 
 @contextmanager
@@ -346,7 +348,7 @@ class LaterSteps(KeptRuns):
 
         def in_double(shares: Sequence[Any]) -> LogComparison:
             try:
-                if not self.batches.double:
+                if not (large or self.batches.double):
                     double.enter_context(self._in_double())
                 found = compare(shares)
                 doubled.append(True)
@@ -360,6 +362,7 @@ class LaterSteps(KeptRuns):
                 double.close()
                 return compare(shares)
 
+        large = sum(tensor.nbytes for _, tensor in undo.tensors_of(self.module)) > _LARGE_BYTES
         logs, doubled, double, unended = self.logs[:], list[bool](), ExitStack(), list[int]()
         limit = LEAST_SECONDS + _TIMES_AS_LONG * self.seconds
         with self.numbered():

@@ -25,7 +25,7 @@ from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.random.whole_batch_draws import Rows
 from lightning_autopar.memory.trace.first_batch import FirstBatch, first_batch
 from lightning_autopar.planning.refusals import split_refusal
-from lightning_autopar.strategies.trials import split_probe
+from lightning_autopar.strategies.trials import nudged_weights, split_probe, undo
 from lightning_autopar.strategies.trials.nudged_weights import nudged
 from lightning_autopar.strategies.trials.split_probe import probe_evaluation, probe_split
 
@@ -1531,6 +1531,14 @@ def test_entries_that_do_not_count_are_tried_although_the_batch_has_none(kind: s
     assert not found.difference
     assert str(found.log_rules["training_step", ""][0]) == rule
     assert [count.left_out for count in found.unweighed] == unweighed
+
+
+def test_a_large_module_is_not_copied_in_double_precision_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nudged_weights, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(undo, "in_double", lambda module: pytest.fail("in double precision"))
+    first = FirstBatch(batch={"x": torch.stack(samples()), "y": torch.ones(SAMPLES, 4)}, batch_size=SAMPLES)
+    found, _ = probe_split(Later("mask"), None, first)
+    assert str(found.log_rules["training_step", ""][0]) == "the sum of batch.y"
 
 
 class TwoMasks(Base):
