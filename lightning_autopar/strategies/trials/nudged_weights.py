@@ -65,7 +65,7 @@ _ROUNDING = 1e-5
 #: solver whose steps shrink until an error is small goes on for ever where the error is NaN.
 LEAST_SECONDS, _TIMES_AS_LONG = 5.0, 20.0
 #: A larger module isn't copied in double precision for each batch of other entries: beside its float32 weights that takes twice as much.
-_LARGE_BYTES = 256 << 20
+LARGE_BYTES = 256 << 20
 
 
 @contextmanager
@@ -362,7 +362,7 @@ class LaterSteps(KeptRuns):
                 double.close()
                 return compare(shares)
 
-        large = sum(tensor.nbytes for _, tensor in undo.tensors_of(self.module)) > _LARGE_BYTES
+        large = sum(tensor.nbytes for _, tensor in undo.tensors_of(self.module)) > LARGE_BYTES
         logs, doubled, double, unended = self.logs[:], list[bool](), ExitStack(), list[int]()
         limit = LEAST_SECONDS + _TIMES_AS_LONG * self.seconds
         with self.numbered():

@@ -1534,7 +1534,7 @@ def test_entries_that_do_not_count_are_tried_although_the_batch_has_none(kind: s
 
 
 def test_a_large_module_is_not_copied_in_double_precision_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nudged_weights, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(nudged_weights, "LARGE_BYTES", 0)
     monkeypatch.setattr(undo, "in_double", lambda module: pytest.fail("in double precision"))
     first = FirstBatch(batch={"x": torch.stack(samples()), "y": torch.ones(SAMPLES, 4)}, batch_size=SAMPLES)
     found, _ = probe_split(Later("mask"), None, first)
