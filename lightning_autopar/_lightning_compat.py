@@ -482,9 +482,11 @@ def undo_compile(module: Any) -> bool:
     if compiled is None:
         return False
     for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
-        setattr(module, name, own := compiled[f"original_{name}"])
+        own = compiled[f"original_{name}"]
         if getattr(own, "__func__", None) is getattr(type(module), name):
             del module.__dict__[name]
+        else:
+            setattr(module, name, own)
     module._compiler_ctx = None
     return True
 

@@ -39,7 +39,7 @@ def find_generators(places: Iterable[tuple[str, object]]) -> dict[str, Any]:
 
 
 def capture(own: Mapping[str, Any], *, cuda: bool = True) -> RngState:
-    """The generators' states now: 5 µs, and 50 more where Python's and NumPy's have drawn since they were last captured.
+    """The generators' states now. Most of the time goes to Python's and NumPy's, if they have drawn since they were last captured.
 
     Args:
         own: generator objects by name.

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_autopar._lightning import CombinedLoader, LightningModule, Trainer
+from lightning_autopar._lightning import CombinedLoader, DummyLogger, LightningModule, Trainer
 from lightning_autopar._lightning_compat import (
     TrainerFn,
     attach_loaders,
@@ -35,6 +35,7 @@ from lightning_autopar._lightning_compat import (
 )
 from lightning_autopar._root import LIGHTNING
 from lightning_autopar.memory.trace.no_writes import no_writes
+from lightning_autopar.text import error_line
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class FirstBatch:
             loader doesn't know its length.
         loader: its loader's number, in an evaluation.
         calls: the part of the module that the loader called to make it, as one that plays a game does; empty where it called none.
+        unprepared: a sentence for each callback that may change the module, and couldn't be set up before it.
     """
 
     batch: Any
@@ -96,6 +98,7 @@ class FirstBatch:
     together: tuple[tuple[int, ...], ...] = ()
     calls: str = ""
     loader: int = 0
+    unprepared: tuple[str, ...] = ()
 
     @property
     def known_samples(self) -> Sequence[Any]:
@@ -122,12 +125,13 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
     """
     module.trainer = trainer  # a module that was sent to another process has lost it
     sources = [source for source in (getattr(trainer, "datamodule", None), module) if source is not None]
+    unprepared: tuple[str, ...] = ()
     if not prepared:
         for source in sources:
             source.prepare_data()
         for source in sources:
             if source is module:
-                _set_up_by_callbacks(module, trainer, stage)
+                unprepared = tuple(_set_up_by_callbacks(module, trainer, stage))
             source.setup(stage=TrainerFn(stage))
     loader = loader_source(trainer, stage)
     if loader is None:
@@ -163,17 +167,27 @@ def first_batch(module: LightningModule, trainer: Trainer, stage: str = "fit", *
     together = _together(loaders, mode, batches) if first.kind == "combined" and batches else ()
     epoch_batches = batches if stage == "fit" else None
     found = replace(first, batch=batch, batch_size=size, epoch_batches=epoch_batches, loaders=tuple(loaders), together=together)
-    return replace(found, calls=next(iter(called), ""))
+    return replace(found, calls=next(iter(called), ""), unprepared=unprepared)
 
 
-def _set_up_by_callbacks(module: LightningModule, trainer: Trainer, stage: str) -> None:
+def _set_up_by_callbacks(module: LightningModule, trainer: Trainer, stage: str) -> Iterator[str]:
+    """Call ``setup`` of those of the user's callbacks whose code uses the module, without files and loggers; gives a sentence for each that
+    fails.
+    """
+    loggers: list[Any] = trainer.loggers
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
         setup: Any = type(callback).setup
-        if not f"{setup.__module__}.".startswith(LIGHTNING) and _uses_module(setup):
-            try:
+        if f"{setup.__module__}.".startswith(LIGHTNING) or not _uses_module(setup):
+            continue
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        try:
+            with no_writes({}):
                 callback.setup(trainer, module, stage=TrainerFn(stage))
-            except RAISED:  # it may need what only the run has
-                log.debug("%s.setup can't be run alone", type(callback).__name__, exc_info=True)
+        except RAISED as error:  # it may need what only the run has
+            name = type(callback).__name__
+            yield f"the callback {name} couldn't be set up in planning ({error_line(error)}); what it makes of the module isn't counted"
+        finally:
+            trainer.loggers = loggers
 
 
 def _uses_module(setup: Any) -> bool:

@@ -428,7 +428,7 @@ def _traced_apart(trainer: Trainer, questions: Questions, batch: FirstBatch, *gi
     loop = {"fit": "train", "validate": "validation"}.get(stage := stage_of(trainer), stage)
     left, unknown = as_callbacks_leave(batch.batch, trainer, loop)
     footprint = _traced(trainer, questions, replace(batch, batch=left), *given)
-    return replace(footprint, assumptions=(*footprint.assumptions, *unknown))
+    return replace(footprint, assumptions=(*footprint.assumptions, *unknown, *batch.unprepared))
 
 
 def _find_here(trainer: Trainer, questions: Questions, reason: str) -> Findings | Failure:

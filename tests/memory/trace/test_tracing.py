@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -197,8 +198,19 @@ def decided(trainer: pl.Trainer) -> Any:
         return find_prospect(trainer, Settings(allow=("single",)), (parse_spec("1xcpu:1GiB"), None)).decision().report.footprint
 
 
+class Watching(CSVLogger):
+    """Is not to begin a run in planning."""
+
+    def __init__(self) -> None:
+        super().__init__("nowhere")
+
+    def watch(self, module: nn.Module) -> None:
+        raise AssertionError(module)
+
+
 class Wraps(pl.Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        trainer.logger.watch(pl_module)
         pl_module.net = nn.Sequential(pl_module.net, nn.Identity())
 
 
@@ -217,12 +229,14 @@ class Needs(pl.Callback):
 def test_what_callbacks_make_of_the_module_in_setup_is_planned_for() -> None:
     module, data = ZOO["vae"].module(), ZOO["vae"].data()
     module.net = nn.Linear(2, 2)
-    trainer = make_trainer(callbacks=[Opens(), Needs(), Wraps()])
+    trainer = make_trainer(callbacks=[Opens(), Needs(), Wraps()], logger=(logger := Watching()))
     trainer.strategy._lightning_module = module
     attach_data(trainer, {"model": module, "train_dataloaders": None, "val_dataloaders": None, **data})
-    first_batch(module, trainer, "fit")
+    batch = first_batch(module, trainer, "fit")
     assert isinstance(module.net, nn.Sequential)
     assert not hasattr(module, "seen")
+    assert [sentence.split(" (")[0] for sentence in batch.unprepared] == ["the callback Needs couldn't be set up in planning"]
+    assert trainer.loggers == [logger]
 
 
 @pytest.mark.parametrize(
