@@ -24,7 +24,7 @@ from lightning_autopar.exact.random.whole_batch_draws import GlobalDraws
 from lightning_autopar.exact.step.recompute import recomputed
 from lightning_autopar.memory.trace.first_batch import batch_size_of
 from lightning_autopar.plans import Plan
-from lightning_autopar.strategies.fsdp.strategy import shard
+from lightning_autopar.strategies.fsdp.shard import shard
 
 _HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

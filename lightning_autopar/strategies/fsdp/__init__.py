@@ -8,6 +8,7 @@ Modules, in reading order:
     tape_player       a rank of FSDP2 plays the tape
     refusals          what of a Trainer's options shards don't survive
     rehearsal         can FSDP2 run this module
+    shard             fully_shard on the module's units, and back
     strategy          FSDPEngine; optimizer kernels on shards
     module_copies     copies that callbacks make of a sharded module
     same_collectives  all ranks gather the same units, and reduce the same gradients

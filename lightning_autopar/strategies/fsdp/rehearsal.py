@@ -31,7 +31,8 @@ from lightning_autopar.memory.trace.bare_step import BareStep
 from lightning_autopar.memory.trace.first_batch import FirstBatch
 from lightning_autopar.state.checkpoint import whole_state_dict
 from lightning_autopar.strategies.base.refused_parameters import sparse_gradients
-from lightning_autopar.strategies.fsdp.strategy import BEFORE_BACKWARD, onto_shards, shard, shard_rest
+from lightning_autopar.strategies.fsdp.shard import onto_shards, shard, shard_rest
+from lightning_autopar.strategies.fsdp.strategy import BEFORE_BACKWARD
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 from lightning_autopar.strategies.fsdp.whole_results import give_whole_results
 from lightning_autopar.strategies.trials.engine_rehearsal import STEPS, Batch, Engine, Run, copied, losses_of_backward, rehearse, rehearsed

@@ -24,8 +24,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base import process_group
 from lightning_autopar.strategies.fsdp import same_collectives
-from lightning_autopar.strategies.fsdp import strategy as fsdp
-from lightning_autopar.strategies.fsdp.strategy import shard, unshard
+from lightning_autopar.strategies.fsdp import shard as sharding
+from lightning_autopar.strategies.fsdp.shard import shard, unshard
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 from tests.ranks import run_ranks
 from tests.strategies.fitted import BLOCKS, Fitted, assert_same, fit, mlp, numbers, plan, tokens
@@ -329,7 +329,7 @@ def test_a_parameter_whose_gradient_nobody_would_average_is_refused(make: Any, t
 
 def test_what_a_unit_hands_on_takes_memory_once() -> None:
     made, came = (torch.ones(4, requires_grad=True).view(2, 2) for _ in range(2))
-    given, bias = fsdp._without_views(nn.Identity(), (), {"bias": came}, (made, came))
+    given, bias = sharding._without_views(nn.Identity(), (), {"bias": came}, (made, came))
     assert bias is came
     assert not given._is_view()
 
@@ -751,7 +751,7 @@ def _found_by_fully_shard(rank: int, world_size: int) -> tuple[int, int]:
         met.update((id(parameter), parameter) for parameter in unit.parameters() if not isinstance(parameter, DTensor))
         return fully_shard(unit, **options)
 
-    fsdp.fully_shard = watching  # type: ignore[assignment]
+    sharding.fully_shard = watching  # type: ignore[assignment]
     shard(module, LAYERS, init_device_mesh("cpu", (world_size,)), reshard_after_forward=True)
     assert module.head.weight is module.embedding.weight
     return len(met), len(met.keys() & outside.keys())

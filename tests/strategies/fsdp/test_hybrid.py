@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_autopar.state.snapshot import save_snapshot
-from lightning_autopar.strategies.fsdp.strategy import shard, unshard
+from lightning_autopar.strategies.fsdp.shard import shard, unshard
 from tests.ranks import run_ranks
 from tests.strategies.fitted import BLOCKS, Fitted, assert_same, fit, mlp, numbers, plan
 

@@ -24,7 +24,8 @@ from lightning_autopar.plans import OFFLOADS
 from lightning_autopar.strategies.auto import AutoParallelStrategy
 from lightning_autopar.strategies.base.host_optimizers import on_host
 from lightning_autopar.strategies.fsdp.same_collectives import groups_of
-from lightning_autopar.strategies.fsdp.strategy import fused_on_shards, shard
+from lightning_autopar.strategies.fsdp.shard import shard
+from lightning_autopar.strategies.fsdp.strategy import fused_on_shards
 from tests.ranks import run_ranks
 from tests.strategies.fitted import BLOCKS, QUIET, Fitted, assert_same, fit, mlp, numbers, plan, tokens
 from tests.strategies.fsdp.test_fsdp import LAYERS, Adversarial, Meddling, Sharing, Text
