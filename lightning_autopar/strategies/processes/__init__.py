@@ -6,6 +6,7 @@ Modules, in reading order:
     worker_supervisor   the workers of one plan, from fork to end
     agent_protocol      the protocol between agent and workers: counters, stops, files
     between_batches     a rank between two batches: snapshots, leaving, taking up
+    failed_together     whether all ranks have failed at one place
     out_of_memory_exit  all ranks leave a step in which one runs out of memory
     idle_strategy       a strategy of the process that a run is started from
     external_launcher   processes that torchrun or Slurm started

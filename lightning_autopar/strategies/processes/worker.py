@@ -50,12 +50,16 @@ from lightning_autopar.strategies.base.worker_exception import WHERE, Failure
 from lightning_autopar.strategies.processes import jupyter
 from lightning_autopar.strategies.processes.agent_protocol import GenerationFiles, ShortageRendezvous, StopRendezvous
 from lightning_autopar.strategies.processes.between_batches import Boundary, Paused
+from lightning_autopar.strategies.processes.failed_together import FailedRank
 from lightning_autopar.strategies.processes.handover import back_to_script as handover
 from lightning_autopar.strategies.processes.out_of_memory_exit import LeavingBoundary
 from lightning_autopar.strategies.processes.stack_dumps import tell_when_asked
 
 #: How long leaving the process group may take: NCCL may wait for work of a rank that is gone.
 _ABORT_SECONDS = 10.0
+#: How long a rank that has failed waits for the others to fail as well; and for the hooks of their exceptions, which may write a checkpoint.
+_LEAST_WAIT_SECONDS, _MOST_WAIT_SECONDS = 1.0, 3.0
+_HOOKS_SECONDS = 60.0
 #: The bytes left of a UNIX socket's name, which has 107, after what multiprocessing appends.
 _LONGEST_SOCKET_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 
@@ -220,7 +224,7 @@ def _begin(job: WorkerJob, elastic: GenerationFiles, engine: EngineMixin, bounda
 
 def _leave(error: BaseException, rank: int, job: WorkerJob, stop_rendezvous: StopRendezvous, pipe: connection.Connection) -> None:
     """The run ends by an exception: tell the parent, run the trainer's hooks, and write the state as it is, if possible."""
-    trainer = job.trainer
+    trainer, together = job.trainer, stop_rendezvous.stopping
     if job.shortage is not None and job.shortage.noted:
         _report(error, rank, job, pipe)  # the run goes on under a smaller plan, if there is one: no hook may see the exception
         if job.run_plan.from_snapshot or trainer.strategy.running.begun > 1:  # type: ignore[attr-defined]  # of EngineMixin
@@ -237,11 +241,17 @@ def _leave(error: BaseException, rank: int, job: WorkerJob, stop_rendezvous: Sto
         pipe.send("stopped")  # all ranks are here, so that hooks may use collectives
     else:
         _report(error, rank, job, pipe)
-        if dist.is_initialized() and not _abort_group():
+        peers = FailedRank(rank=rank, world_size=job.run_plan.plan.world_size, folder=job.folder)
+        # The others end the same step, but not at the same moment.
+        seconds = min(_LEAST_WAIT_SECONDS + stop_rendezvous.longest_seconds, _MOST_WAIT_SECONDS)
+        together = dist.is_initialized() and peers.failed_alike(error, batches=stop_rendezvous.begun[rank], timeout_seconds=seconds)
+        if dist.is_initialized() and not together and not _abort_group():
             return  # a hook could wait for the device, as this did
     with suppress(Exception):  # a hook that fails now must not hide the failure itself
         call_on_exception(trainer, error, finalize=True)
-    _leave_state(rank, job, pipe, together=stop_rendezvous.stopping)
+    if together and not stop_rendezvous.stopping:
+        together = peers.went_on_alike(timeout_seconds=_HOOKS_SECONDS)
+    _leave_state(rank, job, pipe, together=together)
     with suppress(Exception):  # as Lightning does, for a checkpoint that is still being written in the background
         trainer.strategy.teardown()
 

@@ -255,29 +255,30 @@ def test_system_exit_and_the_users_own_interrupt(engine: str, tmp_path: Path) ->
     ]
 
 
-def test_the_state_of_a_failed_run_is_here_afterwards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero", "pipeline"])
+def test_the_state_of_a_failed_run_is_here_afterwards(engine: str, tmp_path: Path) -> None:
     """As after plain Lightning: weights and counters of the step before, and a second fit goes on as Lightning's does."""
     found = {}
-    for engine in ("plain", "ddp"):
+    for name in ("plain", engine):
         torch.manual_seed(1)
         module = Regression()
 
-        def act(module: Regression, index: int, engine: str = engine) -> None:
-            if index == 2 and (engine == "plain" or torch.distributed.group.WORLD is not None):
+        def act(module: Regression, index: int, name: str = name) -> None:
+            if index == 2 and (name == "plain" or _in_run()):
                 _unwell()
 
         module.at = {"training_step": act}
-        run = trainer(engine, tmp_path)
+        run = trainer(name, tmp_path)
         with pytest.raises(Unwell):
             run.fit(module, loader(), loader())
         first = run.global_step, run.current_epoch, weights(module)
         module.at = {}
         run.fit(module, loader(), loader())
-        found[engine] = *first, run.global_step, run.current_epoch, weights(module)
-    assert found["ddp"][:2] == found["plain"][:2] == (2, 0)
-    torch.testing.assert_close(found["ddp"][2], found["plain"][2], rtol=0, atol=1e-5)
-    assert found["ddp"][3:5] == found["plain"][3:5]
-    torch.testing.assert_close(found["ddp"][5], found["plain"][5], rtol=0, atol=1e-5)
+        found[name] = *first, run.global_step, run.current_epoch, weights(module)
+    assert found[engine][:2] == found["plain"][:2] == (2, 0)
+    torch.testing.assert_close(found[engine][2], found["plain"][2], rtol=0, atol=1e-5)
+    assert found[engine][3:5] == found["plain"][3:5]
+    torch.testing.assert_close(found[engine][5], found["plain"][5], rtol=0, atol=1e-5)
 
 
 # -- interruptions -----------------------------------------------------------------------------------------------------------------------
