@@ -1,8 +1,8 @@
 """Whether all ranks have failed at one place, so that they can still gather what lies on several of them.
 
-An exception that depends on nothing but the step (a check of the user's, a callback that ends the run) is raised by every rank, and leaves no
-collective behind. One that depends on a rank's own samples, or comes from rank 0's logger alone, is different: a collective would wait for
-ever there, or meet another one. Knows no engine and no trainer.
+An exception that depends on nothing but the step (a check of the user's, a callback that ends the run) is raised by every rank, and leaves
+no collective behind. One that depends on a rank's own samples, or comes from rank 0's logger alone, is different: a collective would wait
+for ever there, or meet another one. Knows no engine and no trainer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOOK_SECONDS = 5e-3
 
 @dataclass(frozen=True, kw_only=True)
 class FailedRank:
-    """A rank that has failed, and asks the others whether they are where it is. Each of them asks the same questions, and gets the same answers.
+    """A rank that has failed, and asks the others whether they are where it is. Each asks the same questions, and gets the same answers.
 
     Args:
         rank: its number.

@@ -57,7 +57,7 @@ from lightning_autopar.strategies.processes.stack_dumps import tell_when_asked
 
 #: How long leaving the process group may take: NCCL may wait for work of a rank that is gone.
 _ABORT_SECONDS = 10.0
-#: How long a rank that has failed waits for the others to fail as well; and for the hooks of their exceptions, which may write a checkpoint.
+#: How long a rank that has failed waits for the others to fail as well; then for their hooks, which may write a checkpoint.
 _LEAST_WAIT_SECONDS, _MOST_WAIT_SECONDS = 1.0, 3.0
 _HOOKS_SECONDS = 60.0
 #: The bytes left of a UNIX socket's name, which has 107, after what multiprocessing appends.
