@@ -137,6 +137,10 @@ class Inventory:
         known = self._by_id
         return [known[device_id] if device_id in known else self.device(device_id) for device_id in ids]
 
+    def in_order(self, devices: Iterable[Device]) -> list[Device]:
+        """Some of its devices in its own order."""
+        return sorted(devices, key=lambda device: self._places[device.id])
+
     def link(self, a: str, b: str) -> Link:
         """The link between two devices; through the network or the host if none is known.
 
@@ -150,6 +154,10 @@ class Inventory:
     @cached_property
     def _by_id(self) -> dict[str, Device]:
         return {device.id: device for device in reversed(self.devices)}
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {device.id: place for place, device in enumerate(self.devices)}
 
     @cached_property
     def _by_ends(self) -> dict[frozenset[str], Link]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Literal, Protocol
@@ -249,7 +249,8 @@ class _Adviser:
         if self.pinned is not None:
             yield _setting("leave the plan unpinned", {"plan": None}, pinned=None)
         named = tuple(engine for engine, entry in all_engines().items() if not entry.offered and engine not in constraints.excluded)
-        if not set(constraints.allow) >= {*offered_engines(), *named}:
+        others = {*offered_engines(), *named}.difference(constraints.allow)
+        if others and (unfit or self._may_gain_by(others)):
             allow = (*offered_engines(), *named)
             yield replace(_setting("", {}, allow=allow), said=lambda _, best: self._allow_words(named, best))
         if constraints.max_devices is not None and constraints.max_devices < len(self.inventory.devices) and not constraints.min_devices:
@@ -370,6 +371,11 @@ class _Adviser:
     def is_cut_short(self) -> bool:
         """Whether no further search may begin."""
         return self._searches <= 0 or time.perf_counter() > self._until
+
+    def _may_gain_by(self, others: Set[str]) -> bool:
+        """Whether a plan of one of these engines may be much faster: those that the report holds back say so, if each has one."""
+        held = [one for one in self.candidates if one.held_back and one.seconds is not None]
+        return not others <= {one.plan.engine for one in held} or any(self._speedup(one) >= _LEAST_SPEEDUP for one in held)
 
     def _allow_words(self, named: Sequence[str], best: Candidate) -> tuple[str, Mapping[str, Any]]:
         """``allow`` with all offered engines; one that has to be named, only if its plan is the best."""

@@ -132,8 +132,7 @@ def build_plan(question: Question, devices: Sequence[Device], engine: str, *reas
         reasons: why this plan is as it is; the first says what the engine does.
     """
     footprint, inventory, constraints = question.footprint, question.inventory, question.constraints
-    chosen = {device.id for device in devices}
-    ranks = [device for device in inventory.devices if device.id in chosen]
+    ranks = inventory.in_order(devices)
     if values.get("replicas", 1) > 1:
         ranks = _by_copies(ranks, inventory)
     elif constraints.split_batch and constraints.min_devices is None and footprint.batch_size % len(ranks):

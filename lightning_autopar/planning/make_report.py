@@ -76,7 +76,7 @@ def explained(
         worth = "disturbing others" if disturbs else "more than the simpler plan"
         reasons.append(f"{faster.plan.title()} would be {gain * 100:.2g} % faster, too little to be worth {worth}")
     reasons += _beside_others(plan, [device for device in devices if device.id in busy])
-    only = "the only plan that fits" if len(fitting) == 1 else f"the best of {len(fitting)} plans that fit"
+    only = "no other plan that was looked at fits" if len(fitting) == 1 else f"the best of {len(fitting)} plans that fit"
     reasons.append(f"{only}: {format_seconds(best.step_seconds)} a step" + (f"; next: {_next(fitting[1])}" if len(fitting) > 1 else ""))
     return replace(best, plan=replace(plan, reasons=tuple(reasons)))
 

@@ -99,8 +99,8 @@ def predict(
     found: dict[tuple[int, str, int], DeviceBytes] = {}
     devices = inventory.among(plan.devices)
     keys = list(zip(rows, ["cpu" if device.kind == "cpu" else device.name for device in devices], alike, strict=True))
-    for key in dict.fromkeys(keys):
-        number = keys.index(key)
+    first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+    for key, number in first.items():
         rank = _rank(footprint, plan, number, rows[number], devices[number], precision)
         held = max(asked.bytes(rank), key=lambda held: held.allocated)
         found[key] = _on_device(held, footprint, asked.communicators(plan), devices[number])

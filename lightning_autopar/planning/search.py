@@ -303,8 +303,8 @@ class Search:
         return self.appraiser.step_seconds(plan) * (1 + WORTHWHILE) < self.best_seconds
 
     def _fewest_replayed(self, failed: Sequence[Candidate], fitting: Sequence[Plan]) -> None:
-        """Replay plans of one sort with more recomputed blocks than those that failed: the most that may win, then half of what is left.
-        More blocks than fit may lack memory again.
+        """Replay plans of one sort with more recomputed blocks than those that failed: the most that may win, then half of what is left,
+        even of a tired search as long as it gains by that. More blocks than fit may lack memory again.
         """
         plain = without_recompute(failed[0].plan)
         order = self.remedies.order(plain) if self.remedies.recompute else ()
@@ -320,10 +320,11 @@ class Search:
             self._replay_if_faster(recomputing(number))
         high = min((len(plan.recompute) for plan in fitting if len(plan.recompute) > low), default=0)
         middle = high or bisect_left(range(1, len(order) + 1), self.best_seconds, key=lambda n: self.appraiser.step_seconds(recomputing(n)))
-        while middle > low and not self.finalists.is_tired:
+        gained = False
+        while middle > low and (gained or not self.finalists.is_tired):
             if self.appraiser.step_seconds(recomputing(low + 1)) * (1 + WORTHWHILE) >= self.best_seconds:
                 return
-            if self.appraiser.goes_through(self._replayed(recomputing(middle), learns=False)):
+            if gained := self.appraiser.goes_through(self._replayed(recomputing(middle), learns=False)):
                 high = middle
             elif high:
                 low = middle

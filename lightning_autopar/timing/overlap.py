@@ -244,6 +244,14 @@ class _Lanes:
             note(self.events, clock, unit.unpack, "communication", f"copy out {self._label(number)}")
         return clock + unit.unpack
 
+    def gather(self, number: int | None, clock: float) -> float:
+        """Gather a unit, if there is one; returns when it is done."""
+        if number is None:
+            return clock
+        unit = self.units[number]
+        assert unit is not None
+        return self.carry(clock, unit.fetch + unit.gather, "gather", number)
+
     def _label(self, number: int | None) -> str:
         return "root" if number is None else label_of(self.layout, number)
 
@@ -251,22 +259,14 @@ class _Lanes:
         """Play forward and backward of one part of the batch; returns when its gradients are reduced."""
         own = [number for number, unit in enumerate(self.units) if unit is not None]
         following = dict(pairwise(own))
-        gathered: dict[int, float] = {}
-
-        def gather(number: int | None, ready: float) -> None:
-            if number is not None:
-                unit = self.units[number]
-                assert unit is not None
-                gathered[number] = self.carry(ready, unit.fetch + unit.gather, "gather", number)
-
         clock = self.carry(clock, self.root.fetch + self.root.gather, "gather", None)
         clock = self.unpack(clock, self.root, None)
-        gather(own[0] if own else None, clock)
+        gathered = self.gather(own[0] if own else None, clock)  # when the next unit is
         for number, seconds in enumerate(self._forwards):
             unit = self.units[number]
             if unit is not None:
-                clock = self.unpack(max(clock, gathered[number]), unit, number)
-                gather(following.get(number), clock)
+                clock = self.unpack(max(clock, gathered), unit, number)
+                gathered = self.gather(following.get(number), clock)
             if self.events is not None:
                 note(self.events, clock, seconds, "forward", self._label(number))
             clock += seconds
@@ -274,12 +274,12 @@ class _Lanes:
             return clock
         before = {later: earlier for earlier, later in following.items()}
         if self.again and own:
-            gather(own[-1], clock)
+            gathered = self.gather(own[-1], clock)
         for number in range(len(self._backwards) - 1, -1, -1):
             unit, again = self.units[number], self.run.again[number]
             if unit is not None and self.again:
-                clock = self.unpack(max(clock, gathered[number]), unit, number)
-                gather(before.get(number), clock)
+                clock = self.unpack(max(clock, gathered), unit, number)
+                gathered = self.gather(before.get(number), clock)
             backward = self._backwards[number] - again
             if self.events is not None:
                 note(self.events, clock, again, "recompute", self._label(number))

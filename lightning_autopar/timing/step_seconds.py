@@ -91,12 +91,9 @@ class Step:
 
     # -- replicas and shards -----------------------------------------------------------------------------------------------------------
 
-    def classes(self) -> dict[tuple[Hashable, ...], list[int]]:
-        """Ranks that do the same work on equal devices."""
-        found: dict[tuple[Hashable, ...], list[int]] = {}
-        for rank, key in enumerate(zip(self._sorts, self.rows, strict=True)):
-            found.setdefault(key, []).append(rank)
-        return found
+    def kinds(self) -> list[tuple[Hashable, ...]]:
+        """A kind for each rank: those of one kind do the same work on equal devices."""
+        return list(zip(self._sorts, self.rows, strict=True))
 
     def run(self, rank: int) -> RankWork:
         """A rank's own work."""
@@ -149,7 +146,9 @@ class Step:
         """The seconds of the slowest rank, by part. Where hosts are slower than the devices, ranks may take equally long alone, and with
         their communication it is the one whose device works longest that the others wait for.
         """
-        runs = [self.run(ranks[0]) for ranks in self.classes().values()]
+        kinds = self.kinds()
+        first = dict(zip(reversed(kinds), range(len(kinds) - 1, -1, -1), strict=True))
+        runs = [self.run(rank) for rank in sorted(first.values())]
         slowest, busiest = (max(runs, key=key) for key in (lambda run: run.alone, lambda run: run.busy))
         found = self._seconds_with(slowest)
         return found if busiest is slowest else max(found, self._seconds_with(busiest), key=lambda seconds: seconds.step)
@@ -238,12 +237,11 @@ class Step:
     def events(self, ranks: int) -> list[list[LaneSpan]]:
         """What each of the first ranks does, and when; equal ranks do the same."""
         made: dict[Hashable, list[LaneSpan]] = {}
-        by_rank: dict[int, Hashable] = {rank: key for key, members in self.classes().items() for rank in members}
-        for rank in range(ranks):
-            key = by_rank[rank]
-            if key not in made:
-                made[key] = self._of_rank(rank)
-        return [made[by_rank[rank]] for rank in range(ranks)]
+        kinds = self.kinds()[:ranks]
+        for rank, kind in enumerate(kinds):
+            if kind not in made:
+                made[kind] = self._of_rank(rank)
+        return [made[kind] for kind in kinds]
 
     def _of_rank(self, rank: int) -> list[LaneSpan]:
         """What one rank does up to the end of its update."""

@@ -452,6 +452,32 @@ def test_an_engine_that_is_asked_for_by_name_is_advised_only_where_it_helps() ->
 # -- what it costs ---------------------------------------------------------------------------------------------------------------------
 
 
+def test_engines_that_the_report_shows_to_be_no_faster_are_not_searched() -> None:
+    """By default zero alone isn't allowed. Its search took the seconds in which one card more would have been found to be twice as fast."""
+    report = made(HEAVY, parse_spec("2xRTX4090"))
+    assert {one.plan.engine for one in report.candidates if one.held_back and one.seconds is not None} == {"zero"}
+    arguments: Any = report.adviser.args  # type: ignore[union-attr]  # it is a partial
+    asked: list[Any] = []
+
+    class Noting:
+        """Notes which engines each search may take."""
+
+        def __init__(self) -> None:
+            self.ask = arguments[-1]()
+
+        def best(self, question: Any) -> Any:
+            asked.append(question.constraints.allow)
+            return self.ask.best(question)
+
+        def evaluate(self, question: Any, plan: Plan, *, confirm: bool = False) -> Any:
+            return self.ask.evaluate(question, plan, confirm=confirm)
+
+    advise: Any = subject.advise
+    advise(*arguments[:-1], Noting)
+    assert asked
+    assert not any("zero" in allow for allow in asked)
+
+
 def test_the_search_does_not_wait_for_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     original = subject._Adviser.changes

@@ -150,12 +150,13 @@ def test_interleaved_stages_may_have_fewer_micro_batches_than_ranks_and_be_shard
     assert chosen.step_seconds <= seconds, chosen.plan.title()
 
 
-@pytest.mark.parametrize(("enough", "allocations"), [((9, 10, 11, 12), 300), ((7, 8), 12_000)])
+@pytest.mark.parametrize(("enough", "allocations"), [((9, 10, 11, 12), 300), ((7, 8), 12_000), (range(7, 13), 45_000)])
 def test_more_recomputed_blocks_are_replayed_where_fewer_lose_more_than_they_save(
-    monkeypatch: pytest.MonkeyPatch, enough: tuple[int, ...], allocations: int
+    monkeypatch: pytest.MonkeyPatch, enough: Sequence[int], allocations: int
 ) -> None:
     """After a failed replay a search assumes its loss for all plans of that sort; but with so many blocks this allocator loses nothing.
-    Then the most that may win are tried, and half of them, even where failed replays have used up what a search may replay.
+    Then the most that may win are tried, and half of them, even where failed replays have used up what a search may replay: as long as
+    each is faster than the one before, it goes on.
     """
     step, constraints = scaled(step_of(1024, 12), 6), Constraints(precision=PRECISION, allow=("single",))
     here = Referee(step, parse_spec("1xRTX4090"), constraints).cut_to(0.5, samples=60)

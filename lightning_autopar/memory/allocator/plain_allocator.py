@@ -2,8 +2,8 @@
 
 It hands out the same blocks as :class:`~lightning_autopar.memory.allocator.caching_allocator.CachingAllocator`, which serves all settings
 and is what to read first: a test compares the two. Here everything is one loop over numbers and lists, as planning spends most of its time
-in it. Sizes and addresses are counted in units of 512 bytes, to which torch rounds them. So a size and an address fit into a number that
-Python compares fast. Knows neither torch nor plans.
+in it. Sizes and addresses are counted in units of 512 bytes, to which torch rounds them. A block is two addresses, where it begins and
+ends. Knows neither torch nor plans.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -31,13 +31,11 @@ _UNIT = MIN_BLOCK_BYTES.bit_length() - 1
 _SMALL, _SMALL_SEGMENT, _MIN_LARGE, _LARGE_ROUNDING = (
     size >> _UNIT for size in (SMALL_BYTES, SMALL_SEGMENT_BYTES, MIN_LARGE_BYTES, LARGE_ROUNDING_BYTES)
 )
-#: A free block's key is its size, then so many bits of its address: with 512 TiB of addresses none is used twice.
-_ADDRESS_BITS = 40
-#: A block is a list, as Python makes lists faster than objects. It has the block's address, its size, whether it is handed out, its two
-#: neighbours in its segment, the free blocks among which it lies when it is free, and its category.
-_ADDRESS, _SIZE, _ALLOCATED, _PREV, _NEXT, _CACHE, _CATEGORY = range(7)
-#: The free blocks of a stream, for small or for large requests: their keys in order, and the blocks by key.
-_Free = tuple[list[int], dict[int, list[Any]]]
+#: Between two segments.
+_GAP = 1
+#: The free blocks of a stream, for small or for large requests: their sizes in order, and by size their addresses in order. Of hundreds of
+#: free blocks most have one of a few sizes, so a block is found among few.
+_Free = tuple[list[int], dict[int, list[int]]]
 
 
 class PlainAllocator:
@@ -52,9 +50,12 @@ class PlainAllocator:
     """
 
     def __init__(self, *, limit_bytes: int | None = None, options: AllocatorOptions | None = None) -> None:
-        #: The first block of each segment, and the segments' sizes, by address.
-        self._heads: dict[int, list[Any]] = {}
-        self._sizes: dict[int, int] = {}
+        #: By address, each segment's size and the free blocks to which its own belong. Between segments there is a gap, so that blocks that
+        #: touch are of one segment.
+        self._segments: dict[int, tuple[int, _Free]] = {}
+        #: The ends of free blocks by their addresses, and their addresses by their ends.
+        self._ends: dict[int, int] = {}
+        self._begins: dict[int, int] = {}
         options = options or AllocatorOptions()
         assert self.serves(options), "settings of torch's own"
         self.limit_bytes = limit_bytes
@@ -67,20 +68,12 @@ class PlainAllocator:
         self._by_category: dict[Category, int] = dict.fromkeys(get_args(Category), 0)
         self._address = 0
         self._stream = 0
-        #: By number, what is handed out.
-        self._live: dict[int, list[Any]] = {}
+        #: By number, what is handed out: from where to where, among which free blocks it will be, and its category.
+        self._live: dict[int, tuple[int, int, _Free, Category]] = {}
         self._settled = 0
         #: By stream.
         self._small: dict[int, _Free] = {}
         self._large: dict[int, _Free] = {}
-
-    def __del__(self) -> None:
-        """Parts its blocks, which hold each other: after a search, Python's collector would take as long as for some of its replays."""
-        for block in self._heads.values():
-            while block is not None:
-                following = block[_NEXT]
-                block.clear()
-                block = following
 
     @staticmethod
     def serves(options: AllocatorOptions) -> bool:
@@ -118,7 +111,7 @@ class PlainAllocator:
 
     def play(self, orders: Iterable[int], labels: Iterable[Category]) -> None:
         """See :meth:`~lightning_autopar.memory.allocator.caching_allocator.CachingAllocator.play`."""
-        live, by_category = self._live, self._by_category
+        live, begins, ends, by_category = self._live, self._begins, self._ends, self._by_category
         settled, allocated, peak, peaked = self._settled, self._allocated, self._peak_allocated, False
         small, large = self._caches(self._stream)
         label, numbers = iter(labels), iter(orders)
@@ -127,74 +120,80 @@ class PlainAllocator:
                 if number > 0:
                     size = (number + (MIN_BLOCK_BYTES - 1)) >> _UNIT
                     if size <= _SMALL:
-                        cache, spare = small, 0
+                        free, spare = small, 0
                     else:
-                        cache, spare = large, _SMALL
-                    keys, blocks = cache
-                    place = bisect_left(keys, size << _ADDRESS_BITS)
-                    if place < len(keys):
-                        block = blocks.pop(keys[place])
-                        del keys[place]
-                        block[_ALLOCATED] = True
-                    else:
+                        free, spare = large, _SMALL
+                    sizes, places = free
+                    index = bisect_left(sizes, size)
+                    if index == len(sizes):
                         self._settled, self._allocated, self._peak_allocated = settled, allocated, peak
                         if peaked:
                             self._fullest, peaked = by_category.copy(), False
-                        block = self._new_block(size, cache)
-                    got = block[_SIZE]
-                    if got - size > spare:
-                        following = block[_NEXT]
-                        rest = [block[_ADDRESS] + size, got - size, False, block, following, cache, None]
-                        if following is not None:
-                            following[_PREV] = rest
-                        block[_NEXT] = rest
-                        block[_SIZE] = got = size
-                        key = rest[_SIZE] << _ADDRESS_BITS | rest[_ADDRESS]
-                        blocks[key] = rest
-                        insort(keys, key)
+                        self._new_segment(size, free)
+                        index = len(sizes) - 1
+                    found = sizes[index]
+                    at = places[found]
+                    address = at.pop(0)
+                    if not at:
+                        del places[found], sizes[index]
+                    end = address + found
+                    del ends[address]
+                    found -= size
+                    if found > spare:
+                        rest = address + size
+                        ends[rest], begins[end] = end, rest
+                        if found in places:
+                            insort(places[found], rest)
+                        else:
+                            places[found] = [rest]
+                            insort(sizes, found)
+                        end = rest
+                    else:
+                        del begins[end]
                     settled += 1
-                    live[settled] = block
-                    block[_CATEGORY] = category = next(label)
-                    by_category[category] += got
-                    allocated += got
+                    category = next(label)
+                    live[settled] = address, end, free, category
+                    by_category[category] += end - address
+                    allocated += end - address
                     if allocated > peak:
                         peak, peaked = allocated, True
                     continue
                 if peaked:  # looked at before it becomes less
                     self._fullest, peaked = by_category.copy(), False
                 if number < 0:
-                    block = live.pop(-number)
-                    size = block[_SIZE]
-                    by_category[block[_CATEGORY]] -= size
-                    allocated -= size
-                    block[_ALLOCATED] = False
-                    keys, blocks = block[_CACHE]
-                    other = block[_NEXT]
-                    if other is not None and not other[_ALLOCATED]:
-                        key = other[_SIZE] << _ADDRESS_BITS | other[_ADDRESS]
-                        del blocks[key], keys[bisect_left(keys, key)]
-                        size += other[_SIZE]
-                        following = block[_NEXT] = other[_NEXT]
-                        if following is not None:
-                            following[_PREV] = block
-                    other = block[_PREV]
-                    if other is not None and not other[_ALLOCATED]:  # it grows, so that a segment's first block stays the first
-                        key = other[_SIZE] << _ADDRESS_BITS | other[_ADDRESS]
-                        del blocks[key], keys[bisect_left(keys, key)]
-                        size += other[_SIZE]
-                        following = other[_NEXT] = block[_NEXT]
-                        if following is not None:
-                            following[_PREV] = other
-                        block = other
-                    block[_SIZE] = size
-                    key = size << _ADDRESS_BITS | block[_ADDRESS]
-                    blocks[key] = block
-                    insort(keys, key)
+                    address, end, free, category = live.pop(-number)
+                    by_category[category] -= end - address
+                    allocated -= end - address
+                    sizes, places = free
+                    if end in ends:  # a free block begins there
+                        following = ends.pop(end)
+                        at = places[following - end]
+                        if len(at) > 1:
+                            del at[bisect_left(at, end)]
+                        else:
+                            del places[following - end], sizes[bisect_left(sizes, following - end)]
+                        end = following
+                    if address in begins:  # one ends there
+                        before = begins.pop(address)
+                        at = places[address - before]
+                        if len(at) > 1:
+                            del at[bisect_left(at, before)]
+                        else:
+                            del places[address - before], sizes[bisect_left(sizes, address - before)]
+                        address = before
+                    ends[address], begins[end] = end, address
+                    size = end - address
+                    if size in places:
+                        insort(places[size], address)
+                    else:
+                        places[size] = [address]
+                        insort(sizes, size)
                 elif (changed := next(numbers)) < 0:
-                    block = live[-changed]
-                    by_category[block[_CATEGORY]] -= block[_SIZE]
-                    block[_CATEGORY] = category = next(label)
-                    by_category[category] += block[_SIZE]
+                    address, end, free, category = live[-changed]
+                    by_category[category] -= end - address
+                    category = next(label)
+                    live[-changed] = address, end, free, category
+                    by_category[category] += end - address
                 else:
                     self._stream = changed
                     small, large = self._caches(changed)
@@ -206,54 +205,47 @@ class PlainAllocator:
 
     def layout(self) -> list[list[tuple[int, int, bool]]]:
         """See :meth:`~lightning_autopar.memory.allocator.caching_allocator.CachingAllocator.layout`; all segments in order of addresses."""
+        number_of = {id(free): number for number, free in enumerate((*self._small.values(), *self._large.values()))}
+        blocks = {address: (end - address, True) for address, end, _, _ in self._live.values()}
+        blocks |= {address: (end - address, False) for address, end in self._ends.items()}
         found: list[list[tuple[int, int, bool]]] = []
-        caches = {id(cache): number for number, cache in enumerate((*self._small.values(), *self._large.values()))}
-        for head in self._heads.values():
-            blocks: list[tuple[int, int, bool]] = []
-            block = head
-            while block is not None:
-                blocks.append((caches[id(block[_CACHE])], block[_SIZE], block[_ALLOCATED]))
-                block = block[_NEXT]
-            found.append(blocks)
+        cache = 0
+        for address in sorted(blocks):
+            if address in self._segments:
+                found.append([])
+                cache = number_of[id(self._segments[address][1])]
+            found[-1].append((cache, *blocks[address]))
         return found
 
     def arrangement(self, numbers: Sequence[int]) -> tuple[object, ...]:
         """What :meth:`layout` says, and where these allocations lie, which are all. Addresses count without what was given back."""
         caches = *self._small.values(), *self._large.values()
-        number_of = {id(cache): number for number, cache in enumerate(caches)}
-        free = [block for keys, blocks in caches for block in map(blocks.__getitem__, keys)]
-        addresses = [block[_ADDRESS] for block in (*free, *map(self._live.__getitem__, numbers))]
+        number_of = {id(free): number for number, free in enumerate(caches)}
+        addresses = [address for _, places in caches for _, at in sorted(places.items()) for address in at]
+        sizes = [self._ends[address] - address for address in addresses]
+        addresses += (self._live[number][0] for number in numbers)
         if self.released:
-            heads, sizes = np.array([*self._sizes]), np.array([*self._sizes.values()])
-            missing = heads - np.cumsum(sizes) + sizes
+            heads = np.array([*self._segments])
+            room = np.array([size + _GAP for size, _ in self._segments.values()])
+            missing = heads - np.cumsum(room) + room
             addresses = (np.array(addresses) - missing[np.searchsorted(heads, addresses, "right") - 1]).tolist()
-        segments = zip(self._sizes.values(), (number_of[id(head[_CACHE])] for head in self._heads.values()), strict=True)
-        return *segments, *(len(keys) for keys, _ in caches), *(block[_SIZE] for block in free), *addresses
+        segments = ((size, number_of[id(free)]) for size, free in self._segments.values())
+        return *segments, *(sum(map(len, places.values())) for _, places in caches), *sizes, *addresses
 
     def _twin(self) -> PlainAllocator:
         """Another one in the same state."""
-        blocks: dict[int, list[Any]] = {}
-        pools = self._small, self._large
-        caches: dict[int, _Free] = {id(cache): (cache[0].copy(), {}) for pool in pools for cache in pool.values()}
-        for block in self._heads.values():
-            before: list[Any] | None = None
-            while block is not None:
-                address, size, allocated, _, following, cache, category = block
-                other = blocks[address] = [address, size, allocated, before, None, caches[id(cache)], category]
-                if before is not None:
-                    before[_NEXT] = other
-                before, block = other, following
-        for cache in (cache for pool in pools for cache in pool.values()):
-            caches[id(cache)][1].update((key, blocks[block[_ADDRESS]]) for key, block in cache[1].items())
+        caches = *self._small.values(), *self._large.values()
+        copies = {id(free): (free[0].copy(), {size: at.copy() for size, at in free[1].items()}) for free in caches}
         twin = copy(self)
-        twin._small, twin._large = ({stream: caches[id(cache)] for stream, cache in pool.items()} for pool in pools)
-        twin._heads = {address: blocks[address] for address in self._heads}
-        twin._live = {number: blocks[block[_ADDRESS]] for number, block in self._live.items()}
-        twin._sizes, twin._by_category, twin.gives_back = self._sizes.copy(), self._by_category.copy(), None
+        twin._small, twin._large = ({stream: copies[id(free)] for stream, free in each.items()} for each in (self._small, self._large))
+        twin._segments = {address: (size, copies[id(free)]) for address, (size, free) in self._segments.items()}
+        twin._live = {number: (begin, end, copies[id(free)], kind) for number, (begin, end, free, kind) in self._live.items()}
+        twin._ends, twin._begins, twin._by_category = self._ends.copy(), self._begins.copy(), self._by_category.copy()
+        twin.gives_back = None
         return twin
 
-    def _new_block(self, size: int, cache: _Free) -> list[Any]:
-        """A segment of new memory, if need be after giving back those that are unused."""
+    def _new_segment(self, size: int, free: _Free) -> None:
+        """Add a segment of new memory to the free blocks, as the largest of them, if need be after giving back those that are unused."""
         if size <= _SMALL:
             segment = _SMALL_SEGMENT
         elif size < _MIN_LARGE:
@@ -261,28 +253,33 @@ class PlainAllocator:
         else:
             segment = (size + _LARGE_ROUNDING - 1) & -_LARGE_ROUNDING
         if self._reserved + segment > self._limit:
-            caches = (*self._large.values(), *self._small.values())
-            unused = [block for _, blocks in caches for block in blocks.values() if block[_PREV] is None and block[_NEXT] is None]
-            reserved = self._reserved - sum(block[_SIZE] for block in unused)
+            unused = [address for address, (room, _) in self._segments.items() if self._ends.get(address) == address + room]
+            reserved = self._reserved - sum(self._segments[address][0] for address in unused)
             if reserved + segment > self._limit:  # nothing is given back, so that it can go on without a limit
                 assert self.limit_bytes is not None, "without a limit there is always room"
                 raise OutOfDeviceMemory(size << _UNIT, self.allocated_bytes, reserved << _UNIT, self.limit_bytes)
             if self.gives_back is not None and not self.released:
                 self.gives_back(self._twin(), size << _UNIT)
             self._release(unused)
-        block = [self._address, segment, True, None, None, cache, None]
-        self._heads[self._address], self._sizes[self._address] = block, segment
-        self._address += segment
+        address, end = self._address, self._address + segment
+        self._segments[address] = segment, free
+        self._ends[address], self._begins[end] = end, address
+        self._address = end + _GAP
         self._reserved += segment
         self._peak_reserved = max(self._peak_reserved, self._reserved)
-        return block
+        sizes, places = free
+        sizes.append(segment)
+        places[segment] = [address]
 
-    def _release(self, unused: Iterable[list[Any]]) -> None:
-        for block in unused:
-            keys, blocks = block[_CACHE]
-            key = block[_SIZE] << _ADDRESS_BITS | block[_ADDRESS]
-            del blocks[key], keys[bisect_left(keys, key)], self._heads[block[_ADDRESS]], self._sizes[block[_ADDRESS]]
-            self._reserved -= block[_SIZE]
+    def _release(self, unused: Iterable[int]) -> None:
+        for address in unused:
+            size, free = self._segments.pop(address)
+            sizes, places = free
+            places[size].remove(address)
+            if not places[size]:
+                del places[size], sizes[bisect_left(sizes, size)]
+            del self._begins[self._ends.pop(address)]
+            self._reserved -= size
             self.released += 1
 
     def _caches(self, stream: int) -> tuple[_Free, _Free]:

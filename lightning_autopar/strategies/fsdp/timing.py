@@ -121,9 +121,8 @@ def fsdp_units(
             )
         return made[key]
 
-    blocks = {block.fqn: one for block, one in zip(footprint.blocks, sharding.blocks, strict=True) if one.gathered}
-    units = [
-        unit(blocks[layer.fqn].gathered, blocks[layer.fqn].reduced) if layer.fqn is not None and layer.fqn in blocks else None
-        for layer in layout.layers
-    ]
-    return units, unit(sharding.root.gathered, sharding.root.reduced)
+    pairs = zip(footprint.blocks, sharding.blocks, strict=True)
+    own = {block.fqn: unit(one.gathered, one.reduced) for block, one in pairs if one.gathered}
+    return [None if layer.fqn is None else own.get(layer.fqn) for layer in layout.layers], unit(
+        sharding.root.gathered, sharding.root.reduced
+    )

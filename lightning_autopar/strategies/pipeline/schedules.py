@@ -114,9 +114,14 @@ def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tu
     return tuple(actions)
 
 
+def micro_batches_a_round(ranks: int, micro_batches: int) -> int:
+    """How many micro-batches interleaved 1F1B runs through a rank's stage before the next one's turn: rounds are equal."""
+    return micro_batches // max(1, micro_batches // ranks)
+
+
 def _interleaved(rank: int, ranks: int, local: int, micro_batches: int) -> tuple[Action, ...]:
     """Interleaved 1F1B (https://arxiv.org/abs/2104.04473) of a rank with ``local`` stages."""
-    per_round = micro_batches // max(1, micro_batches // ranks)
+    per_round = micro_batches_a_round(ranks, micro_batches)
     total = local * micro_batches
     ahead = min((local - 1) * per_round + 2 * (ranks - 1 - rank), total)
     counts: defaultdict[tuple[Work, int], int] = defaultdict(int)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from lightning_autopar.devices.inventory import Device, Inventory
 from lightning_autopar.memory.allocator.tape_player import parts_of
-from lightning_autopar.plans import Schedule
-from lightning_autopar.strategies.pipeline.schedules import Action, rank_actions
+from lightning_autopar.plans import INTERLEAVED, Schedule
+from lightning_autopar.strategies.pipeline.schedules import Action, micro_batches_a_round, rank_actions
 from lightning_autopar.timing.rank_compute import LaneSpan, RankWork, work_of
 from lightning_autopar.timing.rates import Rates
 from lightning_autopar.timing.step_seconds import Seconds, Step
@@ -108,9 +108,13 @@ def _few(stages: Stages) -> tuple[int, int] | None:
     count, total = len(stages.forward), stages.micro_batches
     if 2 * count * total <= _MOST_ACTIONS:
         return None
-    # The period may be as long as the pipeline, where sending takes time.
-    number = total % stages.ranks + 2 * stages.ranks
-    return (number, stages.ranks) if number + stages.ranks <= total else None
+    if stages.schedule in INTERLEAVED:  # two of its rounds, which may be longer than the pipeline
+        period = micro_batches_a_round(stages.ranks, total)
+        number = 2 * period
+    else:  # the period may be as long as the pipeline, where sending takes time
+        period = stages.ranks
+        number = total % period + 2 * period
+    return (number, period) if number + period <= total else None
 
 
 @lru_cache(maxsize=4096)

@@ -160,3 +160,16 @@ def test_a_gpus_host_takes_its_time_for_each_action_and_runs_ahead() -> None:
     assert action > 0
     assert seconds(8, 10**6) - seconds(4, 10**6) >= 2 * 4 * action, "the host decides: a forward and a backward for each micro-batch"
     assert seconds(8, 10**14) - seconds(4, 10**14) < action / 10, "the GPU decides: its host has long been there"
+
+
+@pytest.mark.parametrize(("ranks", "rounds", "a_round"), [(11, 7, 12), (8, 20, 8), (6, 45, 6), (9, 5, 10), (10, 6, 11)])
+def test_rounds_longer_than_the_pipeline_go_on_at_their_own_pace(ranks: int, rounds: int, a_round: int) -> None:
+    """Interleaved stages run equal rounds: those of a few micro-batches must be as long as those of all, or they don't go out evenly."""
+    count = 4 * ranks
+    forward = tuple(1.0 + 0.1 * (stage % 3) for stage in range(count))
+    asked = stages("interleaved_1f1b", ranks, rounds * a_round, forward, tuple(2 * seconds for seconds in forward), 0.05)
+    ends = [0.0] * ranks
+    for done in play(asked):
+        ends[done.rank] = done.end
+    assert 2 * count * asked.micro_batches > 3000, "extrapolated"
+    assert pipeline_ends(asked) == pytest.approx(ends, rel=0.01)
