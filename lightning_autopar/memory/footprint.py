@@ -142,6 +142,7 @@ class Moment:
         fixed_bytes: tensors whose size doesn't depend on the batch: gradients in the making, casts of parameters, the optimizer's scratch.
         sloping_bytes: of those, what a kernel takes less of at a small share of the batch.
         slope_bytes: what the whole batch would take in proportion to that share.
+        draw_bytes: of a random draw that is made then, for the whole batch, by a rank with a part of it.
     """
 
     phase: str
@@ -154,6 +155,7 @@ class Moment:
     fixed_bytes: int = 0
     sloping_bytes: int = 0
     slope_bytes: int = 0
+    draw_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:

@@ -93,6 +93,8 @@ class Tape:
         batches: how many batches the step takes: 1, or 2 where gradients accumulate (one that isn't the last, then the last).
         slopes: of what kernels take, by storage, where a small share of the batch takes less than the fixed size on the tape: what the
             whole batch would take in proportion to it. The smaller one counts.
+        draws: of random draws over the samples, by the storage that is filled: the sizes of the tensors through which the whole batch's is
+            made, once that storage is there. A rank with a part of the batch makes them, keeps its rows, and frees them.
     """
 
     actions: array[int] = field(default_factory=lambda: array("b"))
@@ -101,6 +103,7 @@ class Tape:
     kinds: array[int] = field(default_factory=lambda: array("b"))
     batches: int = 1
     slopes: dict[int, int] = field(default_factory=dict)
+    draws: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, action: Action, storage: int, size_bytes: int = 0, kind: Kind | None = None) -> None:
         """Append an event."""

@@ -207,8 +207,6 @@ class MemoryTracker(TorchDispatchMode):
         self.random_draws: dict[str, None] = {}
         self.phase: Phase = "forward"
         self.tape: Tape | None = None
-        #: The bytes of the largest random draw over the samples in forward, by part.
-        self.draws: dict[int, set[int]] = {}
         #: The operations since :meth:`record`.
         self.tally = Tally()
         #: The parts whose forward uses a parameter or buffer, in order, by its id.
@@ -490,8 +488,9 @@ class MemoryTracker(TorchDispatchMode):
             self._write("product", int(self.phase == "backward"))
         if known.draws and self.phase != "optimizer" and known.has_drawn(args, kwargs):
             self.random_draws[known.name] = None
-            if self.phase == "forward" and made and made[0].scaled:
-                self.draws.setdefault(self._part, set()).add(known.drawn_bytes(made[0].tensor))
+            # Of dropout's two tensors, the mask is there when it draws.
+            if self.tape is not None and made and made[0].scaled and (sizes := known.drawn_bytes(made[0].tensor)):
+                self.tape.draws.update(dict.fromkeys(made[-1].storages, sizes))
         if self.tape is not None and known.moves:
             part = OPTIMIZER if self.phase == "optimizer" else self._part if self._worker is None else self._worker
             self.tally.add(part, self.phase == "backward", func, known, args, kwargs, inputs, output, made)

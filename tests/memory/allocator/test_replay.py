@@ -1049,19 +1049,36 @@ def test_a_part_of_a_batch_draws_for_all_of_it(recompute: bool) -> None:
     """On a stub GPU, eight replicas of a transformer with dropout took 1.1 % more than was predicted, a third of its activations."""
     footprint = trace(Module(GPT(dropout=0.1)), None, next(iter(DataLoader(tokens(), 4))), target="cuda")
     again = tuple(block.fqn for block in footprint.blocks) if recompute else ()
-    drawing = replace(footprint, blocks=tuple(replace(block, draw_bytes=(64 * MIB,)) for block in footprint.blocks))
+    assert footprint.tape is not None
 
     def more(engine: str, world_size: int, **values: Any) -> int:
         asked = plan(engine, world_size, recompute=again, **values)
         with_draws, without = (
-            replay(each, asked, 0).allocated_peak_bytes
-            for each in (drawing, replace(drawing, blocks=tuple(replace(block, draw_bytes=()) for block in drawing.blocks)))
+            replay(_drawing(footprint, dict.fromkeys(storages, (64 * MIB,))), asked, 0).allocated_peak_bytes
+            for storages in (footprint.tape.draws, ())
         )
         return with_draws - without
 
     assert more("single", 1) == 0
     assert more("ddp", 2) == pytest.approx(64 * MIB, rel=0.05)
     assert more("single", 1, micro_batches=2) == pytest.approx(64 * MIB, rel=0.05)
+
+
+def _drawing(footprint: Footprint, draws: dict[int, tuple[int, ...]]) -> Footprint:
+    assert footprint.tape is not None
+    return replace(footprint, tape=replace(footprint.tape, draws=draws))
+
+
+def test_a_draw_is_made_at_its_place_of_the_block() -> None:
+    """nn.Transformer's ranks took up to 5.9 % less than was predicted: its largest draw is made when its block isn't at its fullest."""
+    footprint = trace(Module(GPT(dropout=0.1)), None, next(iter(DataLoader(tokens(), 4))), target="cuda")
+    assert footprint.tape is not None
+    asked, (first, *_, last) = plan("ddp", 2), footprint.tape.draws
+    without, early, late = (
+        replay(_drawing(footprint, draws), asked, 0).allocated_peak_bytes
+        for draws in ({}, {first: (MIB // 4,) * 3}, {last: (MIB // 4,) * 3})
+    )
+    assert early == without < late
 
 
 def test_few_rows_of_a_large_draw_are_drawn_by_themselves() -> None:
