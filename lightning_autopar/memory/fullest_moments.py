@@ -229,12 +229,6 @@ def _make(footprint: Footprint) -> _Columns:
     )
 
 
-def part_draws(footprint: Footprint) -> list[tuple[int, ...]]:
-    """The bytes of the draws of each part, in running order: part 2i comes before block i, part 2i + 1 is block i."""
-    outer = [part.draw_bytes for part in footprint.outer] or [()] * (len(footprint.blocks) + 1)
-    return [*(sizes for pair in zip(outer, (block.draw_bytes for block in footprint.blocks), strict=False) for sizes in pair), outer[-1]]
-
-
 def _ended(moments: tuple[Moment, ...]) -> list[int]:
     """For each moment, the block whose backward ends there."""
     ended, last = [], -1
