@@ -65,7 +65,8 @@ class Event(NamedTuple):
     an output that nothing uses after its block, it comes when the next block's forward is over. A ``"read"`` comes where the last node of
     backward that a block saved a storage for has read it: made again by recomputation, it is free from there on. The node itself frees it
     when what it gives has been summed to the shapes of its inputs. Right after the first product of matrices of the thread that runs
-    forward (0) and of that which runs backward (1) a ``"product"``: there libraries take their workspaces.
+    forward (0) and of that which runs backward (1) a ``"product"``: there libraries take their workspaces. On a stream of the user's own,
+    the n-th, it is that of 2 n and 2 n + 1.
 
     Args:
         storage: number of the storage, unique on the tape and never used again; of a mark the index in the table above.
