@@ -4,6 +4,7 @@
         python benchmarks/memory_nullgpu.py --json OUT [--seconds 540] [--only SUBSTRING] [--sets zoo,unseen,judging,ranks,budgets]
 
     NULLGPU_DEVICES=4 NULLGPU_COMPUTE=1 NULLGPU_COMPUTE_BYTES=65536 … --sets stages --json benchmarks/results/memory_nullgpu_stages.json
+    NULLGPU_DEVICES=4 NULLGPU_COMPUTE=1 NULLGPU_COMPUTE_BYTES=65536 … --sets zero --json benchmarks/results/memory_nullgpu_zero.json
 
 Each job is predicted in a process of its own that has no device, and trained for sixteen steps (``--steps``) in another with plain
 Lightning. The result file is written after each job; a job that is in it isn't run again. Networks that
@@ -34,7 +35,7 @@ os.environ["AUTOPAR_CACHE"] = "off"  # what earlier runs taught would be no pred
 
 import transformers  # noqa: F401  # once, before the forks
 from machine import machine
-from memory import gpu_job, gpu_rank, gpu_stages
+from memory import gpu_job, gpu_rank, gpu_stages, gpu_zero
 from memory.gpu_job import Task
 from memory.zoo_gpu import gpu_models
 from memory.zoo_unseen import judging_models, unseen_models
@@ -108,7 +109,10 @@ def jobs(sets: list[str]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
             yield from _ranks()
         elif part == "stages":
             for task in gpu_stages.stages_tasks():
-                yield f"stages: {task.words}", lambda task=task: _stages(task)  # type: ignore[misc]
+                yield f"stages: {task.words}", lambda task=task: _several(task, gpu_stages.predict_stages)  # type: ignore[misc]
+        elif part == "zero":
+            for task in gpu_zero.zero_tasks():
+                yield f"zero: {task.words}", lambda task=task: _several(task, gpu_zero.predict_zero)  # type: ignore[misc]
         else:
             yield from _budgets()
 
@@ -173,10 +177,11 @@ def _rank(task: gpu_rank.RankTask, ranks: int) -> dict[str, Any]:
     return {**found, "without_replay_error": _without_replay(predicted) / measured["reserved"] - 1}
 
 
-def _stages(task: gpu_stages.StagesTask) -> dict[str, Any]:
-    predicted = _apart(lambda: gpu_stages.predict_stages(task, SPEC))
-    measured = predicted if isinstance(predicted, str) else _apart(lambda: gpu_stages.measure_stages(task))
-    return {**asdict(task), "error": measured} if isinstance(measured, str) else gpu_stages.stages_row(task, predicted, measured)
+def _several(task: Any, predict: Callable[[Any, str], list[dict[str, int]]]) -> dict[str, Any]:
+    """All ranks of a run on several GPUs."""
+    predicted = _apart(lambda: predict(task, SPEC))
+    measured = predicted if isinstance(predicted, str) else _apart(lambda: gpu_stages.measure_ranks(task))
+    return {**asdict(task), "error": measured} if isinstance(measured, str) else gpu_stages.ranks_row(task, predicted, measured)
 
 
 def _budgets() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -247,7 +252,7 @@ def shown(row: dict[str, Any]) -> str:
     if "allocated_error" in row:
         errors = [f"{kind} {row[f'{kind}_error']:+7.2%}" for kind in ("allocated", "reserved", "without_replay")]
         return "  ".join(errors)
-    if "ranks" in row:
+    if isinstance(row.get("ranks"), list):
         return " | ".join(map(shown, row["ranks"]))
     if "budget" in row:
         return ", ".join(f"{words}: {row[words]}" for words in row if words == "said to fit" or words.startswith("ran"))

@@ -37,6 +37,7 @@ def gpus_as_cpu() -> Iterator[None]:
         stack.enter_context(patched(Tensor, "record_stream", _nothing))
         for name, value in _OF_CUDA.items():
             stack.enter_context(patched(torch.cuda, name, value))
+        stack.enter_context(_entered(None))  # what the code sets as its stream holds no longer
         yield
 
 
@@ -97,10 +98,37 @@ class _Done:
         return 1.0  # milliseconds, by which code may divide
 
 
+_DEFAULT = _Done()
+#: The streams that are entered, the current one last.
+_streams = [_DEFAULT]
+
+
+def stream_number(known: dict[object, int]) -> int:
+    """The number of the stream on which code works now: 0 of the default one; of others the next one, unless it is known."""
+    return known.setdefault(_streams[-1], len(known)) if _streams[-1] is not _DEFAULT else 0
+
+
+@contextmanager
+def _entered(stream: _Done | None) -> Iterator[None]:
+    _streams.append(_streams[-1] if stream is None else stream)
+    try:
+        yield
+    finally:
+        _streams.pop()
+
+
+def _set_stream(stream: _Done) -> None:
+    _streams[-1] = stream
+
+
 #: What ``torch.cuda`` has instead meanwhile.
 _OF_CUDA: dict[str, Any] = {
-    **dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), _Done),
-    **dict.fromkeys(("stream", "device"), nullcontext),
-    **dict.fromkeys(("set_stream", "synchronize", "reset_peak_memory_stats"), _nothing),
+    **dict.fromkeys(("Stream", "Event"), _Done),
+    **dict.fromkeys(("synchronize", "reset_peak_memory_stats"), _nothing),
+    "current_stream": lambda device=None: _streams[-1],
+    "default_stream": lambda device=None: _DEFAULT,
+    "stream": _entered,
+    "set_stream": _set_stream,
+    "device": nullcontext,
     "current_device": lambda: 0,
 }

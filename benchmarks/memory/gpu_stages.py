@@ -31,9 +31,9 @@ from memory.gpu_job import STEPS, adamw
 from memory.zoo_unseen import judging_models
 
 _BLOCKS = 6
-_QUIET: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+QUIET: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 #: FQNs of each model's blocks, in order; half of them are an encoder's, half a decoder's, where there are two.
-_FQNS = {
+FQNS = {
     "Qwen3": ["model.layers"],
     "Phi-3": ["model.layers"],
     "Cohere": ["model.layers"],
@@ -45,7 +45,7 @@ _FQNS = {
     "mBART": ["model.encoder.layers", "model.decoder.layers"],
     "PatchTSMixer": ["model.encoder.mlp_mixer_encoder.mixers"],
 }
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 #: Schedule, ranks, micro-batches and stages.
 _SETTINGS: tuple[tuple[Schedule, int, int, int], ...] = (
     ("gpipe", 2, 2, 2),
@@ -103,7 +103,7 @@ class StagesTask:
     @property
     def blocks(self) -> list[str]:
         """The model's, in order."""
-        return [f"net.{path}.{index}" for path in _FQNS[self.model] for index in range(_BLOCKS // len(_FQNS[self.model]))]
+        return model_blocks(self.model)
 
     def plan(self, devices: tuple[str, ...]) -> Plan:
         """The pipeline on the first of these devices."""
@@ -125,32 +125,38 @@ def stages_tasks() -> list[StagesTask]:
     plain = [
         StagesTask(
             model=model,
-            precision=_PRECISIONS[(place + turn) % 3],
+            precision=PRECISIONS[(place + turn) % 3],
             **dict(zip(("schedule", "ranks", "micro_batches", "stages"), _SETTINGS[(place + 5 * turn) % 6], strict=True)),  # type: ignore[arg-type]
         )
         for turn in range(4)
-        for place, model in enumerate(_FQNS)
+        for place, model in enumerate(FQNS)
     ]
     more = [
-        StagesTask(model=model, precision=_PRECISIONS[(place + turn + 1) % 3], **_MORE[(place + 5 * turn) % len(_MORE)])
+        StagesTask(model=model, precision=PRECISIONS[(place + turn + 1) % 3], **_MORE[(place + 5 * turn) % len(_MORE)])
         for turn in range(2)
-        for place, model in enumerate(_FQNS)
+        for place, model in enumerate(FQNS)
     ]
     return plain + more
 
 
-def _built(task: StagesTask) -> tuple[pl.LightningModule, Any]:
+def model_blocks(model: str) -> list[str]:
+    """FQNs of a model's blocks, in order."""
+    return [f"net.{path}.{index}" for path in FQNS[model] for index in range(_BLOCKS // len(FQNS[model]))]
+
+
+def built(name: str) -> tuple[pl.LightningModule, Any]:
+    """A model, and its batch."""
     torch.manual_seed(0)
-    model = next(one for one in judging_models() if one.name == task.model)
+    model = next(one for one in judging_models() if one.name == name)
     batch = model.batch()
     return model.build(adamw("foreach", True)), batch
 
 
 def predict_stages(task: StagesTask, spec: str) -> list[dict[str, int]]:
     """Of each rank the bytes that are said to be allocated and reserved, also without the replay."""
-    module, batch = _built(task)
+    module, batch = built(task.model)
     inventory = probe(f"{task.ranks * task.replicas}x{spec}")
-    trainer = pl.Trainer(accelerator="cpu", devices=1, accumulate_grad_batches=task.accumulate, **_QUIET)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, accumulate_grad_batches=task.accumulate, **QUIET)
     footprint = trace(module, trainer, batch, precision=task.precision, target=target_of(inventory.devices))
     plan = task.plan(tuple(device.id for device in inventory.devices))
     told = predict(footprint, plan, inventory, precision=task.precision).values()
@@ -187,9 +193,9 @@ class _Measured(pl.Callback):
         (self.folder / str(dist.get_rank())).write_text(json.dumps(found))
 
 
-def measure_stages(task: StagesTask) -> list[dict[str, int]]:
+def measure_ranks(task: Any) -> list[dict[str, int]]:
     """Of each rank what torch's allocator had given out and held at most, after sixteen steps."""
-    module, batch = _built(task)
+    module, batch = built(task.model)
     inventory = probe(accelerator="cuda")
     plan = task.plan(tuple(device.id for device in inventory.devices))
     value = engines.of(plan).sample_value(module, tree_map(lambda leaf: leaf[:2], batch), task.blocks)
@@ -207,13 +213,13 @@ def measure_stages(task: StagesTask) -> list[dict[str, int]]:
             max_steps=STEPS,
             accumulate_grad_batches=task.accumulate,
             callbacks=callbacks,
-            **_QUIET,
+            **QUIET,
         )
         trainer.fit(module, DataLoader(_Samples(batch, rows, rows * STEPS * task.accumulate), rows))
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(len(plan.devices))]
 
 
-def stages_row(task: StagesTask, predicted: list[dict[str, int]], measured: list[dict[str, int]]) -> dict[str, Any]:
+def ranks_row(task: Any, predicted: list[dict[str, int]], measured: list[dict[str, int]]) -> dict[str, Any]:
     """What the result file keeps of it: each rank's bytes and errors."""
     ranks = [
         {

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_autopar import engines
 from lightning_autopar.devices.inventory import Device, Inventory
-from lightning_autopar.memory.batch_scaling import scaled
+from lightning_autopar.memory.batch_scaling import drawn_by_rank, scaled
 from lightning_autopar.memory.cuda_overhead import context_bytes
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint, Moment
@@ -71,7 +71,7 @@ def _drawing_by_part(footprint: Footprint) -> Footprint:
             for one in found
         )
 
-    return replace(footprint, blocks=layers(footprint.blocks), outer=layers(footprint.outer))
+    return replace(drawn_by_rank(footprint), blocks=layers(footprint.blocks), outer=layers(footprint.outer))
 
 
 def _draws(layer: LayerFootprint) -> bool:

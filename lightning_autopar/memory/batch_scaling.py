@@ -126,6 +126,7 @@ def _times(footprint: Footprint, share: Fraction) -> Footprint:
             activation_bytes=part(moment.activation_bytes),
             temporary_bytes=part(moment.temporary_bytes),
             slope_bytes=part(moment.slope_bytes),
+            draw_bytes=part(moment.draw_bytes),
         )
         for moment in footprint.moments
     )
@@ -152,7 +153,13 @@ def drawn_by_rank(footprint: Footprint) -> Footprint:
         work, backward_work = works
         return replace(layer, draw_bytes=(), work=work, backward_work=backward_work)
 
-    return replace(footprint, blocks=tuple(map(own, footprint.blocks)), outer=tuple(map(own, footprint.outer)))
+    return replace(
+        footprint,
+        blocks=tuple(map(own, footprint.blocks)),
+        outer=tuple(map(own, footprint.outer)),
+        moments=tuple(replace(moment, draw_bytes=0) for moment in footprint.moments),
+        tape=None if footprint.tape is None else replace(footprint.tape, draws={}),
+    )
 
 
 def draws_whole(footprint: Footprint) -> bool:
@@ -196,4 +203,5 @@ def _tape(tape: Tape, share: Fraction) -> Tape:
     whole, rest = np.divmod(sizes[growing], share.denominator)  # the products of all sizes may have too many digits
     sizes[growing] = whole * share.numerator - (-rest * share.numerator // share.denominator)
     slopes = {storage: -(-slope * share.numerator // share.denominator) for storage, slope in tape.slopes.items()}
-    return replace(tape, sizes=array("q", sizes.tobytes()), slopes=slopes)
+    draws = {storage: tuple(-(-size * share.numerator // share.denominator) for size in drawn) for storage, drawn in tape.draws.items()}
+    return replace(tape, sizes=array("q", sizes.tobytes()), slopes=slopes, draws=draws)

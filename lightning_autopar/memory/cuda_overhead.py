@@ -59,9 +59,9 @@ _NCCL_ALONE_BYTES = 558 * MIB
 
 
 def workspaces(footprint: Footprint, device_name: str, *, environment: Mapping[str, str] | None = None) -> tuple[int, ...]:
-    """Sizes of the workspaces that cuBLAS keeps from its first product on, one for each thread that multiplies.
+    """Sizes of the workspaces that cuBLAS keeps from its first product on, one for each thread that multiplies, and for each stream.
 
-    Forward runs in the caller's thread, backward in one of autograd's own; each has its handle, and each handle its workspace
+    Forward runs in the caller's thread, backward in one of autograd's own; each has its handle, and each handle a workspace for each stream
     (``setWorkspaceForHandle``, aten/src/ATen/cuda/CublasHandlePool.cpp, torch 2.13). cuBLASLt shares it. A step that multiplies nothing
     has none.
 
@@ -72,7 +72,7 @@ def workspaces(footprint: Footprint, device_name: str, *, environment: Mapping[s
     if not footprint.flops:
         return ()
     size = cublas_bytes(device_name, environment=environment)
-    return (size, size) if footprint.training else (size,)
+    return (size,) * (1 + footprint.training) * (1 + footprint.streams)
 
 
 def workspace_bytes(footprint: Footprint, device_name: str, *, environment: Mapping[str, str] | None = None) -> int:

@@ -142,6 +142,7 @@ class Moment:
         fixed_bytes: tensors whose size doesn't depend on the batch: gradients in the making, casts of parameters, the optimizer's scratch.
         sloping_bytes: of those, what a kernel takes less of at a small share of the batch.
         slope_bytes: what the whole batch would take in proportion to that share.
+        draw_bytes: of a random draw that is made then, for the whole batch, by a rank with a part of it.
     """
 
     phase: str
@@ -154,6 +155,7 @@ class Moment:
     fixed_bytes: int = 0
     sloping_bytes: int = 0
     slope_bytes: int = 0
+    draw_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -222,6 +224,7 @@ class Footprint:
         set_aside_bytes: more such copies, in a validation alone.
         evaluation_parts: the same while each part of the step runs, in the order of :meth:`parts`; empty where it isn't known.
         evaluation_failed: whether a validation step failed where training's was traced.
+        streams: how many streams of its own the step multiplies on.
         conduct: what the step itself does with parameters; None where it wasn't traced.
         tied: groups of FQNs that share one parameter.
         training: False where the step is one of validation, test or prediction (no gradients, no optimizer).
@@ -272,6 +275,7 @@ class Footprint:
     set_aside_bytes: int = 0
     evaluation_parts: tuple[int, ...] = ()
     evaluation_failed: bool = False
+    streams: int = 0
     conduct: Conduct | None = None
     tied: tuple[tuple[str, ...], ...] = ()
     training: bool = True

@@ -71,6 +71,7 @@ class _Columns:
     block_extra: Column
     block_peak: Column
     block_unsaved: Column
+    block_draws: Column
     draws: Column
 
 
@@ -113,13 +114,12 @@ def moments_of(footprint: Footprint, recomputed: Collection[int], share: float, 
     activations = np.maximum(scaled, 0)
     states = np.concatenate([states, states[again] + random_bytes])
     temporary = np.rint(whole.temporary * share).astype(np.int64) + np.maximum(fixed, 0)
-    draws = columns.draws if share < 1 else np.zeros_like(columns.draws)
+    splits = int(share < 1)
     if len(again):
-        peaks = columns.block_peak[whole.held[again]]
-        activations = np.concatenate([activations, activations[again] + peaks])
-        temporary = np.concatenate([temporary, temporary[again] + draws[2 * whole.held[again] + 1]])
-    runs = whole.forward & ~whole.boundary
-    temporary[: len(runs)] += np.where(runs, draws[2 * whole.held + whole.running], 0)
+        blocks = whole.held[again]
+        activations = np.concatenate([activations, activations[again] + columns.block_peak[blocks]])
+        temporary = np.concatenate([temporary, temporary[again] + splits * columns.block_draws[blocks]])
+    temporary[: len(columns.draws)] += splits * columns.draws
 
     inside = np.arange(len(activations)) >= len(whole.held)  # a forward that runs again is no boundary
 
@@ -224,14 +224,9 @@ def _make(footprint: Footprint) -> _Columns:
         block_unsaved=column(
             [(block.forward_peak_bytes + (block.forward_unsaved_bytes or block.forward_peak_bytes)) // 2 for block in blocks]
         ),
-        draws=column([max(sizes, default=0) for sizes in part_draws(footprint)]),
+        block_draws=column([max(block.draw_bytes, default=0) for block in blocks]),
+        draws=column([moment.draw_bytes for moment in moments]),
     )
-
-
-def part_draws(footprint: Footprint) -> list[tuple[int, ...]]:
-    """The bytes of the draws of each part, in running order: part 2i comes before block i, part 2i + 1 is block i."""
-    outer = [part.draw_bytes for part in footprint.outer] or [()] * (len(footprint.blocks) + 1)
-    return [*(sizes for pair in zip(outer, (block.draw_bytes for block in footprint.blocks), strict=False) for sizes in pair), outer[-1]]
 
 
 def _ended(moments: tuple[Moment, ...]) -> list[int]:
@@ -270,6 +265,7 @@ def _all_at_once(footprint: Footprint) -> tuple[Moment, ...]:
         block = footprint.blocks[index]
         gradients += block.gradient_bytes
         within = replace(end, held=index, running=True, activation_bytes=activations)
-        moments += [within, replace(within, phase="backward", gradient_bytes=gradients)]
+        drawing = replace(within, draw_bytes=max(block.draw_bytes, default=0))
+        moments += [drawing, replace(within, phase="backward", gradient_bytes=gradients)]
         activations -= block.activation_bytes
     return tuple(moments)

@@ -6,6 +6,7 @@ Knows the tape alone: no plan, no engine, no torch.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -99,6 +100,16 @@ class CrossingBytes(NamedTuple):
     kept: bool
 
 
+class Drawing(NamedTuple):
+    """What is there when a part's forward draws for samples: tensors that it made, the same with those of parts before it that aren't kept
+    for backward, and the bytes of the whole batch's draw.
+    """
+
+    own: Size
+    given: Size
+    whole: int
+
+
 @dataclass
 class StepPart:
     """One part of the step: part 2i is what runs before block i (and after block i - 1), part 2i + 1 is block i.
@@ -120,6 +131,7 @@ class StepPart:
             be made anew where a pipeline is cut here.
         returns: what its backward leaves for the parts before it: the gradients of its inputs.
         active: whether its backward makes anything.
+        drawings: the moments at which its forward draws.
     """
 
     inner: Size = _NOTHING
@@ -135,6 +147,16 @@ class StepPart:
     anew: Size = _NOTHING
     returns: Size = _NOTHING
     active: bool = False
+    drawings: list[Drawing] = field(default_factory=list)
+
+    def drawing(self, share: float, drawn: Callable[[int], int], *, given: bool) -> int:
+        """The most that its forward holds while it draws; 0 where it doesn't.
+
+        Args:
+            drawn: of the whole batch's draw, the bytes that are taken at once.
+            given: whether tensors of parts before it count.
+        """
+        return max([(one.given if given else one.own).at(share) + drawn(one.whole) for one in self.drawings], default=0)
 
 
 _KNOWN: dict[int, tuple[weakref.ref[Tape], list[StepPart]]] = {}
@@ -172,7 +194,7 @@ class _Reader:
         begin = max((index for index, event in enumerate(events) if event.action == "leave" and event.storage == -1), default=len(events))
         turn = next((index for index in range(begin, len(events)) if events[index].action in _TURNS), len(events))
         end = next((index for index in range(turn, len(events)) if events[index].action == "optimizer"), len(events))
-        self._slopes = tape.slopes
+        self._slopes, self._draws = tape.slopes, tape.draws
         self._before = {event.storage for event in events[:begin] if event.action == "allocate"}
         self._storages: dict[int, _Storage] = {}
         #: By block, what enters it and was made before the first block.
@@ -241,6 +263,9 @@ class _Reader:
                 seen.append((own, own_fixed, given, given_fixed, fixed if slope else 0, slope))
                 if one.freed == part:
                     wanted = len(seen)
+                if storage in self._draws:
+                    levels = Size(own, own_fixed), Size(own + given, own_fixed + given_fixed)
+                    self.parts[part].drawings.append(Drawing(*levels, sum(self._draws[storage])))
             elif action == "free" and storage in alive:
                 one = alive.pop(storage)
                 scaled, fixed = one.size.scaled, one.size.fixed

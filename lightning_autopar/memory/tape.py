@@ -65,7 +65,8 @@ class Event(NamedTuple):
     an output that nothing uses after its block, it comes when the next block's forward is over. A ``"read"`` comes where the last node of
     backward that a block saved a storage for has read it: made again by recomputation, it is free from there on. The node itself frees it
     when what it gives has been summed to the shapes of its inputs. Right after the first product of matrices of the thread that runs
-    forward (0) and of that which runs backward (1) a ``"product"``: there libraries take their workspaces.
+    forward (0) and of that which runs backward (1) a ``"product"``: there libraries take their workspaces. On a stream of the user's own,
+    the n-th, it is that of 2 n and 2 n + 1.
 
     Args:
         storage: number of the storage, unique on the tape and never used again; of a mark the index in the table above.
@@ -93,6 +94,8 @@ class Tape:
         batches: how many batches the step takes: 1, or 2 where gradients accumulate (one that isn't the last, then the last).
         slopes: of what kernels take, by storage, where a small share of the batch takes less than the fixed size on the tape: what the
             whole batch would take in proportion to it. The smaller one counts.
+        draws: of random draws over the samples, by the storage that is filled: the sizes of the tensors through which the whole batch's is
+            made, once that storage is there. A rank with a part of the batch makes them, keeps its rows, and frees them.
     """
 
     actions: array[int] = field(default_factory=lambda: array("b"))
@@ -101,6 +104,7 @@ class Tape:
     kinds: array[int] = field(default_factory=lambda: array("b"))
     batches: int = 1
     slopes: dict[int, int] = field(default_factory=dict)
+    draws: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, action: Action, storage: int, size_bytes: int = 0, kind: Kind | None = None) -> None:
         """Append an event."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
+from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.tape import KINDS, MARKS, NOTES, Event
 
 SCALED = ("input", "activations", "temporary")
@@ -44,3 +46,10 @@ def peak_of(events: Iterable[Event], share: float = 1.0) -> float:
 def marks(events: Iterable[Event]) -> list[tuple[str, int]]:
     """The marks in order."""
     return [(event.action, event.storage) for event in events if event.action in MARKS]
+
+
+def drawing(footprint: Footprint, size_bytes: int) -> Footprint:
+    """The same, where forward draws so much for the samples whenever it makes something."""
+    assert footprint.tape is not None
+    made = [event.storage for event in footprint.tape if (event.action, event.kind) == ("allocate", "activations")]
+    return replace(footprint, tape=replace(footprint.tape, draws=dict.fromkeys(made, (size_bytes,))))

@@ -67,6 +67,7 @@ def test_a_workspace_for_each_thread_that_multiplies() -> None:
     assert workspaces(STEP, name, environment={}) == (8_519_680, 8_519_680)
     assert workspace_bytes(dataclasses.replace(STEP, training=False), name, environment={}) == 8_519_680
     assert workspace_bytes(dataclasses.replace(STEP, flops=0), name, environment={}) == 0
+    assert workspace_bytes(dataclasses.replace(STEP, streams=1), name, environment={}) == 4 * 8_519_680
 
 
 @pytest.mark.parametrize("name", KNOWN_DEVICES)

@@ -14,7 +14,7 @@ from lightning_autopar.memory.allocator.options import MIB
 from lightning_autopar.memory.allocator.played_device import SETUP, PlayedDevice
 from lightning_autopar.memory.allocator.tape_parts import TapeChange, TapePart, TapeParts
 from lightning_autopar.memory.footprint import Footprint
-from lightning_autopar.memory.fullest_moments import drawn_bytes, part_draws
+from lightning_autopar.memory.fullest_moments import drawn_bytes
 from lightning_autopar.memory.tape import Kind
 
 CATEGORY: dict[Kind, Category] = {
@@ -58,7 +58,6 @@ class Player:
         self.recompute = recompute
         self.steps = 0
         self.micro = 0
-        self._draws = part_draws(footprint)
         self._before = frozenset(change.storage for change in script.before)
         self._forwards: dict[int, TapePart] = {}
         self._in_backward: int | None = None
@@ -71,6 +70,7 @@ class Player:
         self._shares: list[dict[int, int]] = [{} for _ in rows]
         self._updated: dict[int, int] = {}
         self._slopes = {} if footprint.tape is None else footprint.tape.slopes
+        self._draws = {} if footprint.tape is None else footprint.tape.draws
         self._lasting: list[TapeChange] | None = None
         self._lives_on: frozenset[int] | None = None
 
@@ -233,19 +233,16 @@ class Player:
             self._in_backward = part.index
             if again:
                 self._run_again(part.index)
-                self._draw(2 * part.index + 1)
         self._apply(part.changes, updating=False, saves=not (again and part.mark != "leave"))
-        if part.mark in ("forward", "leave"):
-            self._draw(2 * part.index + (1 if part.mark == "forward" else 2))
         for key in self._held_by_name.intersection(map(self.key, part.let_go)):
             self._held_by_name.discard(key)
             self.machine.drop(key)
 
-    def _draw(self, number: int) -> None:
-        """The largest random draw of a part of the step, as input and output: it is made for other ranks' samples, too."""
-        size = drawn_bytes(self._draws[number], self.rows[self.micro], self.footprint.batch_size)
-        if size:
-            self.machine.hold_all("draw", (-(-size // 2),) * 2, "temporary")
+    def _draw(self, sizes: Sequence[int]) -> None:
+        """A random draw over the samples: it is made for other ranks' samples, too."""
+        whole = sum(sizes)
+        if taken := drawn_bytes([whole], self.rows[self.micro], self.footprint.batch_size):
+            self.machine.hold_all("draw", [-(-size * taken // whole) for size in sizes], "temporary")
             self.machine.drop_all("draw")
 
     def _multiply(self, thread: int) -> None:
@@ -275,7 +272,7 @@ class Player:
         # PlayedDevice.hold and .drop, inlined: they run tens of thousands of times.
         held, order = machine.held, machine.orders.append
         numbers, label = machine.numbers, machine.labels.append
-        shares, offset, slopes = self._shares[self.micro], self.micro * self.script.storages, self._slopes
+        shares, offset, slopes, draws = self._shares[self.micro], self.micro * self.script.storages, self._slopes, self._draws
         size: int | None
         for change in changes:
             action, storage, size_bytes, kind, grows = change
@@ -301,6 +298,8 @@ class Player:
                     held[key] = 0
                 if kind == "gradients":
                     self.complete(key, change)
+                elif storage in draws:
+                    self._draw(draws[storage])
             elif action == "free":
                 if kind == "gradients":
                     if not offset or updating:  # gradients stay between micro-batches

@@ -47,7 +47,7 @@ class Places:
             let_go: positions at which the code of blocks dropped what it had made, by the storage's number, in that order.
             reads: positions at which nodes of backward had read for the last time what blocks saved for them, by the storage's number.
         """
-        result = Tape(batches=tape.batches, slopes=tape.slopes)
+        result = Tape(batches=tape.batches, slopes=tape.slopes, draws=tape.draws)
         last: tuple[Action, int] | None = None
         inside = False
         unsaved = self._unsaved(tape, last_uses, let_go or {})
@@ -146,6 +146,7 @@ class PartBytes:
     forward_peak_bytes: int = 0
     forward_unsaved_bytes: int = 0
     backward_peak_bytes: int = 0
+    draw_bytes: tuple[int, ...] = ()
 
 
 @dataclass
@@ -156,15 +157,22 @@ class _Segment:
     held: int
     running: bool
     start: tuple[int, ...] = ()
-    #: By measure: the most that was seen, and the bytes alive then, by kind; the last two are those of which a small share takes less.
+    #: By measure: the most that was seen, and the bytes alive then, by kind; the next two are those of which a small share takes less, and
+    #: the last the whole batch's random draw that a share makes then.
     tops: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
+
+    def keep(self, place: int, measure: tuple[int, int], live: tuple[int, ...]) -> None:
+        """Keep a moment if it is fuller by a measure than the one that is kept."""
+        known = self.tops.get(place)
+        if known is None or measure > known[0]:
+            self.tops[place] = measure, live
 
     def moments(self) -> list[Moment]:
         """The moments, each once, in no order."""
         found: dict[Moment, None] = {}
         for live, boundary in ((self.start, True), *((top, False) for _, top in self.tops.values())):
             if live:
-                by_kind = dict(zip((*KINDS, "sloping", "slope"), live, strict=True))
+                by_kind = dict(zip((*KINDS, "sloping", "slope", "draw"), live, strict=True))
                 moment = Moment(
                     phase=self.phase,
                     held=self.held,
@@ -176,6 +184,7 @@ class _Segment:
                     fixed_bytes=by_kind["fixed"],
                     sloping_bytes=by_kind["sloping"],
                     slope_bytes=by_kind["slope"],
+                    draw_bytes=by_kind["draw"],
                 )
                 found[moment] = None
         return list(found)
@@ -207,6 +216,8 @@ def account(tape: Tape, blocks: int) -> Account:
         if action == "allocate":
             assert kind is not None
             reader.allocate(storage, size_bytes, kind, tape.slopes.get(storage, 0))
+            if storage in tape.draws:
+                reader.draw(sum(tape.draws[storage]))
         elif action == "free":
             reader.free(storage)
         elif action == "become" or action == "resize":
@@ -269,6 +280,15 @@ class _Reader:
         self._grow(number, size_bytes)
         self._look(size_bytes if slope_bytes else 0, slope_bytes)
 
+    def draw(self, size_bytes: int) -> None:
+        """Keep this moment if none is fuller with its draw, or has as large a draw: the smaller the share, the more that alone counts."""
+        if self._forward and self._part is not None:
+            part = self.account.parts[self._part]
+            part.draw_bytes = tuple(sorted({*part.draw_bytes, size_bytes}))
+        if self._segment is not None:
+            for place, measure in ((8, (self._total + size_bytes, 0)), (9, (size_bytes, self._total))):
+                self._segment.keep(place, measure, (*self._live, 0, 0, size_bytes))
+
     def free(self, number: int) -> None:
         storage = self._storages.pop(number)
         self._live[_INDEX[storage.kind]] -= storage.size_bytes
@@ -311,9 +331,7 @@ class _Reader:
         fixed = live[_GRADIENTS] + live[_FIXED], self._total
         rest = scaled + live[_FIXED]  # replicas hold all gradients at any moment
         for place, measure in enumerate(((self._total, 0), (scaled, 0), fixed, (rest, 0)), 4 if slope_bytes else 0):
-            known = segment.tops.get(place)
-            if known is None or measure > known[0]:
-                segment.tops[place] = measure, (*live, sloping_bytes, slope_bytes)
+            segment.keep(place, measure, (*live, sloping_bytes, slope_bytes, 0))
 
     # -- notes and marks -------------------------------------------------------------------------------------------------------------------
 
@@ -346,7 +364,7 @@ class _Reader:
         self._forward = forward
         self._part = None if action == "optimizer" else 2 * held + running
         phase = "optimizer" if action == "optimizer" else "forward" if forward else "backward"
-        self._segment = _Segment(phase, held, running, start=() if action == "optimizer" else (*self._live, 0, 0))
+        self._segment = _Segment(phase, held, running, start=() if action == "optimizer" else (*self._live, 0, 0, 0))
         self._look()
 
     def end(self) -> None:

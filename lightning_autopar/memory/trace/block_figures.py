@@ -69,14 +69,11 @@ def layers(module: nn.Module, tracker: MemoryTracker, watcher: BlockWatcher, byt
     optimizer_work = collected(counts.get((OPTIMIZER, False), Counter()), updates)
     records: list[BlockCalls] = [watcher.order[index] for index in places.blocks]
     owners, also_uses, holders = _owners(module, tracker, places, records, bytes_of)
-    draws: list[set[int]] = [set() for _ in owners]
-    for index, sizes in tracker.draws.items():
-        draws[places.part(index)] |= sizes - {0}
     holding = _holding(module)
     parts: list[LayerFootprint] = []
     for part, own in enumerate(owners):
         record = records[part // 2] if part % 2 else None
-        figures: dict[str, Any] = asdict(found.parts[part]) | costs[part] | {"draw_bytes": tuple(sorted(draws[part]))}
+        figures: dict[str, Any] = asdict(found.parts[part]) | costs[part]
         if record is not None:
             figures |= {"fqn": record.fqn, "recomputable": record.recomputable and record.repeated, "repeated": record.repeated}
         parts.append(replace(_held(own, bytes_of, holding), **figures))

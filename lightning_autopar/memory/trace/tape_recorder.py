@@ -21,6 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from lightning_autopar._gpus_as_cpu import stream_number
 from lightning_autopar.memory.fakes.fake_mode import another, device_of
 from lightning_autopar.memory.kernels.cpu_workspace import HiddenOf, ScratchOf
 from lightning_autopar.memory.kernels.measured_workspace import KernelBytes, Rounds
@@ -207,8 +208,6 @@ class MemoryTracker(TorchDispatchMode):
         self.random_draws: dict[str, None] = {}
         self.phase: Phase = "forward"
         self.tape: Tape | None = None
-        #: The bytes of the largest random draw over the samples in forward, by part.
-        self.draws: dict[int, set[int]] = {}
         #: The operations since :meth:`record`.
         self.tally = Tally()
         #: The parts whose forward uses a parameter or buffer, in order, by its id.
@@ -235,7 +234,8 @@ class MemoryTracker(TorchDispatchMode):
         self._started: list[int] = []
         self._workers: list[int | None] = []
         self._repeating = -1
-        self._multiplied: set[Phase] = set()
+        self._multiplied: set[int] = set()
+        self.streams: dict[object, int] = {None: 0}
         self._resize: Callable[..., Any] | None = None
         #: While a recorded block runs: gives autograd other tensors than the block's code has.
         self._saving: saved_tensors_hooks | None = None
@@ -362,8 +362,7 @@ class MemoryTracker(TorchDispatchMode):
     def record(self) -> None:
         """Start the tape with what is alive now; then all changes follow."""
         self.tape = Tape()
-        self.tally, self.last_uses, self.let_go, self.reads = Tally(), {}, {}, {}
-        self._multiplied.clear()
+        self.tally, self.last_uses, self.let_go, self.reads, self._multiplied = Tally(), {}, {}, {}, set()
         for uses in self.uses.values():
             uses.clear()
         for cell in sorted(self._cells.values(), key=lambda cell: cell.number):
@@ -485,13 +484,14 @@ class MemoryTracker(TorchDispatchMode):
         scratch = self._scratch.get(func)
         if scratch is not None:
             self._add_scratch(scratch(args, kwargs, output))
-        if known.short_name in _PRODUCTS and self.phase not in self._multiplied:
-            self._multiplied.add(self.phase)
-            self._write("product", int(self.phase == "backward"))
+        handle = 2 * stream_number(self.streams) + (self.phase == "backward") if known.short_name in _PRODUCTS else -1
+        if handle >= 0 and handle not in self._multiplied:
+            self._multiplied.add(handle)
+            self._write("product", handle)
         if known.draws and self.phase != "optimizer" and known.has_drawn(args, kwargs):
             self.random_draws[known.name] = None
-            if self.phase == "forward" and made and made[0].scaled:
-                self.draws.setdefault(self._part, set()).add(known.drawn_bytes(made[0].tensor))
+            if self.tape is not None and made and made[0].scaled and (sizes := known.drawn_bytes(made[0].tensor)):
+                self.tape.draws.update(dict.fromkeys(made[-1].storages, sizes))
         if self.tape is not None and known.moves:
             part = OPTIMIZER if self.phase == "optimizer" else self._part if self._worker is None else self._worker
             self.tally.add(part, self.phase == "backward", func, known, args, kwargs, inputs, output, made)

@@ -344,6 +344,7 @@ class _Tracing:
             optimizer_classes=_torchs_own(rehearsal.optimizers),
             batch_norm=normed,
             random_draws=tuple(tracker.random_draws),
+            streams=len(tracker.streams) - 1,
             unused_parameters=tuple(names[id(parameter)] for parameter in trainable if id(parameter) not in reached),
             configures_model=is_overridden("configure_model", self.module),
             moments=found.moments,

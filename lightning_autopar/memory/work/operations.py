@@ -192,15 +192,17 @@ class Operation:
             return bool(values["dropout"] and values["train"])
         return values.get("train", values.get("training", True)) is not False
 
-    def drawn_bytes(self, output: Tensor) -> int:
-        """The bytes of drawing an output of this size: a mask as integers of four bytes; on CUDA dropout's input, output and mask.
+    def drawn_bytes(self, output: Tensor) -> tuple[int, ...]:
+        """The bytes of the tensors through which an output of this size is drawn: a mask as integers of four bytes; on CUDA dropout's
+        input, mask and output.
 
         Fused attention's dropout is drawn inside its kernel.
         """
         if self.kind == "attention":
-            return 0
-        of_each = {"bernoulli_": 4, "native_dropout": 2 * output.element_size() + 1}.get(self.short_name, output.element_size())
-        return output.numel() * of_each
+            return ()
+        size = output.element_size()
+        of_each = {"bernoulli_": (4,), "native_dropout": (size, 1, size)}.get(self.short_name, (size,))
+        return tuple(output.numel() * each for each in of_each)
 
 
 _known: dict[Any, Operation] = {}

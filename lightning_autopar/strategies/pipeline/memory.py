@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from lightning_autopar.engines import Rank
 from lightning_autopar.memory.device_bytes import DeviceBytes
 from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
-from lightning_autopar.memory.fullest_moments import RNG_STATE_BYTES, drawn_bytes, part_draws
+from lightning_autopar.memory.fullest_moments import RNG_STATE_BYTES, drawn_bytes
 from lightning_autopar.memory.step_parts import StepPart, parts_of
 from lightning_autopar.plans import INTERLEAVED, Plan
 from lightning_autopar.strategies.pipeline.schedules import played_micro_batches, rank_actions
@@ -80,13 +80,15 @@ def _rank_bytes(
     """
     assert footprint.tape is not None, "asked before"
     whole = max(1, footprint.batch_size)
-    share = -(-rows // (plan.micro_batches if footprint.training else 1)) / whole
+    samples = -(-rows // (plan.micro_batches if footprint.training else 1))
+    share = samples / whole
+    copied = micro_batch_copy_bytes(footprint, samples) if footprint.training and plan.micro_batches > 1 else 0
     parts, on_cpu = parts_of(footprint.tape, len(footprint.blocks)), random_bytes > 0
 
     def stage_of(begin: int, end: int) -> _Stage:
         again = recomputed.intersection(range(begin, end))
-        key = begin, end, share, again, random_bytes
-        return _STAGES.get(footprint, key, lambda: _Stage.of(footprint, parts, begin, end, share, again, random_bytes))
+        key = begin, end, share, again, random_bytes, copied
+        return _STAGES.get(footprint, key, lambda: _Stage.of(footprint, parts, begin, end, share, again, random_bytes, copied))
 
     stages = {stage: stage_of(*ends) for stage, ends in own.items()}
     held = _states(plan, stages)
@@ -113,6 +115,13 @@ def _rank_bytes(
         input=held["input"],
         communication=held["communication"] + running.get("communication", 0),
     )
+
+
+def micro_batch_copy_bytes(footprint: Footprint, samples: int) -> int:
+    """The bytes of a micro-batch's rows, a copy of every so-manieth sample (``exact/data/rank_share.py``); a single one is a view. The
+    first stage saves it for backward. Others let it go with their forward.
+    """
+    return round(footprint.input_bytes * samples / footprint.batch_size) if samples > 1 and footprint.batch_size else 0
 
 
 def rank_bytes(rank: Rank) -> Iterator[DeviceBytes]:
@@ -229,8 +238,9 @@ class _Stage:
         share: float,
         recomputed: frozenset[int],
         kept_random: int,
+        copied: int = 0,
     ) -> _Stage:
-        """The bytes of these parts, at a micro-batch's share of the batch."""
+        """The bytes of these parts, at a micro-batch's share of the batch, with the copy of its rows."""
         layers = [_layer(footprint, number) for number in range(begin, end)]
         shared = footprint.shared_uses(begin, end)
         twice = _twice(footprint, begin, end)
@@ -245,17 +255,21 @@ class _Stage:
         passing += waits
         forward = 0
         samples = round(share * footprint.batch_size)
-        whole_draws = _DRAWS.get(footprint, None, lambda: part_draws(footprint))
-        draws = {number: drawn_bytes(whole_draws[number], samples, footprint.batch_size, on_cpu=kept_random > 0) for number in numbers}
+
+        def drawn(whole: int) -> int:
+            return drawn_bytes([whole], samples, footprint.batch_size, on_cpu=kept_random > 0)
+
         before: dict[int, int] = {}
         kept_until = dict.fromkeys(range(begin, len(parts)), 0)
         for number in numbers:
             part = parts[number]
-            forward = max(forward, held + (part.forward if number == begin else part.forward_given).at(share) + draws[number])
+            runs = (part.forward if number == begin else part.forward_given).at(share)
+            runs += copied if begin or number == begin else 0
+            forward = max(forward, held + max(runs, part.drawing(share, drawn, given=number != begin)))
             lent = {until: size.at(share) for until, size in part.lent.items()}
             for until, size in lent.items():
                 kept_until[max(until, begin)] += size
-            inner = part.inner.at(share)
+            inner = part.inner.at(share) + (copied if not number else 0)
             if number in recomputed:
                 inner = kept_random
                 if number != begin:
@@ -278,7 +292,8 @@ class _Stage:
             most_first = (part.first_again if again else part.first)[given, lent_too].at(share)
             if again:
                 kept = before[number]
-                running = kept + kept_random + part.again.at(share) + draws[number] + (inside if given else 0)
+                runs = max(part.again.at(share), part.drawing(share, drawn, given=False))
+                running = kept + kept_random + runs + (inside if given else 0)
                 most, most_first = max(most + kept, running), max(most_first + kept, running)
             waiting = passing + below + sum([size_bytes for low, high, size_bytes in twice if low <= number < high])
             backward = max(backward, waiting + most)
@@ -309,7 +324,6 @@ class _Stage:
 #: Plans of one search have most of their stages in common, and plans whose cuts are moved most of their ranks.
 _STAGES: FootprintCache[_Stage] = FootprintCache(2048)
 _RANKS: FootprintCache[DeviceBytes] = FootprintCache(2048)
-_DRAWS: FootprintCache[list[tuple[int, ...]]] = FootprintCache(4)
 
 
 def _twice(footprint: Footprint, begin: int, end: int) -> list[tuple[int, int, int]]:

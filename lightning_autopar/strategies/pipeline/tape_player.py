@@ -20,7 +20,7 @@ from lightning_autopar.memory.allocator.tape_player import Player
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
 from lightning_autopar.memory.step_parts import Size, parts_of
 from lightning_autopar.plans import INTERLEAVED, Schedule
-from lightning_autopar.strategies.pipeline.memory import AVERAGED_ALONE_BYTES, AVERAGED_TOGETHER_BYTES
+from lightning_autopar.strategies.pipeline.memory import AVERAGED_ALONE_BYTES, AVERAGED_TOGETHER_BYTES, micro_batch_copy_bytes
 from lightning_autopar.strategies.pipeline.schedules import Action
 
 #: What an optimizer keeps of this size or less isn't of a parameter's shape, but a number (of steps).
@@ -222,6 +222,9 @@ class PipelinePlayer(Player):
                 self._let_go("gradients", stage, micro - 1, self._sent[stage])
             if self.steps == 0:  # the step's first product, which the tape has noted, may be another stage's
                 self._multiply(int(not forward))
+            copied = micro_batch_copy_bytes(self.footprint, self.rows[micro]) if len(self.rows) > 1 else 0
+            if forward and copied:
+                machine.hold(("rows", stage, micro), copied, "input")
             for part in batch.parts.get((forward, stage), ()):
                 self.play(part)
                 for storage in batch.handed_on[stage].intersection(change.storage for change in part.changes):
@@ -229,6 +232,8 @@ class PipelinePlayer(Player):
                 if not forward:
                     self._sum(stage, 2 * part.index + (part.mark == "backward"), share)
             self._end_backward()
+            if stage or not forward:
+                machine.drop(("rows", stage, micro))
             if forward:
                 self._apply(batch.named[stage], updating=False)
                 for key in self._held_by_name:

@@ -35,6 +35,17 @@ _NAMES = {"_engine_run_backward": "backward"}
 #: Folders of code that is neither the user's nor this package's.
 _STRANGERS = (*(os.path.dirname(package.__file__ or "") for package in (torch, pl, fabric)), sysconfig.get_paths()["stdlib"], "<")
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+#: Modules whose functions are on a stack while code is compiled, not while it runs; and what is said of a place then.
+_COMPILERS = tuple(
+    os.path.join(*path.split("/"))
+    for path in (
+        "torch/_dynamo/convert_frame.py",
+        "torch/_inductor/compile_fx.py",
+        "torch/utils/cpp_extension.py",
+        "triton/compiler/compiler.py",
+    )
+)
+_COMPILES = ", while code is compiled"
 #: Functions that are on the stack while a CUDA graph is captured, which another thread's wait would spoil.
 _CAPTURES = (os.path.join("torch", "cuda", "graphs.py"), "cudagraph_trees.py")
 
@@ -110,8 +121,18 @@ def tell_when_asked(folder: Path, rank: int, thread: int, device: torch.device) 
 
 
 def where(thread: int) -> str | None:
-    """Where a thread of this process is, in words."""
-    return _in_words(_frames(thread))
+    """Where a thread of this process is, in words; and whether one compiles: autograd's threads do, too."""
+    words = _in_words(_frames(thread))
+    return f"{words}{_COMPILES}" if words is not None and any(map(_compiles, sys._current_frames())) else words
+
+
+def _compiles(thread: int) -> bool:
+    return any(name.endswith(_COMPILERS) for name, _, _ in _frames(thread))
+
+
+def compiles(place: str | None) -> bool:
+    """Whether code was compiled in the process of a place in words."""
+    return place is not None and place.endswith(_COMPILES)
 
 
 def in_collective(place: str | None, *, gpu: bool = False) -> bool:

@@ -36,8 +36,10 @@ STOPPED_SECONDS = 30.0
 STOOD_SECONDS = 35.0
 #: A GPU that others use, too, may take so many times as long as the longest batch took.
 PATIENCE = 10
-#: How long a GPU may take before that is known: kernels are loaded and tried out, and the first batch may be a long one.
-FIRST_SECONDS, _KNOWN_BATCHES = 120.0, 3
+#: How long a GPU may take before that is known. While a rank compiles it may take longer, as others' GPUs wait for what that one will give
+#: its own.
+FIRST_SECONDS, _KNOWN_BATCHES = 40.0, 3
+_COMPILING_SECONDS = 120.0
 #: Seconds between two looks at processes' states; without a batch for the second time, looks also search all processes, and read stacks, at
 #: the third interval.
 LOOK_SECONDS, SEARCH_SECONDS, AGAIN_SECONDS = 1.0, 10.0, 5.0
@@ -85,7 +87,8 @@ class Stand:
         if self.place_seconds < STOOD_SECONDS:
             return ""
         if self.gpu_seconds:
-            return "gpu" if self.gpu_seconds >= gpu_bound_seconds else ""
+            bound = max(gpu_bound_seconds, _COMPILING_SECONDS if stack_dumps.compiles(self.place) else 0.0)
+            return "gpu" if self.gpu_seconds >= bound else ""
         return "collective" if stack_dumps.in_collective(self.place, gpu=self.queue > 0) else ""
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
+from lightning_autopar.memory.fullest_moments import drawn_bytes
 from lightning_autopar.memory.step_parts import Size, parts_of
 
 
@@ -159,11 +160,14 @@ def _course(
     def at(size: Size, number: int) -> int:
         return round(size.scaled * share) + max(0, size.fixed_at(share) - passing[number])
 
+    def drawn(whole: int) -> int:
+        return drawn_bytes([whole], round(share * footprint.batch_size), footprint.batch_size, on_cpu=random_bytes > 0)
+
     held = 0
     inner: list[int] = []
     until = [0] * len(parts)
     for number, part in enumerate(parts):
-        begin, most = held, held + max(at(size, number) for size in part.forward_given.sizes)
+        begin, most = held, held + max(part.drawing(share, drawn, given=True), *(at(size, number) for size in part.forward_given.sizes))
         for last, size in part.lent.items():
             until[last] += at(size, number)
             held += at(size, number)
@@ -187,7 +191,7 @@ def _course(
         without = max(round(size.scaled * share) for size in sizes)
         if number in recomputed:
             again = held + until[number] + inner[number] + random_bytes + given
-            again += max(at(size, number) for size in part.again.sizes)
+            again += max(part.drawing(share, drawn, given=False), *(at(size, number) for size in part.again.sizes))
             yield StepPhase("again", number, begin, again, again, begin)
             most += inner[number]
             without += inner[number]

@@ -738,7 +738,8 @@ def tied_in(*parts: int) -> Footprint:
 def test_a_parameter_of_two_stages_has_its_gradient_in_both() -> None:
     """On the tape the last part's gradient waits for the first part's, and takes it in: it is complete in one of them only."""
     for rank in range(2):
-        found = replay(tied_in(0, 2), plan("pipeline", 2, cuts=("b",), schedule="gpipe", micro_batches=2), rank)
+        footprint = replace(tied_in(0, 2), input_bytes=0)
+        found = replay(footprint, plan("pipeline", 2, cuts=("b",), schedule="gpipe", micro_batches=2), rank)
         assert found.by_category["gradients"] == 2 * PARAMETER * KIB
 
 
@@ -796,8 +797,9 @@ def test_a_copy_of_a_weight_is_no_gradient_of_another_stages() -> None:
         if (action, storage) == ("forward", 0):
             tape.add("allocate", 70, PARAMETER * KIB, "fixed")
     found = replay(footprint_of(tape), plan("pipeline", 2, cuts=("b",), schedule="gpipe", micro_batches=2), 0)
-    # Parameter and state; the batch; of both micro-batches the saved tensors, outputs and the copy; a received gradient; both gradients.
-    assert found.allocated_peak_bytes == (2 * PARAMETER + OUTPUT + SAVED + OUTPUT + 2 * PARAMETER + OUTPUT // 2 + 2 * PARAMETER) * KIB
+    # Parameter and state; the batch, and its parts; of both micro-batches the saved tensors, outputs and the copy; a received gradient;
+    # both gradients.
+    assert found.allocated_peak_bytes == (2 * PARAMETER + 2 * OUTPUT + SAVED + OUTPUT + 2 * PARAMETER + OUTPUT // 2 + 2 * PARAMETER) * KIB
 
 
 def test_what_the_users_code_names_ends_with_the_stages_forward() -> None:
@@ -837,8 +839,8 @@ def test_a_later_batchs_gradients_are_added_as_they_are_made() -> None:
     tape.add("optimizer", -1)
     cut = plan("pipeline", 2, cuts=("b",), schedule="gpipe", micro_batches=2)
     found = replay(footprint_of(tape), cut, 0)
-    # Parameter, state, gradient, the new one; both micro-batches' saved tensors and outputs, the batch, a received gradient.
-    assert found.allocated_peak_bytes == (4 * PARAMETER + SAVED + OUTPUT + OUTPUT + OUTPUT // 2) * KIB
+    # Parameter, state, gradient, the new one; both micro-batches' saved tensors and outputs, the batch and its parts, a received gradient.
+    assert found.allocated_peak_bytes == (4 * PARAMETER + SAVED + OUTPUT + 2 * OUTPUT + OUTPUT // 2) * KIB
 
 
 def test_of_many_micro_batches_some_show_what_all_do(deep: Footprint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1049,19 +1051,36 @@ def test_a_part_of_a_batch_draws_for_all_of_it(recompute: bool) -> None:
     """On a stub GPU, eight replicas of a transformer with dropout took 1.1 % more than was predicted, a third of its activations."""
     footprint = trace(Module(GPT(dropout=0.1)), None, next(iter(DataLoader(tokens(), 4))), target="cuda")
     again = tuple(block.fqn for block in footprint.blocks) if recompute else ()
-    drawing = replace(footprint, blocks=tuple(replace(block, draw_bytes=(64 * MIB,)) for block in footprint.blocks))
+    assert footprint.tape is not None
 
     def more(engine: str, world_size: int, **values: Any) -> int:
         asked = plan(engine, world_size, recompute=again, **values)
         with_draws, without = (
-            replay(each, asked, 0).allocated_peak_bytes
-            for each in (drawing, replace(drawing, blocks=tuple(replace(block, draw_bytes=()) for block in drawing.blocks)))
+            replay(_drawing(footprint, dict.fromkeys(storages, (64 * MIB,))), asked, 0).allocated_peak_bytes
+            for storages in (footprint.tape.draws, ())
         )
         return with_draws - without
 
     assert more("single", 1) == 0
     assert more("ddp", 2) == pytest.approx(64 * MIB, rel=0.05)
     assert more("single", 1, micro_batches=2) == pytest.approx(64 * MIB, rel=0.05)
+
+
+def _drawing(footprint: Footprint, draws: dict[int, tuple[int, ...]]) -> Footprint:
+    assert footprint.tape is not None
+    return replace(footprint, tape=replace(footprint.tape, draws=draws))
+
+
+def test_a_draw_is_made_at_its_place_of_the_block() -> None:
+    """nn.Transformer's ranks took up to 5.9 % less than was predicted: its largest draw is made when its block isn't at its fullest."""
+    footprint = trace(Module(GPT(dropout=0.1)), None, next(iter(DataLoader(tokens(), 4))), target="cuda")
+    assert footprint.tape is not None
+    asked, (first, *_, last) = plan("ddp", 2), footprint.tape.draws
+    without, early, late = (
+        replay(_drawing(footprint, draws), asked, 0).allocated_peak_bytes
+        for draws in ({}, {first: (MIB // 4,) * 3}, {last: (MIB // 4,) * 3})
+    )
+    assert early == without < late
 
 
 def test_few_rows_of_a_large_draw_are_drawn_by_themselves() -> None:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from lightning_autopar.memory.batch_scaling import drawn_by_rank
 from lightning_autopar.memory.footprint import Footprint, LayerFootprint
+from lightning_autopar.memory.fullest_moments import moments_of
 from lightning_autopar.memory.trace.trace import trace
 from tests.memory.tapes import levels, marks
 from tests.memory.trace.test_trace import GPT, Block, Module, images, make_trainer, mlp, resnet, tokens, vectors
@@ -207,6 +209,35 @@ def test_what_is_shown() -> None:
     assert sum(part["bytes"]["optimizer"] for part in shown["blocks"]) == shown["bytes"]["optimizer"]
     assert sum(part["flops"] for part in shown["blocks"]) == shown["flops"]
     assert LayerFootprint(fqn="a").to_dict()["bytes"]["temporary"] == 0
+
+
+class DrawsFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 1024), nn.Linear(1024, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(F.gelu(self.wide(F.dropout(x, 0.1))))
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_a_draw_has_its_place_among_the_blocks_moments(target: Any) -> None:
+    """Each block draws at its beginning, and is at its fullest later; an earlier version added the draw to that."""
+    net = nn.Sequential(nn.Linear(128, 64), nn.Sequential(*(DrawsFirst() for _ in range(3))), nn.Linear(64, 10))
+    footprint = trace(Module(net), None, next(iter(DataLoader(vectors(), 64))), target=target)
+    drawn = 64 * 64 * (4 if target == "cpu" else 2 * 4 + 1)
+    assert [block.draw_bytes for block in footprint.blocks] == [(), *[(drawn,)] * 3, ()]
+    alone = drawn_by_rank(footprint)
+    for place in range(1, 4):
+        (draws,) = (one for one in footprint.moments if one.draw_bytes and one.held == place)
+        fullest = max(one.activation_bytes for one in alone.moments if (one.phase, one.held) == ("forward", place))
+        assert (draws.phase, draws.running, draws.draw_bytes) == ("forward", True, drawn)
+        assert draws.activation_bytes <= fullest - 2 * 64 * 1024 * 4
+    half, without = (moments_of(one, (), 0.5) for one in (footprint, alone))
+    fullest_half, fullest_without = (max((one.activations + one.temporary)[one.forward]) for one in (half, without))
+    assert fullest_half == fullest_without
+    few, without = (moments_of(one, (), 1 / 64) for one in (footprint, alone))
+    assert max((few.activations + few.temporary)[few.forward]) > max((without.activations + without.temporary)[without.forward])
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])

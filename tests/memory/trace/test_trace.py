@@ -755,3 +755,25 @@ def test_a_module_without_blocks_has_layers_which_are_no_units() -> None:
     assert shardable(footprint, None) == ((), ())
     assert sum(part.parameters for part in (*footprint.blocks, *footprint.outer)) == footprint.parameters
     assert [block.fqn for block in trace(Module(net), None, batch, stage="validate").blocks] == ["net.stem", "net.body", "net.head"]
+
+
+class OnItsOwnStream(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 10)
+        self.side: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.side = self.side or torch.cuda.Stream()
+        x = self.first(x)
+        with torch.cuda.stream(self.side):
+            return self.second(x)
+
+
+@pytest.mark.parametrize(("net", "streams"), [(OnItsOwnStream, 1), (mlp, 0)])
+def test_streams_on_which_a_step_multiplies(net: Any, streams: int) -> None:
+    """Each has workspaces of its own, which were left out."""
+    footprint = trace(Module(net()), None, next(iter(DataLoader(vectors(), 64))), target="cuda")
+    assert footprint.streams == streams
+    assert footprint.tape is not None
+    assert [event.storage for event in footprint.tape if event.action == "product"] == [0, *[2] * streams, 1]

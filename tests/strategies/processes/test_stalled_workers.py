@@ -277,7 +277,7 @@ def test_the_time_for_which_all_were_stopped_isnt_held_against_gpus(workers: Wor
     assert workers.look_for(200) is None
 
 
-@pytest.mark.parametrize(("batches", "seconds_each", "bound"), [([2, 2], 1, 120), ([4, 3], 20, 200)])
+@pytest.mark.parametrize(("batches", "seconds_each", "bound"), [([2, 2], 1, 40), ([4, 3], 20, 200)])
 def test_a_gpu_may_take_longer_where_batches_do_and_before_that_is_known(
     batches: list[int], seconds_each: int, bound: int, workers: Workers
 ) -> None:
@@ -287,3 +287,27 @@ def test_a_gpu_may_take_longer_where_batches_do_and_before_that_is_known(
     workers.batches, workers.hang = batches, {0, 1}
     assert workers.look_for(bound) is None
     assert workers.look_for(30) is not None
+
+
+def test_a_gpu_may_take_longer_while_a_rank_compiles(workers: Workers) -> None:
+    workers.batches, workers.hang, began = [1, 1], {0, 1}, workers.clock.now
+    workers.places[1] += ", while code is compiled"
+    assert workers.look_for(120) is None
+    assert workers.look_for(30) is not None
+    workers.batches, workers.places[1], began = [2, 2], "training_step (train.py:3)", workers.clock.now
+    assert workers.look_for(60) is not None
+    assert workers.clock.now - began < 60
+
+
+def test_a_place_says_whether_code_is_compiled_not_whether_compiled_code_runs() -> None:
+    places: list[str | None] = []
+
+    def note() -> None:
+        places.append(stack_dumps.where(threading.get_ident()))
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        note()
+        return lambda *args: (note(), graph.forward(*args))[1]
+
+    torch.compile(lambda x: x * 2, backend=compiler)(torch.ones(2))
+    assert list(map(stack_dumps.compiles, places)) == [True, False]

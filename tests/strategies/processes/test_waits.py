@@ -169,10 +169,8 @@ def test_a_gpu_that_hangs_while_its_process_lives(engine: str, tmp_path: Path, m
 
 def test_the_bounds_are_what_was_promised() -> None:
     assert stalled_workers.STOPPED_SECONDS + 5 < 60
-    assert (
-        stalled_workers.STOOD_SECONDS + stalled_workers.SEARCH_SECONDS + stalled_workers.AGAIN_SECONDS + 3 * stalled_workers.LOOK_SECONDS
-        < 60
-    )
+    around = stalled_workers.SEARCH_SECONDS + stalled_workers.AGAIN_SECONDS + 3 * stalled_workers.LOOK_SECONDS
+    assert max(stalled_workers.STOOD_SECONDS, stalled_workers.FIRST_SECONDS) + around < 60
 
 
 def test_ranks_that_all_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
