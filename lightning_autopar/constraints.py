@@ -53,6 +53,7 @@ class SplitFinding:
             that no rule fits. The loss of ``training_step`` has the name ``""``.
         real_rules: the same by batches as they are alone, without those that were changed to have entries that don't count.
         kept_rules: how the values that a batch's parts leave on the module combine into the whole batch's, by step and path.
+        metric_rules: which states of metrics a step adds a value of its batch to, by step and by the names of both.
         unweighed: entries that may come in a later batch, of which no rule says what the parts of it weigh in its loss.
         notes: further sentences for a report on a plan that splits the batch.
         rank_notes: the same where ranks have the parts; else hooks at a batch's start and end see the whole of it.
@@ -71,6 +72,7 @@ class SplitFinding:
     log_rules: Mapping[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
     real_rules: Mapping[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
     kept_rules: Mapping[str, Mapping[tuple[Any, ...], Any]] = field(default_factory=dict)
+    metric_rules: Mapping[str, Mapping[tuple[str, str], str]] = field(default_factory=dict)
     unweighed: tuple[Any, ...] = ()
     notes: tuple[str, ...] = ()
     rank_notes: tuple[str, ...] = ()

@@ -9,5 +9,6 @@ Modules, in reading order:
     rank_exchange       one small collective for all logged values
     metrics_over_ranks  torchmetrics over ranks, parts and stages
     metrics_over_parts  torchmetrics over the parts of a batch and over stages
+    metrics_of_values   torchmetrics that count batches: of a loss, not of samples
     kept_by_hooks       hooks that may keep what they get of a batch
 """

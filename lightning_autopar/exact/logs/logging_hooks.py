@@ -96,6 +96,11 @@ def overridden(trainer: Trainer, hooks: Iterable[str]) -> Iterator[tuple[Any, st
     )
 
 
+def is_of_batch(hook: str) -> bool:
+    """Whether a hook belongs to a batch, of which each rank has its own samples."""
+    return hook in _BATCH_HOOKS or "batch" in hook or hook.endswith("_step")
+
+
 def reads_batch(owner: Any, hook: str) -> bool:
     """Whether the code of the user's hook at a batch's end uses the batch that it is given; True where its code can't be looked at."""
     found = getattr(owner, hook)

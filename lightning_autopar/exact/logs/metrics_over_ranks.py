@@ -45,18 +45,25 @@ _LOOKED_AT = 100
 
 def metrics_of(module: nn.Module) -> Iterator[Metric]:
     """A module's metrics, also those in a list or dictionary of it or of its metrics, where torch doesn't find modules."""
-    left: list[nn.Module] = [module]
+    return (metric for _, metric in named_metrics(module))
+
+
+def named_metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
+    """The same, each with its name: ``"losses['train']"`` of one in a dictionary."""
+    left: list[tuple[str, nn.Module]] = [("", module)]
     seen: set[int] = set()
     while left:
-        for child in left.pop().modules():
+        prefix, root = left.pop()
+        for name, child in root.named_modules(prefix=prefix):
             if id(child) in seen:
                 continue
             seen.add(id(child))
             if Metric in type(child).__mro__:  # isinstance asks an abstract class, which is slow
-                yield cast(Metric, child)
-            for value in child.__dict__.values():
-                held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-                left += [each for each in islice(held, _LOOKED_AT) if not _KINDS.isdisjoint(type(each).__mro__)]
+                yield name, cast(Metric, child)
+            for attribute, value in child.__dict__.items():
+                held = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+                found = ((key, each) for key, each in islice(held, _LOOKED_AT) if not _KINDS.isdisjoint(type(each).__mro__))
+                left += [(f"{name}.{attribute}[{key!r}]".lstrip("."), each) for key, each in found]
 
 
 def exchanges_by_itself(metric: Metric) -> bool:

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_autopar._lightning import LightningModule, Trainer, rank_zero_warn
+from lightning_autopar._lightning_compat import step_name
 from lightning_autopar.exact.absent.absent_tensor import is_absent
 from lightning_autopar.exact.data.rank_share import BatchShare
 from lightning_autopar.exact.logs.combined_values import (
@@ -45,6 +47,7 @@ from lightning_autopar.exact.logs.combined_values import (
 )
 from lightning_autopar.exact.logs.log_rules import LogRules
 from lightning_autopar.exact.logs.logging_hooks import (
+    is_of_batch,
     logs_between_steps,
     logs_in_training_step,
     looks_within_step,
@@ -52,8 +55,19 @@ from lightning_autopar.exact.logs.logging_hooks import (
     shadow_hooks,
     shadow_log,
 )
+from lightning_autopar.exact.logs.metrics_of_values import MetricRules, adding, adopt_values, averaging, fraction, of_samples
 from lightning_autopar.exact.logs.metrics_over_parts import MetricParts
-from lightning_autopar.exact.logs.metrics_over_ranks import States, adopt, hold_metrics, metrics_of, packed, sync_states, unpack, value_of
+from lightning_autopar.exact.logs.metrics_over_ranks import (
+    States,
+    adopt,
+    hold_metrics,
+    metrics_of,
+    named_metrics,
+    packed,
+    sync_states,
+    unpack,
+    value_of,
+)
 from lightning_autopar.exact.logs.rank_exchange import Exchange
 from lightning_autopar.exact.step.attribute_rules import KeptRules
 from lightning_autopar.exact.step.kept_attributes import KeptSteps
@@ -72,6 +86,7 @@ class GlobalLogging:
         device: where the default process group's collectives want their tensors.
         rules: how the ranks' values combine into the whole batch's, where that was found out; elsewhere ``reduce_fx`` decides.
         kept: how the values that a batch's parts leave on the module combine into the whole batch's.
+        metrics: which metrics a step updates with a value of its batch.
         parts: whether a training step may come in parts.
         ranks_per_replica: how many ranks, one after the other, hold one replica: a pipeline's. What a stage's own code logs in a step
             counts for its whole replica; what hooks log outside of a step counts once, and must be the same on all of them.
@@ -85,6 +100,7 @@ class GlobalLogging:
         device: torch.device | None = None,
         rules: LogRules | None = None,
         kept: KeptRules | None = None,
+        metrics: MetricRules | None = None,
         parts: bool = False,
         ranks_per_replica: int = 1,
     ) -> None:
@@ -94,6 +110,7 @@ class GlobalLogging:
         self._combiner = Combiner(rules)
         self._exchange = Exchange(self._combiner, device=self._device, ranks_per_replica=ranks_per_replica)
         self._kept_rules = kept or {}
+        self._metric_rules = metrics or {}
         self._kept = self._keeper(parts)
         self._installed = False
         self._in_parts = self._planned_parts = parts
@@ -103,6 +120,8 @@ class GlobalLogging:
         self._adopted: set[int] = set()
         self._staged_metrics: set[int] = set()
         self._current: BatchShare | None = None
+        self._latest: BatchShare | None = None  # of the last step
+        self._ranks_per_replica = ranks_per_replica
         self._pending: list[Entry] = []
         #: What each part of the running step logged, by stage (None where there are no stages) and the part's number.
         self._parts: dict[int | None, dict[int, list[Entry]]] = {}
@@ -203,7 +222,7 @@ class GlobalLogging:
             self._steps_log = self._shows_loss or logs_in_training_step(self._trainer)
             # As planned, the same on all ranks: this one may run its validations in parts by now.
             self._late = not self._planned_parts and self._module.automatic_optimization and not looks_within_step(self._trainer)
-        self._current = share = self._share()
+        self._current = self._latest = share = self._share()
         self._parts.clear()
         self._last.clear()
         if self._in_parts:
@@ -479,10 +498,11 @@ class GlobalLogging:
 
     def _adopt_metrics(self) -> None:
         """Make every metric of the module synchronise at each step, by an exchange that works with uneven and empty shares."""
-        for metric in metrics_of(self._module):
+        for name, metric in named_metrics(self._module):
             if id(metric) in self._adopted:
                 continue
             self._adopted.add(id(metric))
+            self._undo.append(adopt_values(metric, partial(self._counts, name)))
             if not self._alone:
                 self._undo.append(adopt(metric, self._metric_group, self._keep_states))
             if self._in_parts:
@@ -495,6 +515,21 @@ class GlobalLogging:
             if id(each) not in self._staged_metrics:
                 self._staged_metrics.add(id(each))
                 self._undo.append(self._metric_parts.leave_out(each))
+
+    def _counts(self, name: str, metric: Metric, given: tuple[Any, ...]) -> dict[str, float]:
+        """How much of what an update adds to a metric's states counts: all, but in a step of a value of its batch, and in a hook of what
+        all ranks add alike. In a hook of a batch these are numbers alone: of samples, each rank has its own.
+        """
+        if self._in_step:
+            share, rules = self._current, self._metric_rules.get(step_name(self._trainer), {})
+            return {state: fraction(rule, share) for (of, state), rule in rules.items() if of == name} if share else {}
+        hook = self._module._current_fx_name
+        if self._alone or hook is None or not metric.sync_on_compute or (is_of_batch(hook) and of_samples(given)):
+            return {}
+        once = dict.fromkeys(adding(metric), 0.0 if dist.get_rank() else 1.0)
+        if is_of_batch(hook) and self._latest is not None:  # a number may be this rank's samples' as well
+            once |= dict.fromkeys(averaging(metric), fraction("mean", self._latest) / self._ranks_per_replica)
+        return {state: by for state, by in once.items() if by != 1}
 
     def _keep_states(self, metric: Metric, states: States) -> bool:
         """A metric's value was discarded: it is combined only if it is logged."""

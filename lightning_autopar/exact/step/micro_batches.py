@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -407,22 +408,60 @@ def _mean(losses: Sequence[Tensor], weights: Sequence[float], total: float) -> T
 
 
 def joined(extras: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> dict[str, Any]:
-    """The step's output besides its loss: tensors with a row a sample in the batch's order, numbers as their mean, else the last part's."""
-    joined: dict[str, Any] = {}
-    for name in extras[-1]:
-        values = [extra.get(name) for extra in extras]
-        if not any(rows) or not all(isinstance(value, Tensor) for value in values):
-            continue
-        tensors: list[Any] = values
-        if all(value.ndim and len(value) == max(count, 1) for value, count in zip(tensors, rows, strict=True)):
-            whole = tensors[0].new_empty((sum(rows), *tensors[0].shape[1:]))
-            for index, (value, count) in enumerate(zip(tensors, rows, strict=True)):
-                if count:
-                    whole[index :: len(rows)] = value
-            joined[name] = whole
-        elif all(value.numel() == 1 and value.is_floating_point() for value in tensors):
-            joined[name] = _mean(tensors, rows, sum(rows)).reshape(tensors[-1].shape)
-    return joined
+    """The step's output besides its loss: tensors with a row a sample and lists with an entry a sample in the batch's order, numbers as
+    their mean, also within dictionaries, tuples, lists and dataclasses. Else nothing, and the last part's counts.
+    """
+    made = {name: _joined([extra.get(name) for extra in extras], rows) for name in extras[-1]} if any(rows) else {}
+    return {name: whole for name, whole in made.items() if whole is not None}
+
+
+def _joined(values: Sequence[Any], rows: Sequence[int]) -> Any:
+    """One value of the output; None where parts don't make the whole's."""
+    first, last = values[0], values[-1]
+    if any(type(value) is not type(first) for value in values):
+        return None
+    if isinstance(first, Tensor):
+        return _joined_tensors(values, rows)
+    if isinstance(first, float):
+        return float(_mean([torch.tensor(value, dtype=torch.float64) for value in values], rows, sum(rows)))
+    if type(first) is dict:
+        return {**last, **joined(values, rows)}
+    if is_dataclass(first):
+        whole = joined([vars(value) for value in values], rows)
+        return replace(last, **{each.name: whole[each.name] for each in fields(first) if each.init and each.name in whole})
+    if not isinstance(first, (list, tuple)):
+        return None
+    if _has_rows(values, rows) and not all(_has_rows(each, rows) for each in zip(*values, strict=False)):
+        return type(first)(_dealt([None] * sum(rows), values, rows))
+    if any(len(value) != len(first) for value in values):
+        return None
+    made = [_joined(each, rows) for each in zip(*values, strict=True)]
+    made = [old if new is None else new for new, old in zip(made, last, strict=True)]
+    return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
+
+
+def _joined_tensors(values: Sequence[Tensor], rows: Sequence[int]) -> Tensor | None:
+    if _has_rows(values, rows):
+        whole: Tensor = _dealt(values[0].new_empty((sum(rows), *values[0].shape[1:])), values, rows)
+        return whole
+    if all(value.numel() == 1 and value.is_floating_point() for value in values):
+        return _mean(values, rows, sum(rows)).reshape(values[-1].shape)
+    return None
+
+
+def _has_rows(values: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Whether each part's value has an entry for each of its samples; a part without samples was fed one."""
+    tensors, lists = (all(isinstance(value, kind) for value in values) for kind in (Tensor, (list, tuple)))
+    sized = lists or (tensors and all(value.ndim for value in values))
+    return sized and all(len(value) == max(count, 1) for value, count in zip(values, rows, strict=True))
+
+
+def _dealt(whole: Any, values: Sequence[Any], rows: Sequence[int]) -> Any:
+    """The whole batch's entries, of which each part has every ``len(rows)``-th."""
+    for index, (value, count) in enumerate(zip(values, rows, strict=True)):
+        if count:
+            whole[index :: len(rows)] = value
+    return whole
 
 
 def _children(batch: Any) -> list[Any]:

@@ -354,7 +354,8 @@ class BareStep:
         if not self.module.automatic_optimization:
             self._enter("forward")
             with self._precision():
-                self._kept = self._call("training_step", batch, batch_idx)
+                output = self._call("training_step", batch, batch_idx)
+            self._kept = {"loss": output} if isinstance(output, Tensor) else output or {}
             return
         # To the hooks, a LightningOptimizer looks like an Optimizer, as in Lightning's own loop.
         optimizer = cast(Any, self._wrapped[0]) if self._wrapped else None
@@ -367,7 +368,7 @@ class BareStep:
             loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
             # As in Lightning's ClosureResult, drop the step's output, whose storage may be large (``Loss.cpp``).
             kept = None if loss is None else loss.detach().clone()
-            self._kept = {**output, "loss": kept} if isinstance(output, Mapping) else kept
+            self._kept = {} if kept is None else {**output, "loss": kept} if isinstance(output, Mapping) else {"loss": kept}
             del output
             loss = loss if loss is None else loss / self.accumulate
             if loss is None:

@@ -269,7 +269,9 @@ class EngineMixin(ResumedStrategy):
     def prepare_steps(self, trainer: Trainer) -> None:
         """Make the objects around the steps of a split batch: for logging, draws, and running the batch's parts."""
         rules, kept = self.run_plan.log_rules, self.run_plan.kept_rules
-        self._logging = GlobalLogging(trainer, self.share, device=self.root_device, rules=rules, kept=kept, parts=self.in_parts)
+        self._logging = GlobalLogging(
+            trainer, self.share, device=self.root_device, rules=rules, kept=kept, metrics=self.run_plan.metric_rules, parts=self.in_parts
+        )
         self._logging.install()
         self._exit.callback(self._logging.uninstall)
         if self.run_plan.draws is not None:

@@ -20,6 +20,7 @@ from lightning_autopar.exact.data.collate import Loading
 from lightning_autopar.exact.data.counted_entries import Count
 from lightning_autopar.exact.data.rank_share import KnownTensors
 from lightning_autopar.exact.logs.log_rules import LogRules
+from lightning_autopar.exact.logs.metrics_of_values import MetricRules
 from lightning_autopar.exact.random.whole_batch_draws import DrawPlan
 from lightning_autopar.exact.step.attribute_rules import KeptRules
 from lightning_autopar.exact.step.shared_network import SharedModules
@@ -43,6 +44,7 @@ class RunPlan:
         unweighed: see :class:`.SplitFinding`.
         known: the tensors of batches, by step; without one where planning tried none, or the user lets others be split.
         kept_rules: by step, how to combine the values that ranks keep on the module between steps into those of one device.
+        metric_rules: by step, which metrics get a value of their batch rather than its samples.
         data_draws: where the loading of a batch draws random numbers (``"samples"``, ``"collate"``): each rank must then do that work for
             the whole batch, to draw what one process would.
         loadings: what else was found out about loaders, by :func:`.collate.loader_key`.
@@ -72,6 +74,7 @@ class RunPlan:
     unweighed: tuple[Count, ...] = ()
     known: Mapping[str, KnownTensors] = field(default_factory=dict)
     kept_rules: KeptRules = field(default_factory=dict)
+    metric_rules: MetricRules = field(default_factory=dict)
     large: bool = False
     from_snapshot: bool = False
     weights_only: bool | None = None

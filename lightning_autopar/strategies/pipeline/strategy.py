@@ -242,6 +242,7 @@ class PipelineEngine(EngineMixin, _StagedStrategy):
             self.share,
             device=self.root_device,
             rules=run_plan.log_rules,
+            metrics=run_plan.metric_rules,
             parts=True,
             ranks_per_replica=plan.devices_per_replica,
         )

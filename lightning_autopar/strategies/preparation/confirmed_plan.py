@@ -131,6 +131,7 @@ class Prospect:
                 unweighed=() if findings.split is None or "later_entries" in look.constraints.despite else findings.split.unweighed,
                 known={} if "later_entries" in look.constraints.despite else findings.known,
                 kept_rules={} if findings.split is None else findings.split.kept_rules,
+                metric_rules={} if findings.split is None else findings.split.metric_rules,
                 from_snapshot=self._from_snapshot,
                 weights_only=self._weights_only,
                 large=findings.footprint.parameter_bytes >= LARGE_BYTES,

@@ -278,8 +278,10 @@ def with_evaluation(
                 for (step, name), rules in lacking.items()
             )
             kept = {**other.kept_rules.get(hook, {}), **found.kept_rules.get(hook, {})}
+            metrics = {**other.metric_rules.get(hook, {}), **found.metric_rules.get(hook, {})}
             notes = tuple(dict.fromkeys((*found.notes, *other.notes, *words)))
             found = replace(found, notes=notes, kept_rules={**found.kept_rules, hook: kept} if kept else found.kept_rules)
+            found = replace(found, metric_rules={**found.metric_rules, hook: metrics} if metrics else found.metric_rules)
     except ChildFailed as error:
         note = f"not checked: how the values that {hook} logs combine when a batch is split ({error.reason})"
         return replace(split, notes=(*split.notes, note))
@@ -287,7 +289,9 @@ def with_evaluation(
     raised = split.raised or (found.raised and bool(trainer.num_sanity_val_steps))  # else a later state's step
     drawn = (f"each rank draws its own random numbers in {hook} for {', '.join(found.drawn_apart)}; one device draws others",)
     ranks = (*split.rank_notes, *drawn * bool(found.drawn_apart))
-    return replace(split, log_rules=rules, kept_rules=kept_rules, notes=(*split.notes, *found.notes), rank_notes=ranks, raised=raised)
+    metric_rules = {**split.metric_rules, **found.metric_rules}
+    split = replace(split, log_rules=rules, kept_rules=kept_rules, metric_rules=metric_rules)
+    return replace(split, notes=(*split.notes, *found.notes), rank_notes=ranks, raised=raised)
 
 
 #: Hooks that may change a batch before its step, besides ``on_train_batch_start``.

@@ -13,12 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+from torchmetrics import Metric
 from torchmetrics.wrappers import Running
 
 from lightning_autopar._lightning import LightningModule
 from lightning_autopar._temporary import patched
 from lightning_autopar.constraints import SplitFinding, overrule
 from lightning_autopar.exact.data.rank_share import BatchShare
+from lightning_autopar.exact.logs.metrics_of_values import rules_of
+from lightning_autopar.exact.logs.metrics_of_values import settled as settled_metric
+from lightning_autopar.exact.logs.metrics_over_ranks import named_metrics
 from lightning_autopar.exact.random import generator_states as rng
 from lightning_autopar.exact.step.attribute_rules import MISSING, Evidence, Path, alike, plain, taken
 from lightning_autopar.exact.step.kept_attributes import Place, attributes, settled, title, variables
@@ -26,6 +30,7 @@ from lightning_autopar.memory.trace.first_batch import copied
 from lightning_autopar.strategies.trials import undo
 from lightning_autopar.strategies.trials.draw_probe import Observation, everything
 from lightning_autopar.strategies.trials.first_batch_parts import BatchParts
+from lightning_autopar.strategies.trials.metric_trial import MetricTrial
 from lightning_autopar.strategies.trials.part_weights import Weighing
 from lightning_autopar.strategies.trials.recorded_backward import EQUAL, difference_of, groups_first_of
 from lightning_autopar.text import error_line
@@ -51,6 +56,9 @@ class KeptRuns:
         self.variables = variables(module)
         #: The attributes and variables that are compared, and their values after each run; and whether a run's effects are kept.
         self.watched: tuple[str, ...] = ()
+        #: The metrics whose states are compared, by name.
+        self.metered: dict[str, Metric] = {}
+        self.metrics = MetricTrial(module)
         self.left: list[dict[str, Any]] = []
         #: The latter where metrics exchange nothing, as in parts that run one after the other; empty where there are no metrics.
         self.apart: list[dict[str, Any]] = []
@@ -68,6 +76,10 @@ class KeptRuns:
     def _observed(self, step: Step, shares: Sequence[Any], *, groups_first: bool = False) -> Observation:
         raise NotImplementedError
 
+    def _drawn_apart(self, observed: Observation) -> tuple[str, ...]:
+        """What draws other numbers for a part than for the whole batch, in words."""
+        raise NotImplementedError
+
     def _steps(self, batches: Sequence[Any], *, random: rng.RngState | None = None) -> list[Tensor]:
         """The losses of several steps, each of which begins with what the one before has left.
 
@@ -82,7 +94,8 @@ class KeptRuns:
 
     def _watched(self) -> dict[str, Any]:
         found = ((name, space.get(key, MISSING)) for name, (space, key) in self._places(self.watched).items())
-        return {name: taken(value) for name, value in found if value is not MISSING}
+        states: dict[str, Any] = {name: metric._copy_state_dict() for name, metric in self.metered.items()}
+        return states | {name: taken(value) for name, value in found if value is not MISSING}
 
     def _places(self, names: Collection[str]) -> dict[str, Place]:
         """Where the attributes and variables of these names are, as far as a step may keep something there."""
@@ -95,6 +108,7 @@ class KeptRuns:
 
     def with_kept(self, finding: SplitFinding, hook: str, step: Step, size: int) -> SplitFinding:
         """The finding, with how the values that the step keeps of a batch's parts combine into those of the whole batch."""
+        finding = self._with_metrics(finding, hook, step, size)
         self.watched = tuple(self._places(self.changed()))
         if not self.watched:
             return finding
@@ -113,6 +127,53 @@ class KeptRuns:
         ]
         found = {**finding.kept_rules, hook: rules} if rules else finding.kept_rules
         return replace(finding, kept_rules=found, notes=(*finding.notes, *notes))
+
+    def find_metrics(self, step: Step, size: int) -> None:
+        """Find the metrics to which the step gives a value of its batch (its loss) rather than its samples."""
+        metered, state, reason = dict(named_metrics(self.module)), rng.capture({}), self.part_reason
+        self.metrics.rules, self.metrics.failed = {}, None
+        try:  # parts of unlike sizes tell rules apart
+            self.metrics.rules = self._metric_rules(metered, step, min(size + 1, self.batches.count)) if metered else {}
+        except Exception as error:  # the step may run on larger parts
+            _LOG.debug("the metrics of a step can't be tried", exc_info=True)
+            self.metrics.failed = error_line(error)
+        finally:
+            rng.restore(state, {})
+            self.part_reason = reason
+
+    def _with_metrics(self, finding: SplitFinding, hook: str, step: Step, size: int) -> SplitFinding:
+        """The finding, with those metrics."""
+        if self.metrics.failed or None in self.metrics.rules.values():  # by now it is known what the loss goes by
+            self.find_metrics(step, size)
+        kinds = {name: type(metric).__name__ for name, metric in named_metrics(self.module)}
+        notes = [
+            f"the metric {name!r} ({kinds[name]}) gets from {hook} what is no sum over samples: each rank and each part "
+            "gives it that of its own"
+            for name in dict.fromkeys(name for (name, _), rule in self.metrics.rules.items() if rule is None)
+        ]
+        if self.metrics.failed:
+            notes.append(f"not checked: the metrics that {hook} updates ({self.metrics.failed})")
+        found = {**finding.metric_rules, hook: self.metrics.settled} if self.metrics.settled else finding.metric_rules
+        return replace(finding, metric_rules=found, notes=(*finding.notes, *notes))
+
+    def _metric_rules(self, metered: dict[str, Metric], step: Step, size: int) -> dict[tuple[str, str], str | None]:
+        """By what parts of a batch make each state of each metric."""
+        shares = self.weighing.shares(size)
+        with patched(self, "metered", metered):
+            before = self._watched()
+            seen = self._observed(step, shares)
+            whole, *parts = self.apart or self.left
+        if seen.draws.seeded or seen.apart or self._drawn_apart(seen):  # states of other draws tell nothing
+            return {}
+        found: dict[tuple[str, str], str | None] = {}
+        for name, metric in metered.items():
+            left = [[each[name][state] for each in (before, whole, *parts)] for state in metric._reductions]
+            rules = {
+                state: rules_of(reduction, first, one, others, shares)
+                for (state, reduction), (first, one, *others) in zip(metric._reductions.items(), left, strict=True)
+            }
+            found |= {(name, state): rule for state, rule in settled_metric(rules).items()}
+        return found
 
     def find_late(self, earlier: Mapping[str, None], step: Step, size: int) -> None:
         """Find what the last runs changed in their backward pass.

@@ -38,7 +38,6 @@ from lightning_autopar.strategies.trials import undo
 from lightning_autopar.strategies.trials.draw_probe import Observation, everything, observe
 from lightning_autopar.strategies.trials.fewer_blocks import do_without, extent
 from lightning_autopar.strategies.trials.first_batch_parts import BatchParts
-from lightning_autopar.strategies.trials.metric_trial import MetricTrial
 from lightning_autopar.strategies.trials.nudged_weights import LaterSteps, nudged
 from lightning_autopar.strategies.trials.part_weights import Weighing
 from lightning_autopar.strategies.trials.recorded_backward import EQUAL, Backwards, OwnStepError, difference_of, groups_first_of
@@ -209,7 +208,6 @@ class _Probe(LaterSteps):
         self.weighing = Weighing(module, batches, known)
         self.rehearsal = BareStep(module, trainer, "fit", autocast_dtype=None, default_dtype=None, enter=lambda phase: None)
         self.rehearsal.hooks, self.rehearsal.loader = {} if trainer is None else tried_hooks(trainer), batches.first.loader
-        self.metrics = MetricTrial(module)
         self.backwards = Backwards(dict(module.named_parameters()), automatic=module.automatic_optimization)
         self.backwards.unseen = module.automatic_optimization and not is_overridden("backward", module)
         self.buffers: dict[str, Tensor] = {}  # the values before the step; empty until they are known
@@ -240,6 +238,7 @@ class _Probe(LaterSteps):
             started = time.monotonic()
             with self.numbered():
                 self.listen(self.losses)
+                self.find_metrics(self.losses, min(sizes))
             seconds = (time.monotonic() - started) * 6 * len(sizes)
         except OwnStepError as error:
             reason = (
@@ -300,6 +299,7 @@ class _Probe(LaterSteps):
 
         with self.numbered():
             self.listen(step)
+            self.find_metrics(step, 2)
             compared = self._compare_logs(step, 2)
             seen = self.observed
             drawn = () if seen is None else tuple(dict.fromkeys((*self._drawn_apart(seen), *seen.apart)))
@@ -406,7 +406,7 @@ class _Probe(LaterSteps):
                     elif automatic:
                         recorded, self.skips = [] if loss is None else [loss], self.skips or loss is None
                 self.module.zero_grad()
-                losses += [loss.detach().double().mean() for loss in recorded]
+                losses += [loss.detach().double().mean() for loss in self.metrics.looked_at(recorded)]
                 output = loss = recorded = None  # type: ignore[assignment]  # and with them the step's graph
             for name, buffer in self.module.named_buffers() if self._prepared else ():
                 before = self.buffers.get(name)
@@ -580,7 +580,7 @@ class _Probe(LaterSteps):
             for noted in (self.logs, self.moved, self.norms, self.effects, self.left, self.ends):
                 noted.clear()
             self.backwards.begin()
-            with self.metrics.runs(merge=merge):
+            with self.metrics.runs(shares, merge=merge):
                 seen = observe(step, self.batches.part, shares, groups_first=groups_first)
             self.observed = seen
             if self.batches.double and step == self.losses:

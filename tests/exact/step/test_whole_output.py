@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from lightning_autopar.exact.step.micro_batches import joined
 from lightning_autopar.strategies.base.out_of_memory.predictions import lists_of_samples, same_output, whole_output
 
 Pair = namedtuple("Pair", ["guess", "label"])
@@ -28,6 +30,34 @@ OUTPUTS: dict[str, Any] = {
 def parts_of(make: Any, number: int) -> tuple[list[Any], list[int]]:
     cut = [ROWS[index::number] for index in range(number)]
     return [make(part) for part in cut], [len(part) for part in cut]
+
+
+@dataclass(frozen=True)
+class Guess:
+    logits: torch.Tensor
+    share: float
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("number", [2, 3])
+def test_hooks_after_a_batch_in_parts_get_the_whole(name: str, number: int) -> None:
+    outputs, rows = parts_of(OUTPUTS[name], number)
+    whole = joined([{"output": output} for output in outputs], rows)
+    assert same_output(whole.get("output"), OUTPUTS[name](ROWS), 0.0)
+
+
+def test_hooks_after_a_batch_in_parts_get_means_in_dataclasses() -> None:
+    outputs, rows = parts_of(lambda rows: Guess(logits=rows, share=rows.mean().item()), 2)
+    whole = joined([{"output": output} for output in outputs], rows)["output"]
+    assert torch.equal(whole.logits, ROWS)
+    assert whole.share == pytest.approx(ROWS.mean().item())
+
+
+def test_what_parts_do_not_make_is_the_last_ones() -> None:
+    outputs, rows = parts_of(lambda rows: {"most": rows.amax(0), "guess": rows}, 2)
+    whole = joined([{"output": output} for output in outputs], rows)["output"]
+    assert torch.equal(whole["most"], outputs[-1]["most"])
+    assert torch.equal(whole["guess"], ROWS)
 
 
 @pytest.mark.parametrize("name", OUTPUTS)

@@ -125,7 +125,13 @@ class Evaluations:
             return
         run_plan, trainer = engine.run_plan, engine._trainer
         logs = GlobalLogging(
-            trainer, engine.share, device=engine.root_device, rules=run_plan.log_rules, kept=run_plan.kept_rules, parts=True
+            trainer,
+            engine.share,
+            device=engine.root_device,
+            rules=run_plan.log_rules,
+            kept=run_plan.kept_rules,
+            metrics=run_plan.metric_rules,
+            parts=True,
         )
         with ExitStack() as stack:
             logs.install()

@@ -21,9 +21,11 @@ from lightning_autopar._lightning import LightningModule, Trainer
 from lightning_autopar._lightning_compat import is_overridden
 from lightning_autopar._temporary import patched
 from lightning_autopar.exact.absent.absent_tensor import MissingValue, absent_like, is_absent
+from lightning_autopar.exact.data.batch_structure import count_rows
 from lightning_autopar.exact.logs.log_rules import Logged, recorded_logs
 from lightning_autopar.exact.logs.logging_hooks import mentions
 from lightning_autopar.exact.random import generator_states as rng
+from lightning_autopar.exact.step.micro_batches import detached, joined
 from lightning_autopar.memory.fakes.fake_copies import fake_copy
 from lightning_autopar.memory.trace.bare_step import BareStep, Silent, default_dtype
 from lightning_autopar.memory.trace.no_writes import no_effects
@@ -212,10 +214,15 @@ class Together:
         earlier = [self._taken(stage) for stage in self.stages]
         self.logged.clear()
         total: Tensor | None = None
+        extras: list[dict[str, Any]] = []
+        rows: list[int] = []
         for chunk, (batch, weight) in enumerate(parts):
             passed = self._forward("training_step", chunk, batch)
             output = self.stages[-1].replay.outputs.pop(chunk)
             loss = output.get("loss") if isinstance(output, Mapping) else output
+            if isinstance(output, Mapping):
+                extras.append({name: value for name, value in detached(output).items() if name != "loss"})
+                rows.append(_rows(self._batch))
             if loss is not None:
                 total = loss.detach() * weight + (0 if total is None else total)
             _backward(passed, weight, goes_back=loss is not None)
@@ -223,8 +230,10 @@ class Together:
         end = rng.capture({}, cuda=False)
         taken = {id(stage): self._taken(stage) for stage in self.stages}
 
+        beside = {**extras[-1], **joined(extras, rows)} if extras else {}
+
         def finish(stage: Stage, before: Mapping[str, Tensor]) -> None:
-            self._finish(stage, taken[id(stage)], before, total, parts[0][0], batch_idx)
+            self._finish(stage, taken[id(stage)], before, total, beside, parts[0][0], batch_idx)
 
         for stage, before in zip(self.stages, earlier, strict=True):
             rng.restore(end, {})  # each stage's process has generators of its own, whose draws the hooks make for all parameters
@@ -317,10 +326,11 @@ class Together:
         gradients: Mapping[str, Tensor],
         earlier: Mapping[str, Tensor],
         loss: Tensor | None,
+        beside: Mapping[str, Any],
         batch: Callable[[], Any],
         batch_idx: int,
     ) -> None:
-        """Run Lightning's step without the user's own: its loss is known, and backward only sets the known gradients."""
+        """Run Lightning's step without the user's own: its output is known, and backward only sets the known gradients."""
         parameters = dict(stage.module.named_parameters())
         for name, gradient in earlier.items():
             parameters[name].grad = gradient
@@ -331,8 +341,9 @@ class Together:
                 parameters[name].grad = gradient * factor if found is None else found + gradient * factor
             _show(parameters)
 
-        def step(name: str, batch: Any, batch_idx: int) -> Tensor | None:
-            return None if loss is None else _TakesUp.apply(torch.zeros((), requires_grad=True), loss, take_up)  # type: ignore[no-untyped-call]
+        def step(name: str, batch: Any, batch_idx: int) -> Any:
+            taken = None if loss is None else _TakesUp.apply(torch.zeros((), requires_grad=True), loss, take_up)  # type: ignore[no-untyped-call]
+            return {**beside, "loss": taken} if beside else taken
 
         stage.rehearsal.__dict__["_call"] = step
         try:
@@ -372,6 +383,14 @@ def rehearse(copy: LightningModule, trainer: Trainer | None, fn: str, precision:
     found.__dict__["_unscale"] = copy.__dict__["clip_gradients"] = _nothing
     found.build()
     return found
+
+
+def _rows(batch: Any) -> int:
+    """How many samples a part has; 0 where they can't be counted."""
+    try:
+        return count_rows(batch)
+    except ValueError:
+        return 0
 
 
 def _saved(module: LightningModule, *, whole: bool) -> dict[str, Any]:

@@ -448,6 +448,28 @@ def test_hooks_that_look_at_parameters() -> None:
         )
 
 
+class ReadsOutput(Stack):
+    """Reads what its step returns beside the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "words": batch}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.same = bool((outputs["words"] == batch).all())
+
+
+class ReadsLoss(Tells):
+    """Of a step that returns a tensor, Lightning's hooks get a dictionary; then it reads a parameter."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.board.add_scalar("ratio", outputs["loss"].item() / next(self.blocks.parameters()).norm().item())
+
+
+def test_hooks_get_the_steps_output() -> None:
+    assert probed(ReadsOutput()).value.refusal is None
+    assert "reads the values of the parameter" in (probed(ReadsLoss()).value.refusal or "")
+
+
 class PrunesLater(Tells):
     """From the third step on, sets the smallest weights of all blocks to zero, by their gradients."""
 
