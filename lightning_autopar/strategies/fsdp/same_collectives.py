@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_autopar.exact.step.step_rollback import GRAD, own_gradient
 from lightning_autopar.strategies.base.process_group import wait_for_all_ranks
@@ -99,3 +101,16 @@ def groups_of(unit: Any) -> list[Any]:
     """A unit's groups of parameters: torch 2.11 has one group or None, 2.13 a list."""
     state = unit._get_fsdp_state()
     return [group for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)] if group]
+
+
+def without_views(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """A unit's output without views: if the step changes a view in place, FSDP2's hook on it is lost, and the gradients are wrong.
+
+    What the unit hands on as it came stays one tensor for all units (T5's position bias): no parameter of the unit has a part in it.
+    """
+    came = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+
+    def alone(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor._is_view() and tensor.requires_grad and id(tensor) not in came else tensor
+
+    return tree_map_only(Tensor, alone, output)

@@ -18,12 +18,11 @@ from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard, regis
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_autopar._temporary import patched
 from lightning_autopar.memory.fakes.fake_copies import is_compiled
 from lightning_autopar.strategies.fsdp.module_copies import STEPS, TRACES, let_copy
-from lightning_autopar.strategies.fsdp.same_collectives import groups_of
+from lightning_autopar.strategies.fsdp.same_collectives import groups_of, without_views
 from lightning_autopar.strategies.fsdp.whole_parameters import hand_on_attributes, replicate_scalars
 
 
@@ -53,7 +52,7 @@ def shard(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     with patched(_fsdp_param_group, "_named_parameters_with_duplicates", _with_duplicates):
         for unit in units:
-            unit.register_forward_hook(_without_views, with_kwargs=True)
+            unit.register_forward_hook(without_views, with_kwargs=True)
             fully_shard(unit, **options, reshard_after_forward=reshard_after_forward)
         if not module.automatic_optimization or isinstance(module, FSDPModule):
             # Each backward of a manual step frees the root's parameters, so a module that a step calls more than once must be a unit. The
@@ -61,7 +60,7 @@ def shard(
             children = [child for child in _callable_children(module) if not shards.issuperset(child.parameters())]
             holders = Counter(parameter for child in children for parameter in child.parameters())
             for child in (each for each in children if all(holders[parameter] == 1 for parameter in each.parameters())):
-                child.register_forward_hook(_without_views, with_kwargs=True)
+                child.register_forward_hook(without_views, with_kwargs=True)
                 fully_shard(child, **options, reshard_after_forward=reshard_after_forward)
         if not isinstance(module, FSDPModule):
             fully_shard(module, **options)
@@ -162,19 +161,6 @@ def _let_go(module: nn.Module) -> None:
             child._parameters[name] = fresh[id(parameter)]
 
 
-def _without_views(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """A unit's output without views: if the step changes a view in place, FSDP2's hook on it is lost, and the gradients are wrong.
-
-    What the unit hands on as it came stays one tensor for all units (T5's position bias): no parameter of the unit has a part in it.
-    """
-    came = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-
-    def alone(tensor: Tensor) -> Tensor:
-        return tensor.clone() if tensor._is_view() and tensor.requires_grad and id(tensor) not in came else tensor
-
-    return tree_map_only(Tensor, alone, output)
-
-
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
     """The outermost submodules that hold parameters and aren't sharded yet."""
     for child in module.children():
@@ -211,7 +197,7 @@ def own_classes(module: nn.Module) -> None:
     """Make units plain modules again, which have shards still: of classes that can be pickled, without FSDP2's hooks."""
     for child in list(module.modules()):
         if isinstance(child, FSDPModule):
-            for key in [key for key, hook in child._forward_hooks.items() if hook is _without_views]:
+            for key in [key for key, hook in child._forward_hooks.items() if hook is without_views]:
                 del child._forward_hooks[key]
             state: Any = child._get_fsdp_state()
             state._pre_forward_hook_handle.remove()

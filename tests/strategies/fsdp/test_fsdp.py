@@ -25,6 +25,7 @@ from lightning_autopar.plans import Plan
 from lightning_autopar.strategies.base import process_group
 from lightning_autopar.strategies.fsdp import same_collectives
 from lightning_autopar.strategies.fsdp import shard as sharding
+from lightning_autopar.strategies.fsdp.same_collectives import without_views
 from lightning_autopar.strategies.fsdp.shard import shard, unshard
 from lightning_autopar.strategies.fsdp.whole_parameters import WholeParameters
 from tests.ranks import run_ranks
@@ -329,7 +330,7 @@ def test_a_parameter_whose_gradient_nobody_would_average_is_refused(make: Any, t
 
 def test_what_a_unit_hands_on_takes_memory_once() -> None:
     made, came = (torch.ones(4, requires_grad=True).view(2, 2) for _ in range(2))
-    given, bias = sharding._without_views(nn.Identity(), (), {"bias": came}, (made, came))
+    given, bias = without_views(nn.Identity(), (), {"bias": came}, (made, came))
     assert bias is came
     assert not given._is_view()
 
