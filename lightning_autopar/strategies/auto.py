@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_autopar import _root
-from lightning_autopar._lightning import Strategy, rank_zero_warn
+from lightning_autopar._lightning import Strategy, TrainerFn, rank_zero_warn
 from lightning_autopar._lightning_compat import bare_optimizer, combined_loaders, requested_devices, restore_loaders, undo_compile
 from lightning_autopar.constraints import check_allow, check_memory_limit, check_memory_margin
 from lightning_autopar.devices.discover import probe
@@ -171,10 +171,11 @@ class AutoParallelStrategy(IdleStrategy):
         self._lightning_module = engine.lightning_module
         self.model = engine.lightning_module
         self.precision_plugin = engine.precision_plugin
-        self.optimizers = [bare_optimizer(optimizer) for optimizer in engine.optimizers]
-        self.lr_scheduler_configs = engine.lr_scheduler_configs
         assert self._lightning_module is not None
         trainer = self._lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:  # a validation makes none, and leaves the fit's
+            self.optimizers = [bare_optimizer(optimizer) for optimizer in engine.optimizers]
+            self.lr_scheduler_configs = engine.lr_scheduler_configs
         restore_loaders(trainer, combined_loaders(trainer, unwrapped))
 
     def mute(self, trainer: Any) -> None:

@@ -218,6 +218,24 @@ def test_a_module_that_was_compiled_as_a_whole_runs_its_own_steps(engine: str, t
     assert "training_step" not in vars(module)
 
 
+class Validated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.layer(batch[0]), batch[1]), batch_size=len(batch[0]))
+
+
+@pytest.mark.parametrize("engine", ["single", "ddp"])
+def test_a_checkpoint_after_a_validation_has_the_fits_optimizers(engine: str, tmp_path: Path) -> None:
+    data = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_size=4)
+    strategy = AutoParallelStrategy(allow=[engine], devices="2xcpu:1GiB")
+    trainer = pl.Trainer(strategy=strategy, default_root_dir=tmp_path, **{**QUIET, "max_epochs": 1})
+    module = Validated()
+    trainer.fit(module, data, data)
+    trainer.validate(module, data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"]
+    assert [sorted(each["state"]) for each in saved] == [[0, 1, 2, 3]]
+
+
 def cli(config: str, root: Path, *arguments: str) -> Any:
     path = root / "config.yaml"
     path.write_text(config)
