@@ -150,9 +150,9 @@ def _single(task: Task) -> dict[str, Any]:
 
 def _without_replay(said: dict[str, int]) -> float:
     """What would be said to be reserved without a replay: allocated, and a share of it for rounding."""
-    from lightning_autopar.planning.plan_bytes import ROUNDING_BYTES, ROUNDING_SHARE
+    from lightning_autopar.planning.plan_bytes import ROUNDING_BYTES
 
-    return said["allocated"] * (1 + ROUNDING_SHARE) + ROUNDING_BYTES
+    return said["allocated"] * 1.1 + ROUNDING_BYTES  # ``Engine.lost_share``
 
 
 def _ranks() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:

@@ -61,9 +61,8 @@ def host_bytes(
     )
 
 
-#: What the caching allocator holds beyond what it hands out. A replay of its policy on traces of 124M to 7B models gave 1.03 to 1.21 times
-#: the allocated bytes; tiny models take more, hence the constant (segments have 2 and 20 MiB).
-ROUNDING_SHARE = 0.1
+#: What the caching allocator holds beyond what it hands out and a share of it (``Engine.lost_share``): tiny models take more, as
+#: segments have 2 and 20 MiB.
 ROUNDING_BYTES = 22 * MIB
 
 
@@ -103,7 +102,7 @@ def predict(
     for key, number in first.items():
         rank = _rank(footprint, plan, number, rows[number], devices[number], precision)
         held = max(asked.bytes(rank), key=lambda held: held.allocated)
-        found[key] = _on_device(held, footprint, asked.communicators(plan), devices[number])
+        found[key] = _on_device(held, footprint, asked.communicators(plan), devices[number], asked.lost_share(plan))
     return dict(zip(plan.devices, map(found.__getitem__, keys), strict=True))
 
 
@@ -131,7 +130,7 @@ def _rank(footprint: Footprint, plan: Plan, number: int, rows: int, device: Devi
 _MOMENTS: FootprintCache[Moments] = FootprintCache(128)
 
 
-def _on_device(held: DeviceBytes, footprint: Footprint, communicators: tuple[int, ...], device: Device) -> DeviceBytes:
+def _on_device(held: DeviceBytes, footprint: Footprint, communicators: tuple[int, ...], device: Device, lost_share: float) -> DeviceBytes:
     """The bytes with the device's own overhead around them; a CPU's allocator returns freed memory."""
     if device.kind == "cpu":
         return held
@@ -140,7 +139,7 @@ def _on_device(held: DeviceBytes, footprint: Footprint, communicators: tuple[int
         held,
         workspace=workspace,
         context=context_bytes(device.name) + nccl_bytes(*communicators),
-        rounding=int((held.allocated - held.workspace + workspace) * ROUNDING_SHARE) + ROUNDING_BYTES,
+        rounding=int((held.allocated - held.workspace + workspace) * lost_share) + ROUNDING_BYTES,
     )
 
 

@@ -145,8 +145,12 @@ def test_where_a_batch_takes_long_a_gpu_is_waited_for_longer(ranks: list[Rank]) 
     assert _until_both_end(ranks, 30).keys() == {0, 1}
 
 
-def test_in_the_first_batches_a_gpu_is_waited_for_longer(ranks: list[Rank]) -> None:
+@pytest.mark.parametrize(("compiles", "seconds"), [("", 38), (", while code is compiled", 118)])
+def test_in_the_first_batches_a_gpu_is_waited_for_longer_and_longest_while_a_rank_compiles(
+    compiles: str, seconds: int, ranks: list[Rank]
+) -> None:
+    ranks[1].place += compiles
     for rank in ranks:
         rank.begun, rank.hangs = 2, True
-    assert not _until_both_end(ranks, 118)
-    assert _until_both_end(ranks, 30).keys() == {0, 1}
+    assert not _until_both_end(ranks, seconds)
+    assert _until_both_end(ranks, 20).keys() == {0, 1}

@@ -15,7 +15,9 @@ from torch.nn.utils import parametrize
 from benchmarks.memory_zero import GOAL, MODELS, RESULTS, ROWS, Case, cases
 from lightning_autopar.memory.footprint import Footprint
 from lightning_autopar.memory.trace.trace import trace
+from lightning_autopar.planning.plan_bytes import ROUNDING_BYTES
 from lightning_autopar.plans import OFFLOADS, Plan
+from lightning_autopar.strategies.zero.engine import Zero
 from lightning_autopar.strategies.zero.gather_groups import course_of, layers_of
 from lightning_autopar.strategies.zero.memory import ZeroSettings, zero_bytes, zero_host_bytes
 from tests.memory.tapes import drawing
@@ -158,6 +160,17 @@ def test_a_rank_draws_for_the_whole_batch(stage: int, recompute: bool) -> None:
     assert 0.8 * (64 << 20) < with_draws - without <= 64 << 20
     alone = plan(stage, 1, recompute=asked.recompute)
     assert zero_bytes(drawing(gpt(), 64 << 20), alone, share=1) == zero_bytes(gpt(), alone, share=1)
+
+
+def test_what_the_allocator_holds_beyond_what_it_gives_out_is_never_a_twentieth_too_low() -> None:
+    """A tenth, as of other engines, was up to 15 % too low where what is allocated was right."""
+    rows = json.loads(RESULTS.with_name("memory_nullgpu_zero.json").read_text(encoding="utf-8"))["rows"]
+    for row in rows:
+        asked = plan(row["stage"], 2, offload=tuple(row["offload"]), recompute=("a",) if row["recompute"] else ())
+        for rank in row["ranks"]:
+            measured = rank["measured"]
+            told = measured["allocated"] * (1 + Zero().lost_share(asked)) + ROUNDING_BYTES
+            assert told >= 0.95 * measured["reserved"], row["job"]
 
 
 def test_recomputed_blocks_keep_less() -> None:
