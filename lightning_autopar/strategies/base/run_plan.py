@@ -113,6 +113,11 @@ class RunPlan:
         return {device: max(needed, self.at_least.get(device, 0)) for device, needed in self.candidate.needs.items()}
 
     @property
+    def predicted_step_seconds(self) -> float:
+        """The predicted seconds of a step; 0 where they weren't predicted."""
+        return 0.0 if self.candidate is None or self.candidate.seconds is None else self.candidate.seconds.step
+
+    @property
     def hyperparameters(self) -> dict[str, Any]:
         """The plan and its prediction for loggers, under names that no user's hyperparameter has. They name the first plan, once, as some
         loggers refuse one that changes; later plans are logged as numbers (``callbacks/plan_monitor.py``).
@@ -129,8 +134,8 @@ class RunPlan:
     def predictions(self) -> dict[str, float]:
         """The predicted seconds of a step and bytes on the fullest device, for loggers; values that aren't predicted are left out."""
         found: dict[str, float] = {}
-        if self.candidate is not None and self.candidate.seconds is not None:
-            found["autopar/predicted_step_seconds"] = self.candidate.seconds.step
+        if self.predicted_step_seconds:
+            found["autopar/predicted_step_seconds"] = self.predicted_step_seconds
         if self.candidate is not None and self.candidate.bytes:
             found["autopar/predicted_peak_bytes"] = float(max(held.allocated for held in self.candidate.bytes.values()))
         return found

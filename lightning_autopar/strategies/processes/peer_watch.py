@@ -75,6 +75,7 @@ def watch(store: Any, rank: int, devices: Sequence[str], run: int, *, own_device
             look_at=lambda: (where(main), queue.count(main)),
             tell=lambda word: store.set(f"autopar/standstill/{run}/{rank}", word),
             told=lambda each: _told(store, f"autopar/standstill/{run}/{each}"),
+            predicted_seconds=engine.run_plan.predicted_step_seconds,
         )
         while not ended.wait(_LOOK_SECONDS):
             lost = eyes.look()
@@ -136,6 +137,7 @@ class Standstill:
         look_at: gives where this process's main thread is, and its GPU's :meth:`~stack_dumps.GpuQueue.count`.
         tell: reports to the others what this rank waits for: "gpu", "collective" or "".
         told: gives what a rank has reported.
+        predicted_seconds: of a step; 0 where nobody knows.
     """
 
     rank: int
@@ -144,6 +146,7 @@ class Standstill:
     look_at: Callable[[], tuple[str | None, int]]
     tell: Callable[[str], None]
     told: Callable[[int], str]
+    predicted_seconds: float = 0.0
     clock: Callable[[], float] = time.monotonic
     _looked: float = float("-inf")
     _begun: int = -1
@@ -162,7 +165,7 @@ class Standstill:
             return None
         took, self._looked = min(now - self._looked, 2 * _QUEUE_SECONDS), now
         self._stand.see(*self.look_at(), took)
-        word = self._stand.before(stalled_workers.hung_seconds(self._longest_seconds, begun))
+        word = self._stand.before(stalled_workers.hung_seconds(self._longest_seconds, begun, self.predicted_seconds))
         if word != self._word:
             self._word = word
             self.tell(word)

@@ -92,14 +92,17 @@ class Stand:
         return "collective" if stack_dumps.in_collective(self.place, gpu=self.queue > 0) else ""
 
 
-def hung_seconds(longest_batch_seconds: float, batches: int) -> float:
+def hung_seconds(longest_batch_seconds: float, batches: int, predicted_seconds: float) -> float:
     """How long a GPU may leave its work undone before it counts as hung.
 
     Args:
         longest_batch_seconds: from one batch's begin to the next one's.
         batches: how many batches of a rank have begun.
+        predicted_seconds: of a step, by the plan; counts until batches show what one takes.
     """
-    return max(STOOD_SECONDS, PATIENCE * longest_batch_seconds, 0.0 if batches >= _KNOWN_BATCHES else FIRST_SECONDS)
+    if batches < _KNOWN_BATCHES:
+        return max(FIRST_SECONDS, PATIENCE * longest_batch_seconds, PATIENCE * predicted_seconds)
+    return max(STOOD_SECONDS, PATIENCE * longest_batch_seconds)
 
 
 @dataclass(kw_only=True)
@@ -108,11 +111,13 @@ class Stalls:
 
     Args:
         devices: their devices' ids, in rank order.
+        predicted_seconds: of a step; 0 where nobody knows.
         clock: in seconds.
     """
 
     folder: Path
     devices: Sequence[str]
+    predicted_seconds: float = 0.0
     clock: Callable[[], float] = time.monotonic
     _looked: float = float("-inf")
     _searched: float = float("-inf")
@@ -205,7 +210,7 @@ class Stalls:
         before, self._cpu_seconds = self._cpu_seconds, sum(map(_cpu_seconds, pids.values()))
         idle = self._cpu_seconds - before < _IDLE_SHARE * len(pids) * took
         self._idle_seconds = self._idle_seconds + took if idle else 0.0
-        bound = hung_seconds(self._longest_seconds, min(self._batches))
+        bound = hung_seconds(self._longest_seconds, min(self._batches), self.predicted_seconds)
         stood = {rank: stand.before(bound) for rank, stand in self._stands.items()}
         words = f"no rank has begun a batch for {now - self._moved:.0f} s, "
         if not all(stood.values()):

@@ -193,7 +193,8 @@ class Generation:
         self._stop_rendezvous = StopRendezvous(job.run_plan.plan.world_size)
         self._workers: list[_Worker] = []
         self._deadline = self._hooks_deadline = float("inf")
-        self._stalls = Stalls(folder=job.folder, devices=job.run_plan.plan.devices)
+        run_plan = job.run_plan
+        self._stalls = Stalls(folder=job.folder, devices=run_plan.plan.devices, predicted_seconds=run_plan.predicted_step_seconds)
         self._stalled = ""
         self._asked = False
         for stream in (sys.stdout, sys.stderr):

@@ -210,7 +210,7 @@ class Workers:
         self.done, self.hang, self.silent = {0: 1, 1: 1}, set[int](), set[int]()
         self.clock, self.batches = Clock(), [7, 7]
         self._pids = {0: pid, 1: pid}
-        self._stalls = Stalls(folder=folder, devices=("cuda:0", "cuda:1"), clock=self.clock)
+        self.stalls = Stalls(folder=folder, devices=("cuda:0", "cuda:1"), clock=self.clock)
         monkeypatch.setattr(stack_dumps, "ask", self._ask)
         monkeypatch.setattr(stack_dumps, "answer", lambda _, rank: None if rank in self.silent else (self.places[rank], self.done[rank]))
 
@@ -221,7 +221,7 @@ class Workers:
         """Look once a second; what is found."""
         until = self.clock.now + seconds
         while self.clock.now < until:
-            stall = self._stalls.look(self._pids, self.batches)
+            stall = self.stalls.look(self._pids, self.batches)
             if stall is not None:
                 return stall.sentence
             self.clock.now += 1
@@ -286,6 +286,13 @@ def test_a_gpu_may_take_longer_where_batches_do_and_before_that_is_known(
         assert workers.look_for(seconds_each) is None
     workers.batches, workers.hang = batches, {0, 1}
     assert workers.look_for(bound) is None
+    assert workers.look_for(30) is not None
+
+
+def test_a_gpu_may_take_longer_where_a_step_is_predicted_to(workers: Workers) -> None:
+    workers.stalls.predicted_seconds = 9.0
+    workers.batches, workers.hang = [1, 1], {0, 1}
+    assert workers.look_for(90) is None
     assert workers.look_for(30) is not None
 
 
