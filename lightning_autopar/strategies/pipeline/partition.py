@@ -17,6 +17,7 @@ import numpy.typing as npt
 from lightning_autopar.memory.footprint import Footprint, FootprintCache, LayerFootprint
 from lightning_autopar.memory.step_parts import StepPart, parts_of
 from lightning_autopar.plans import INTERLEAVED, Schedule
+from lightning_autopar.strategies.pipeline.memory import micro_batch_copy_bytes
 
 Table = npt.NDArray[np.float64]
 Column = npt.NDArray[np.float64]
@@ -254,14 +255,17 @@ def stage_tables(footprint: Footprint, share: float, rows_share: float, *, recom
     peak[:-1, 1:] = np.triu(np.maximum.accumulate(later, axis=1)[:, edges[1:] - 1])
     received = np.array([0.0, *(sum(one.size.at(share) for one in parts[edge].crossing) for edge in edges[1:-1]), 0.0])
     anew = np.array([0.0, *(parts[edge].anew.at(share) for edge in edges[1:-1]), 0.0])
+    enters = anew + received
+    if footprint.training and share < rows_share:
+        enters[0] += micro_batch_copy_bytes(footprint, round(share * footprint.batch_size))
     parameters = np.array([layer.parameter_bytes for layer in layers]) + also[0]
     return StageTables(
         parameters=between(parameters),
         states=between(parameters + [layer.optimizer_bytes for layer in layers] + also[2]),
         gradients=between(np.array([layer.gradient_bytes for layer in layers]) + also[1]),
         buffers=between([layer.buffer_bytes for layer in layers]),
-        held=between(kept) + anew[:, None] + received[:, None],
-        peak=peak + anew[:, None] + received[:, None],
+        held=between(kept) + enters[:, None],
+        peak=peak + enters[:, None],
         passed=received[:, None] + received[None, :],
         sent=np.broadcast_to(received, (blocks + 1, blocks + 1)),
         whole=footprint.partless_buffer_bytes + round(footprint.input_bytes * rows_share),
